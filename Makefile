@@ -1,0 +1,48 @@
+# Two commands do everything on a machine that has only Python, pip and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# Some virtual CPUs advertise AMX and fault on it: half-precision matmuls then die with SIGILL.
+# Capping oneDNN below AMX is safe everywhere and must happen before torch loads.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.PHONY: help demo test lint types unit format bench clean
+
+help:
+	@echo "make demo    train a small model with a fault injected, unguarded and guarded"
+	@echo "make test    lint, types, architecture, tests"
+	@echo "make bench   the CPU benchmarks (minutes)"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m steadygrad demo
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/pytest
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/guarded_step.py --device cpu
+	$(BIN)/python benchmarks/whole_step.py --device cpu
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

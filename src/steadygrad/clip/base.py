@@ -1,0 +1,45 @@
+"""The seam of the clip strategies: numbers on the device -> a clip coefficient on the device, without a host read.
+
+A `Clipper` holds a strategy's state as tensors. A bad step (`m.found` is 1) must leave that state as it was: every
+update is a `torch.where` on `m.found`, never a product with it (0 * NaN is NaN), and the host cannot branch on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from steadygrad.measure import Measurement
+
+
+class Clipper(Protocol):
+    """State of one clip strategy on the device."""
+
+    edits_gradients: bool
+    """False: `clip` returns a factor for all gradients, which the caller applies (a fused optimizer does it in its own
+    pass). True: `clip` changes the gradients itself, which must be unscaled by then, and returns only what to tell."""
+
+    def clip(self, m: Measurement) -> Tensor:
+        """The ratio of the norm after clipping to the norm before: a float64 scalar in (0, 1], on `m`'s device."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as tensors and plain numbers; empty before the first step."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of `state_dict()`."""
+        ...
+
+
+def keep_if_bad(m: Measurement, old: Tensor, new: Tensor) -> Tensor:
+    """`new`, or `old` when the step is bad."""
+    return torch.where(m.found.bool(), old, new)
+
+
+def limit(norm: Tensor, threshold: Tensor | float) -> Tensor:
+    """min(1, threshold / norm), with torch's 1e-6 in the denominator so that both clip alike."""
+    return torch.clamp(threshold / (norm + 1e-6), max=1.0)

@@ -1,0 +1,465 @@
+"""Settings: frozen, keyword-only, checked on construction, without torch.
+
+Each value object owns its fields and says under each what it means. A wrong value fails here, before the first step,
+with the field's name, the value found and what to write instead. `GuardConfig.load` reads YAML or TOML and names
+every unknown or wrong field at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Action, Incident
+
+
+def _require(condition: bool, owner: object, name: str, rule: str, hint: str) -> None:
+    if not condition:
+        value = getattr(owner, name)
+        raise ConfigError(f"{type(owner).__name__}.{name} must {rule}, got {value!r}. {hint}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+# --- clip strategies: the settings; `steadygrad.clip` builds the state on the device -----------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedNorm:
+    """Scale all gradients by min(1, max_norm / norm), as `clip_grad_norm_` does."""
+
+    kind: ClassVar[str] = "fixed_norm"
+
+    max_norm: float = 1.0
+    """Largest global L2 norm that reaches the optimizer."""
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_number(self.max_norm) and self.max_norm > 0,
+            self,
+            "max_norm",
+            "be above 0",
+            "Use 1.0, or clip=None for no clipping.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipValue:
+    """Clamp each gradient element to [-value, value]."""
+
+    kind: ClassVar[str] = "value"
+
+    value: float = 1.0
+    """Largest absolute value of one element."""
+
+    def __post_init__(self) -> None:
+        _require(_is_number(self.value) and self.value > 0, self, "value", "be above 0", "Use 1.0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZClip:
+    """Clip a norm that lies more than `z` standard deviations above its moving average (arXiv 2504.02507)."""
+
+    kind: ClassVar[str] = "zclip"
+
+    alpha: float = 0.97
+    """Decay of the moving mean and variance of the norm."""
+    z: float = 2.5
+    """Score above which a norm is a spike."""
+    warmup: int = 25
+    """Healthy steps that only collect; `max_norm` still holds."""
+    max_norm: float | None = 1.0
+    """Upper bound that holds at all times; None for none."""
+    eps: float = 1e-6
+    """Added to the standard deviation."""
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_number(self.alpha) and 0 < self.alpha < 1, self, "alpha", "lie between 0 and 1", "The paper uses 0.97."
+        )
+        _require(_is_number(self.z) and self.z > 0, self, "z", "be above 0", "The paper uses 2.5.")
+        _require(
+            self.warmup >= 2, self, "warmup", "be at least 2, a variance needs two values", "The paper uses 25."
+        )
+        _require(
+            self.max_norm is None or (_is_number(self.max_norm) and self.max_norm > 0),
+            self,
+            "max_norm",
+            "be above 0, or None",
+            "Use 1.0.",
+        )
+        _require(_is_number(self.eps) and self.eps > 0, self, "eps", "be above 0", "Use 1e-6.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoClip:
+    """Clip at a percentile of the norms seen so far (Seetharaman et al. 2020), over a bounded history."""
+
+    kind: ClassVar[str] = "autoclip"
+
+    percentile: float = 10.0
+    """Percentile of the past norms that becomes the threshold."""
+    window: int = 4096
+    """Norms remembered; the original keeps all of them, without bound."""
+
+    def __post_init__(self) -> None:
+        _require(
+            _is_number(self.percentile) and 0 <= self.percentile <= 100,
+            self,
+            "percentile",
+            "lie between 0 and 100",
+            "The paper uses 10.",
+        )
+        _require(self.window >= 2, self, "window", "be at least 2", "Use 4096.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveUnitClip:
+    """Clip each unit's gradient to a share of that unit's weight norm (AGC of the NFNet paper, arXiv 2102.06171)."""
+
+    kind: ClassVar[str] = "adaptive_unit"
+
+    ratio: float = 0.01
+    """lambda: largest gradient norm of a unit relative to its weight norm."""
+    eps: float = 1e-3
+    """Floor under the weight norm, so that a unit that starts at zero can still move."""
+    exclude: tuple[str, ...] = ()
+    """Parameter names, or parts of them, to leave alone; the paper leaves out the last layer."""
+
+    def __post_init__(self) -> None:
+        _require(_is_number(self.ratio) and self.ratio > 0, self, "ratio", "be above 0", "The paper uses 0.01.")
+        _require(_is_number(self.eps) and self.eps > 0, self, "eps", "be above 0", "The paper uses 1e-3.")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGC:
+    """Clip each tensor against its own moving norm (arXiv 2502.11034); a global clip while that is collected."""
+
+    kind: ClassVar[str] = "adagc"
+
+    relative: float = 1.05
+    """lambda_rel: how far above its own average a tensor's norm may go."""
+    beta: float = 0.98
+    """Decay of the moving norm of each tensor."""
+    warmup: int = 100
+    """Healthy steps with the global clip, during which the smallest norm of each tensor is kept."""
+    max_norm: float = 1.0
+    """lambda_abs: the global norm allowed during the warm-up."""
+
+    def __post_init__(self) -> None:
+        _require(_is_number(self.relative) and self.relative > 0, self, "relative", "be above 0", "Use 1.05.")
+        _require(_is_number(self.beta) and 0 < self.beta < 1, self, "beta", "lie between 0 and 1", "Use 0.98.")
+        _require(self.warmup >= 1, self, "warmup", "be at least 1", "Use 100.")
+        _require(_is_number(self.max_norm) and self.max_norm > 0, self, "max_norm", "be above 0", "Use 1.0.")
+
+
+ClipStrategy = FixedNorm | ClipValue | ZClip | AutoClip | AdaptiveUnitClip | AdaGC
+
+
+# --- the parts of GuardConfig -------------------------------------------------------------------------------------
+
+
+class Interval(enum.StrEnum):
+    """When a scheduler handed to Guard is stepped."""
+
+    STEP = "step"
+    EPOCH = "epoch"
+
+
+class Precision(enum.StrEnum):
+    """The number format of autocast."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class Implementation(enum.StrEnum):
+    """Which kernel measures the gradients; `auto` takes Triton on CUDA where it is there, foreach otherwise."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    FOREACH = "foreach"
+    TRITON = "triton"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """What is measured beyond the gradients."""
+
+    implementation: Implementation = Implementation.AUTO
+    """Which kernel measures the gradients."""
+    parameters_every: int = 0
+    """Steps between two readings of parameter norms and update-to-weight ratios (two more passes over the weights
+    and a copy of them while the optimizer runs); 0: never."""
+
+    def __post_init__(self) -> None:
+        _require(self.parameters_every >= 0, self, "parameters_every", "not be negative", "0 switches it off.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectConfig:
+    """Thresholds of the rules. Absolute ones are `info`; a `warning` needs distance from the run's own baseline."""
+
+    exploding_norm: float = 100.0
+    """Global gradient norm above which a step is called exploding (info)."""
+    exploding_score: float = 20.0
+    """Robust standard deviations above the baseline of log norms at which it becomes a warning."""
+    exploding_ratio: float = 10.0
+    """... and how many times the median norm it must be as well."""
+    early_warning_factor: float = 5.0
+    """Norms above this many times the clip threshold are told (info)."""
+    window: int = 128
+    """Steps that make up the baseline."""
+    min_values: int = 32
+    """Steps before the baseline judges."""
+
+    def __post_init__(self) -> None:
+        for name in ("exploding_norm", "exploding_score", "exploding_ratio", "early_warning_factor"):
+            _require(
+                _is_number(getattr(self, name)) and getattr(self, name) > 0, self, name, "be above 0", "See the default."
+            )
+        _require(self.window >= 8, self, "window", "be at least 8", "Use 128.")
+        _require(
+            2 <= self.min_values <= self.window, self, "min_values", "lie between 2 and the window", "Use 32."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """What is written into the run directory."""
+
+    steps_every: int = 1
+    """Steps between two lines of steps.jsonl; skipped steps are always written."""
+    layers_every: int = 100
+    """Steps between two lines of layers.jsonl; steps with a finding above info are always written; 0: never."""
+
+    def __post_init__(self) -> None:
+        _require(self.steps_every >= 1, self, "steps_every", "be at least 1", "Use 1.")
+        _require(self.layers_every >= 0, self, "layers_every", "not be negative", "0 switches it off.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Everything that can be set on a Guard.
+
+    >>> GuardConfig(clip=FixedNorm(max_norm=0.5), on_nonfinite=Action.SKIP).clip
+    FixedNorm(max_norm=0.5)
+    """
+
+    clip: ClipStrategy | None = field(default_factory=FixedNorm)
+    """How gradients are clipped; None: not at all."""
+    on_nonfinite: Action = Action.SKIP
+    """What a NaN or Inf in loss or gradients leads to: SKIP the step, SANITIZE the gradients, or RAISE."""
+    sanitize_value: float = 0.0
+    """What SANITIZE writes in place of each non-finite gradient element."""
+    drop_bad_microbatches: bool = False
+    """With accumulation, leave out only the bad microbatch instead of the whole step, and let the average count the
+    others only. Costs one host read and one set of gradients a microbatch: a gradient can be bad when its loss is
+    fine, so each microbatch must be looked at on its own before it is added."""
+    autocast: Precision | None = None
+    """Autocast opened around fn and the loss; None: whatever the caller has open."""
+    scheduler_interval: Interval = Interval.STEP
+    """When a scheduler handed to Guard is stepped: after each applied step, or at `end_epoch()`."""
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    detect: DetectConfig = field(default_factory=DetectConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
+    on_incident: Callable[[Incident], None] | None = None
+    """Called with each Incident."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_nonfinite", _as_enum(Action, self.on_nonfinite, "GuardConfig.on_nonfinite"))
+        object.__setattr__(
+            self, "scheduler_interval", _as_enum(Interval, self.scheduler_interval, "GuardConfig.scheduler_interval")
+        )
+        if self.autocast is not None:
+            object.__setattr__(self, "autocast", _as_enum(Precision, self.autocast, "GuardConfig.autocast"))
+        allowed = (Action.SKIP, Action.SANITIZE, Action.HALT)
+        _require(
+            self.on_nonfinite in allowed,
+            self,
+            "on_nonfinite",
+            "be Action.SKIP, Action.SANITIZE or Action.RAISE",
+            "SKIP is the safe choice.",
+        )
+        _require(
+            self.clip is None or isinstance(self.clip, ClipStrategy),
+            self,
+            "clip",
+            "be a clip strategy or None",
+            "For example clip=FixedNorm(max_norm=1.0).",
+        )
+        _require(
+            _is_number(self.sanitize_value) and math.isfinite(self.sanitize_value),
+            self,
+            "sanitize_value",
+            "be a finite number",
+            "Use 0.0.",
+        )
+        _require(
+            self.on_incident is None or callable(self.on_incident),
+            self,
+            "on_incident",
+            "be callable or None",
+            "It is called with each Incident.",
+        )
+        for name, kind in (("measure", MeasureConfig), ("detect", DetectConfig), ("record", RecordConfig)):
+            _require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GuardConfig:
+        """Build from nested plain values, as a file has them; every wrong field is named in one error."""
+        return typing.cast(GuardConfig, build(cls, values))
+
+    @classmethod
+    def load(cls, path: str | Path) -> GuardConfig:
+        """Read a YAML or TOML file."""
+        path = Path(path)
+        try:
+            return cls.from_dict(read_mapping(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` reads back; callables are left out."""
+        return typing.cast(dict[str, Any], _plain(self))
+
+
+# --- reading plain values ------------------------------------------------------------------------------------------
+
+
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """The mapping in a .yaml, .yml or .toml file."""
+    if not path.is_file():
+        raise ConfigError("no such file. Give the path of a YAML or TOML file.")
+    if path.suffix == ".toml":
+        import tomllib
+
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"not valid TOML: {error}.") from None
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"the ending {path.suffix!r} is not known. Use .yaml, .yml or .toml.")
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("reading YAML needs PyYAML. Run: pip install 'steadygrad[yaml]', or use TOML.") from None
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}.") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"the file must hold a mapping of fields, found {type(values).__name__}.")
+    return values
+
+
+def build(cls: type, values: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass `cls` from plain values; all errors in one ConfigError."""
+    errors: list[str] = []
+    made = _build(cls, values, "", errors)
+    if errors:
+        raise ConfigError("\n  ".join([f"{len(errors)} wrong field(s):", *errors]))
+    return made
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[str]) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    before = len(errors)
+    for name, value in values.items():
+        where = f"{path}{name}"
+        if name not in known:
+            errors.append(f"{where}: unknown; {cls.__name__} has {', '.join(sorted(known))}.")
+        else:
+            arguments[name] = _convert(hints[name], value, where, errors)
+    if len(errors) > before:
+        return None
+    try:
+        return cls(**arguments)
+    except (ConfigError, TypeError) as error:
+        errors.append(f"{path.rstrip('.') or cls.__name__}: {error}")
+        return None
+
+
+def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
+    """`value` as the annotation `hint` wants it; on failure an error is added and None returned."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    options = tuple(o for o in options if o is not type(None))
+    if any(dataclasses.is_dataclass(o) for o in options):
+        return _convert_object(options, value, where, errors)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, enum.Enum):
+            try:
+                return _as_enum(option, value, where)
+            except ConfigError as error:
+                errors.append(str(error))
+                return None
+        if option is bool and isinstance(value, bool):
+            return value
+        if option is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if option is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+            try:
+                return float(value)
+            except ValueError:
+                pass
+        if option is str and isinstance(value, str):
+            return value
+        if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
+            return tuple(value)
+    names = " or ".join(getattr(o, "__name__", str(o)) for o in options)
+    errors.append(f"{where}: must be {names}, got {value!r}.")
+    return None
+
+
+def _convert_object(options: tuple[Any, ...], value: Any, where: str, errors: list[str]) -> Any:
+    if not isinstance(value, Mapping):
+        errors.append(f"{where}: must be a mapping of fields, got {value!r}.")
+        return None
+    if len(options) == 1:
+        return _build(options[0], value, f"{where}.", errors)
+    kinds = {option.kind: option for option in options}
+    kind = value.get("kind")
+    if kind not in kinds:
+        errors.append(f"{where}.kind: must be one of {', '.join(kinds)}, got {kind!r}.")
+        return None
+    return _build(kinds[kind], {k: v for k, v in value.items() if k != "kind"}, f"{where}.", errors)
+
+
+def _as_enum(cls: type[enum.Enum], value: Any, where: str) -> Any:
+    try:
+        return value if isinstance(value, cls) else cls(value)
+    except ValueError:
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        names = ", ".join(dict.fromkeys(name.lower() for name in cls.__members__))
+        raise ConfigError(f"{where}: must be one of {names}, got {value!r}.") from None
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return kind | {name: _plain(v) for name, v in fields.items() if not callable(v)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value

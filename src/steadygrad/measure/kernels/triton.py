@@ -1,0 +1,251 @@
+"""The gradient statistics on CUDA: one launch over a table of gradient addresses for all tensors of a dtype.
+
+Each program reads one chunk of one tensor once, in three cheap operations an element, and writes partial sums; a
+second launch folds a tensor's partials in fixed order, in float64, into its row; a third folds the rows into the
+step's header. No atomics, so the norm, and with it the clip coefficient, is the same in every run and on every rank.
+A chunk whose sum is not ordinary (NaN, Inf, or squares that over- or underflow fp32) is read once more with scaling
+and exact counts: healthy chunks never pay for that.
+
+Floor: the gradients' bytes over the memory bandwidth. Works on the CPU under TRITON_INTERPRET=1, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from steadygrad.facts import NUM_COLUMNS
+
+NUM_PARTIALS = 6  # sum of squares, exponent of its scale, max_abs, nonfinite, nan, zeros
+HEADER = 8
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _measure_chunks(
+    addresses, numels, chunk_tensor, chunk_index, partials, first, num_chunks,
+    DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """partials[:, c] = (sum (x*2^s)^2, s, max|x|, #nonfinite, #nan, #zero) over chunk c, finite x only."""
+    c = tl.program_id(0) + first
+    t = tl.load(chunk_tensor + c)
+    start = tl.load(chunk_index + c).to(tl.int64) * CHUNK
+    count = tl.minimum(tl.load(numels + t) - start, CHUNK).to(tl.int32)
+    base = tl.load(addresses + t).to(tl.pointer_type(DTYPE)) + start
+    lanes = tl.arange(0, BLOCK)
+
+    squares = tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([BLOCK], tl.float32)
+    zeros = tl.zeros([BLOCK], tl.int32)
+    for i in range(0, CHUNK, BLOCK):
+        inside = i + lanes < count
+        x = tl.load(base + i + lanes, mask=inside, other=0.0).to(tl.float32)
+        squares += x * x
+        largest = tl.maximum(largest, tl.abs(x))
+        zeros += ((x == 0.0) & inside).to(tl.int32)
+    total = tl.sum(squares, 0)
+    top = tl.max(largest, 0)
+    num_zeros = tl.sum(zeros, 0)
+    exponent = 0.0
+    num_nonfinite = 0
+    num_nan = 0
+
+    # Ordinary: no square overflowed, and none that matters underflowed. NaN fails every comparison.
+    if ((total < 1e30) & ((total > 1e-30) | (num_zeros == count))) == 0:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for i in range(0, CHUNK, BLOCK):
+            x = tl.load(base + i + lanes, mask=i + lanes < count, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.where(tl.abs(x) < float("inf"), tl.abs(x), 0.0))
+        top = tl.max(largest, 0)
+        exponent = tl.where(top > 1.0, -100.0, 100.0)
+        scale = tl.where(top > 1.0, 7.888609052210118e-31, 1.2676506002282294e30)  # 2^-100, 2^100
+        squares = tl.zeros([BLOCK], tl.float32)
+        nonfinite = tl.zeros([BLOCK], tl.int32)
+        nans = tl.zeros([BLOCK], tl.int32)
+        # Between 1e-14 and 1e15 squares need no scaling; a NaN among ordinary values comes here too.
+        if (top > 1e-14) & (top < 1e15):
+            exponent = 0.0
+            scale = 1.0
+        for i in range(0, CHUNK, BLOCK):
+            inside = i + lanes < count
+            x = tl.load(base + i + lanes, mask=inside, other=0.0).to(tl.float32)
+            finite = tl.abs(x) < float("inf")
+            scaled = tl.where(finite, x, 0.0) * scale
+            squares += scaled * scaled
+            nonfinite += (inside & (finite == 0)).to(tl.int32)
+            nans += (inside & (x != x)).to(tl.int32)
+        total = tl.sum(squares, 0)
+        num_nonfinite = tl.sum(nonfinite, 0)
+        num_nan = tl.sum(nans, 0)
+
+    tl.store(partials + c, total)
+    tl.store(partials + num_chunks + c, exponent)
+    tl.store(partials + 2 * num_chunks + c, top)
+    tl.store(partials + 3 * num_chunks + c, num_nonfinite.to(tl.float32))
+    tl.store(partials + 4 * num_chunks + c, num_nan.to(tl.float32))
+    tl.store(partials + 5 * num_chunks + c, num_zeros.to(tl.float32))
+
+
+@triton.jit
+def _fold_tensors(partials, bounds, inverse_scale, table, num_chunks, WIDTH: tl.constexpr):
+    """table[t] = (norm, max_abs, nonfinite, nan, zeros) of tensor t, its chunks summed in fixed order in float64."""
+    t = tl.program_id(0)
+    low = tl.load(bounds + 2 * t)
+    high = tl.load(bounds + 2 * t + 1)
+    squares = tl.zeros([WIDTH], tl.float64)
+    largest = tl.zeros([WIDTH], tl.float32)
+    nonfinite = tl.zeros([WIDTH], tl.float64)
+    nans = tl.zeros([WIDTH], tl.float64)
+    zeros = tl.zeros([WIDTH], tl.float64)
+    for i in range(low, high, WIDTH):
+        c = i + tl.arange(0, WIDTH)
+        inside = c < high
+        exponent = tl.load(partials + num_chunks + c, mask=inside, other=0.0)
+        one = tl.full([WIDTH], 1.0, tl.float64)
+        # (2^-s)^2 for s = 0, -100, 100
+        unscale = tl.where(exponent == 0.0, one, tl.where(exponent < 0.0, one * 1.6069380442589903e60, one * 6.223015277861142e-61))
+        squares += tl.load(partials + c, mask=inside, other=0.0).to(tl.float64) * unscale
+        largest = tl.maximum(largest, tl.load(partials + 2 * num_chunks + c, mask=inside, other=0.0))
+        nonfinite += tl.load(partials + 3 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
+        nans += tl.load(partials + 4 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
+        zeros += tl.load(partials + 5 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
+    unscale_loss = tl.load(inverse_scale).to(tl.float64)
+    row = table + t * 5
+    tl.store(row, tl.sqrt(tl.sum(squares, 0)) * unscale_loss)
+    tl.store(row + 1, tl.max(largest, 0).to(tl.float64) * unscale_loss)
+    tl.store(row + 2, tl.sum(nonfinite, 0))
+    tl.store(row + 3, tl.sum(nans, 0))
+    tl.store(row + 4, tl.sum(zeros, 0))
+
+
+@triton.jit
+def _fold_step(table, num_rows, loss, header, found, WIDTH: tl.constexpr):
+    """header = (loss, global norm, #nonfinite, #nan, found); found = 1 when loss or any gradient is not finite."""
+    squares = tl.zeros([WIDTH], tl.float64)
+    nonfinite = tl.zeros([WIDTH], tl.float64)
+    nans = tl.zeros([WIDTH], tl.float64)
+    for i in range(0, num_rows, WIDTH):
+        t = i + tl.arange(0, WIDTH)
+        inside = t < num_rows
+        norm = tl.load(table + t * 5, mask=inside, other=0.0)
+        squares += norm * norm
+        nonfinite += tl.load(table + t * 5 + 2, mask=inside, other=0.0)
+        nans += tl.load(table + t * 5 + 3, mask=inside, other=0.0)
+    value = tl.load(loss).to(tl.float64)
+    num_nonfinite = tl.sum(nonfinite, 0)
+    bad = (num_nonfinite > 0.0) | ((tl.abs(value) < float("inf")) == 0)
+    tl.store(header, value)
+    tl.store(header + 1, tl.sqrt(tl.sum(squares, 0)))
+    tl.store(header + 2, num_nonfinite)
+    tl.store(header + 3, tl.sum(nans, 0))
+    tl.store(header + 4, bad.to(tl.float64))
+    tl.store(found, bad.to(tl.float32))
+
+
+class AddressTable:
+    """Gradient addresses on the device; sent only when they change, through a ring that no copy in flight can meet."""
+
+    SLOTS = 4
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._host = [torch.empty(length, dtype=torch.int64, pin_memory=pinned) for _ in range(self.SLOTS)]
+        self._device = [torch.empty(length, dtype=torch.int64, device=device) for _ in range(self.SLOTS)]
+        self._sent: list[torch.cuda.Event | None] = [None] * self.SLOTS
+        self._slot = -1
+        self._current: list[int] = []
+
+    def send(self, addresses: list[int]) -> Tensor:
+        """The device tensor that holds `addresses`."""
+        if addresses == self._current:
+            return self._device[self._slot]
+        self._slot = (self._slot + 1) % self.SLOTS
+        event = self._sent[self._slot]
+        if event is not None:
+            event.synchronize()  # four changes ago: long done
+        self._host[self._slot].copy_(torch.tensor(addresses, dtype=torch.int64))
+        self._device[self._slot].copy_(self._host[self._slot], non_blocking=True)
+        if self._device[self._slot].is_cuda:
+            event = self._sent[self._slot] = event or torch.cuda.Event()
+            event.record()
+        self._current = addresses
+        return self._device[self._slot]
+
+
+class Plan:
+    """How one list of tensors (sizes and dtypes fixed, addresses free) is cut into chunks."""
+
+    def __init__(
+        self,
+        gradients: Sequence[Tensor],
+        *,
+        chunk: int = 65536,
+        block: int = 2048,
+        width: int = 128,
+        num_warps: int = 8,
+    ) -> None:
+        device = gradients[0].device
+        self.chunk, self.block, self.width, self.num_warps = chunk, block, width, num_warps
+        order = sorted(range(len(gradients)), key=lambda i: str(gradients[i].dtype))
+        spans: list[tuple[Any, int, int]] = []  # (dtype, first chunk, number of chunks)
+        chunk_tensor: list[int] = []
+        chunk_index: list[int] = []
+        tensors_first = [0] * len(gradients)
+        tensors_last = [0] * len(gradients)
+        for i in order:
+            dtype = TRITON_DTYPES[gradients[i].dtype]
+            num = -(-gradients[i].numel() // chunk)
+            tensors_first[i] = len(chunk_tensor)
+            chunk_tensor += [i] * num
+            chunk_index += range(num)
+            tensors_last[i] = len(chunk_tensor)
+            if spans and spans[-1][0] == dtype:
+                spans[-1] = (dtype, spans[-1][1], spans[-1][2] + num)
+            else:
+                spans.append((dtype, tensors_first[i], num))
+        self.spans = [span for span in spans if span[2]]
+        self.num_chunks, self.num_tensors = len(chunk_tensor), len(gradients)
+        as_int = {"dtype": torch.int32, "device": device}
+        self._chunk_tensor = torch.tensor(chunk_tensor, **as_int)
+        self._chunk_index = torch.tensor(chunk_index, **as_int)
+        # Chunks are ordered by dtype, not by tensor: each tensor keeps its own [first, last) pair.
+        self._bounds = torch.tensor([v for pair in zip(tensors_first, tensors_last) for v in pair], **as_int)
+        self._numels = torch.tensor([g.numel() for g in gradients], dtype=torch.int64, device=device)
+        self._partials = torch.empty(NUM_PARTIALS * max(1, self.num_chunks), dtype=torch.float32, device=device)
+        self._addresses = AddressTable(len(gradients), device)
+        self._one = torch.ones((), device=device)
+
+    def measure(
+        self, addresses: list[int], *, loss: Tensor | None, inverse_scale: Tensor | None, packed: Tensor, found: Tensor
+    ) -> None:
+        """Fill `packed` (header, then rows) and `found`, from gradients that lie at `addresses`."""
+        table = packed[HEADER:]
+        at = self._addresses.send(addresses)
+        for dtype, first, num in self.spans:
+            _measure_chunks[(num,)](
+                at, self._numels, self._chunk_tensor, self._chunk_index, self._partials, first, self.num_chunks,
+                DTYPE=dtype, CHUNK=self.chunk, BLOCK=self.block, num_warps=self.num_warps,
+            )  # fmt: skip
+        scale = self._one if inverse_scale is None else inverse_scale
+        _fold_tensors[(self.num_tensors,)](
+            self._partials, self._bounds, scale, table, self.num_chunks, WIDTH=self.width, num_warps=1
+        )
+        value = self._one if loss is None else loss
+        _fold_step[(1,)](table, self.num_tensors, value, packed, found, WIDTH=1024, num_warps=4)
+
+
+def measure_table(gradients: Sequence[Tensor], out: Tensor, **sizes: int) -> None:
+    """Write the table of `gradients` into `out` [N, 5] float64, as the reference does; for tests and single calls."""
+    assert out.shape == (len(gradients), NUM_COLUMNS) and out.dtype == torch.float64
+    if not gradients:
+        return
+    packed = torch.empty(HEADER + out.numel(), dtype=torch.float64, device=out.device)
+    found = torch.empty((), device=out.device)
+    plan = Plan(gradients, **sizes)
+    plan.measure([g.data_ptr() for g in gradients], loss=None, inverse_scale=None, packed=packed, found=found)
+    out.copy_(packed[HEADER:].view_as(out))

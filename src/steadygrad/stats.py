@@ -1,0 +1,137 @@
+"""Baseline: what is normal for this run, as a rolling median and spread.
+
+Statistic, decision and side effect are three objects; this is only the statistic. It admits finite values only and
+keeps outliers out of its history, so neither one NaN nor one spike can blind the rule that asks it. A level that
+really has changed is accepted after `patience` outliers in a row: otherwise a baseline would deny a new normal
+for ever.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from steadygrad.errors import ConfigError
+
+MAD_TO_SIGMA = 1.4826
+"""Scale that makes the median absolute deviation of Gaussian noise equal its standard deviation."""
+
+
+class Baseline:
+    """Rolling median and MAD over the last `window` admitted values.
+
+    >>> baseline = Baseline(window=16, min_values=8)
+    >>> for i in range(16):
+    ...     _ = baseline.admit(1.0 + 0.01 * (i % 3))
+    >>> baseline.score(1.02) < 3 and baseline.score(5.0) > 100
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int = 128,
+        min_values: int = 32,
+        outlier_score: float = 8.0,
+        relative_floor: float = 1e-3,
+        patience: int = 32,
+    ) -> None:
+        if window < 8:
+            raise ConfigError(
+                f"Baseline.window must be at least 8 to estimate a spread, got {window}. Use 128 unless steps are very slow."
+            )
+        if not 2 <= min_values <= window:
+            raise ConfigError(
+                f"Baseline.min_values must lie between 2 and the window ({window}), got {min_values}. Use a quarter of the window."
+            )
+        if outlier_score <= 0:
+            raise ConfigError(f"Baseline.outlier_score must be positive, got {outlier_score}. 8 is a good value.")
+        if relative_floor < 0:
+            raise ConfigError(f"Baseline.relative_floor must not be negative, got {relative_floor}. Use 1e-3.")
+        if patience < 1:
+            raise ConfigError(f"Baseline.patience must be at least 1, got {patience}. Use 32.")
+        self.window, self.min_values = window, min_values
+        self.outlier_score, self.relative_floor, self.patience = outlier_score, relative_floor, patience
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._refused: deque[float] = deque(maxlen=patience)
+        self._spread: float | None = None  # cached; None when the history has changed since
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether enough values are there to judge another one."""
+        return len(self._values) >= self.min_values
+
+    @property
+    def median(self) -> float:
+        """Median of the history; NaN while it is empty."""
+        return _median(self._sorted)
+
+    @property
+    def spread(self) -> float:
+        """Robust standard deviation, never below `relative_floor` of the median: a flat history is not certainty."""
+        if self._spread is None:
+            centre = self.median
+            deviations = sorted(abs(v - centre) for v in self._sorted)
+            self._spread = max(MAD_TO_SIGMA * _median(deviations), self.relative_floor * abs(centre), 1e-300)
+        return self._spread
+
+    def score(self, value: float) -> float:
+        """Robust z-score of `value`; inf when it is not finite, 0 while warming up."""
+        if not math.isfinite(value):
+            return math.inf
+        if not self.is_warm:
+            return 0.0
+        return (value - self.median) / self.spread
+
+    def admit(self, value: float) -> bool:
+        """Add `value` to the history unless it is not finite or an outlier; say whether it was added."""
+        if not math.isfinite(value):
+            return False
+        if abs(self.score(value)) > self.outlier_score:
+            self._refused.append(value)
+            if len(self._refused) < self.patience:
+                return False
+            self._start_again(list(self._refused))  # a new level, not an outlier
+            return True
+        self._refused.clear()
+        self._append(value)
+        return True
+
+    def _start_again(self, values: list[float]) -> None:
+        self._values.clear()
+        self._sorted.clear()
+        self._refused.clear()
+        for value in values[-self.window :]:
+            self._append(value)
+
+    def _append(self, value: float) -> None:
+        if len(self._values) == self.window:
+            oldest = self._values.popleft()
+            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
+        self._values.append(value)
+        bisect.insort(self._sorted, value)
+        self._spread = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history, as plain lists."""
+        return {"values": list(self._values), "refused": list(self._refused)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the history of `state_dict()`; values that are not finite are refused as ever."""
+        self._start_again([float(v) for v in state["values"] if math.isfinite(v)])
+        self._refused.extend(float(v) for v in state["refused"] if math.isfinite(v))
+
+
+def _median(ordered: list[float]) -> float:
+    n = len(ordered)
+    if n == 0:
+        return math.nan
+    middle = n // 2
+    return ordered[middle] if n % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])

@@ -1,0 +1,19 @@
+"""Settings that must stand before torch and triton are imported, and fixtures that every test shares."""
+
+from __future__ import annotations
+
+import os
+
+# Some virtual CPUs advertise AMX and fault on it (SIGILL in half-precision matmuls); see the Makefile.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, statement by statement
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
