@@ -13,6 +13,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, statement by statement
 
+torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and tests run beside others
+
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:

@@ -1,0 +1,100 @@
+"""steadygrad keeps PyTorch training numerically healthy.
+
+    guard = Guard(model, optimizer)
+    for batch in loader:
+        guard.step(training_step, batch)
+
+Names that need torch are loaded when they are first used, so that `import steadygrad` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from steadygrad._version import __version__
+from steadygrad.config import (
+    AdaGC,
+    AdaptiveUnitClip,
+    AutoClip,
+    ClipValue,
+    DetectConfig,
+    FixedNorm,
+    GuardConfig,
+    MeasureConfig,
+    Precision,
+    RecordConfig,
+    ZClip,
+)
+from steadygrad.errors import (
+    ConfigError,
+    NonFiniteError,
+    SteadygradError,
+    TrainingHalted,
+    UnsupportedError,
+    UsageError,
+)
+from steadygrad.facts import Action, Finding, Incident, Reading, Severity, StepRecord
+
+if TYPE_CHECKING:
+    from steadygrad.act.precision import choose_precision, conservative_scaler
+    from steadygrad.act.sanitize import handle_nan_inf
+    from steadygrad.guard import Guard
+    from steadygrad.measure.check import check_nan_inf
+    from steadygrad.monitor import ActivationMonitor, GradientHealthMonitor
+
+__all__ = [
+    "Action",
+    "ActivationMonitor",
+    "AdaGC",
+    "AdaptiveUnitClip",
+    "AutoClip",
+    "ClipValue",
+    "ConfigError",
+    "DetectConfig",
+    "Finding",
+    "FixedNorm",
+    "GradientHealthMonitor",
+    "Guard",
+    "GuardConfig",
+    "Incident",
+    "MeasureConfig",
+    "NonFiniteError",
+    "Precision",
+    "Reading",
+    "RecordConfig",
+    "Severity",
+    "SteadygradError",
+    "StepRecord",
+    "TrainingHalted",
+    "UnsupportedError",
+    "UsageError",
+    "ZClip",
+    "__version__",
+    "check_nan_inf",
+    "choose_precision",
+    "conservative_scaler",
+    "handle_nan_inf",
+]
+
+_LAZY = {
+    "ActivationMonitor": "steadygrad.monitor",
+    "GradientHealthMonitor": "steadygrad.monitor",
+    "Guard": "steadygrad.guard",
+    "check_nan_inf": "steadygrad.measure.check",
+    "choose_precision": "steadygrad.act.precision",
+    "conservative_scaler": "steadygrad.act.precision",
+    "handle_nan_inf": "steadygrad.act.sanitize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'steadygrad' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -88,9 +88,7 @@ class ZClip:
             _is_number(self.alpha) and 0 < self.alpha < 1, self, "alpha", "lie between 0 and 1", "The paper uses 0.97."
         )
         _require(_is_number(self.z) and self.z > 0, self, "z", "be above 0", "The paper uses 2.5.")
-        _require(
-            self.warmup >= 2, self, "warmup", "be at least 2, a variance needs two values", "The paper uses 25."
-        )
+        _require(self.warmup >= 2, self, "warmup", "be at least 2, a variance needs two values", "The paper uses 25.")
         _require(
             self.max_norm is None or (_is_number(self.max_norm) and self.max_norm > 0),
             self,
@@ -228,12 +226,14 @@ class DetectConfig:
     def __post_init__(self) -> None:
         for name in ("exploding_norm", "exploding_score", "exploding_ratio", "early_warning_factor"):
             _require(
-                _is_number(getattr(self, name)) and getattr(self, name) > 0, self, name, "be above 0", "See the default."
+                _is_number(getattr(self, name)) and getattr(self, name) > 0,
+                self,
+                name,
+                "be above 0",
+                "See the default.",
             )
         _require(self.window >= 8, self, "window", "be at least 8", "Use 128.")
-        _require(
-            2 <= self.min_values <= self.window, self, "min_values", "lie between 2 and the window", "Use 32."
-        )
+        _require(2 <= self.min_values <= self.window, self, "min_values", "lie between 2 and the window", "Use 32.")
 
 
 @dataclass(frozen=True, kw_only=True)

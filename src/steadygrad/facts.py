@@ -41,7 +41,7 @@ class Action(enum.StrEnum):
     SCALE_WEIGHT_DECAY = "scale_weight_decay"
     ROLLBACK = "rollback"
     HALT = "halt"
-    RAISE = "halt"  # noqa: PIE796  an alias on purpose: `raise` is what users call it
+    RAISE = "halt"
 
 
 @dataclass(frozen=True, slots=True)

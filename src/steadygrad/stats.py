@@ -41,11 +41,13 @@ class Baseline:
     ) -> None:
         if window < 8:
             raise ConfigError(
-                f"Baseline.window must be at least 8 to estimate a spread, got {window}. Use 128 unless steps are very slow."
+                f"Baseline.window must be at least 8 to estimate a spread, got {window}. "
+                "Use 128 unless steps are very slow."
             )
         if not 2 <= min_values <= window:
             raise ConfigError(
-                f"Baseline.min_values must lie between 2 and the window ({window}), got {min_values}. Use a quarter of the window."
+                f"Baseline.min_values must lie between 2 and the window ({window}), got {min_values}. "
+                "Use a quarter of the window."
             )
         if outlier_score <= 0:
             raise ConfigError(f"Baseline.outlier_score must be positive, got {outlier_score}. 8 is a good value.")

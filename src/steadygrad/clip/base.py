@@ -43,3 +43,12 @@ def keep_if_bad(m: Measurement, old: Tensor, new: Tensor) -> Tensor:
 def limit(norm: Tensor, threshold: Tensor | float) -> Tensor:
     """min(1, threshold / norm), with torch's 1e-6 in the denominator so that both clip alike."""
     return torch.clamp(threshold / (norm + 1e-6), max=1.0)
+
+
+def shrink(norm: Tensor, threshold: Tensor | float) -> Tensor:
+    """threshold / norm where norm > threshold, else exactly 1.
+
+    For thresholds that come from the norms themselves. `limit` would clip a norm that sits on its threshold, and norms
+    below its 1e-6 to nearly nothing. A threshold that is NaN or inf clips nothing.
+    """
+    return torch.where(norm > threshold, threshold / norm, 1.0)

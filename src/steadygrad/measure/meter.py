@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from steadygrad.measure.kernels import triton as _triton
 
 HEADER = 8
+MAX_PLANS = 64
+"""Patterns of present gradients whose tables are kept."""
 LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
 
 
@@ -68,9 +70,7 @@ class Measurement:
             num_nan=num_nan,
             clip_coefficient=numbers[COEFFICIENT],
             loss_scale=scale if scale > 0 else None,
-            gradients=GradientTable(
-                self.names, self.numels, numbers[HEADER : HEADER + NUM_COLUMNS * len(self.names)]
-            ),
+            gradients=GradientTable(self.names, self.numels, numbers[HEADER : HEADER + NUM_COLUMNS * len(self.names)]),
             **facts,
         )
 
@@ -84,6 +84,7 @@ class _Plan:
         self.device = device
         self.length = HEADER + NUM_COLUMNS * len(names)
         self.addresses: list[int] = []
+        self.dtypes: list[torch.dtype] = []
         self.triton: _triton.Plan | None = None
 
 
@@ -112,7 +113,9 @@ class Meter:
         if not grads:
             return None
         plan = self._plans.get(present)
-        if plan is None:
+        if plan is None or plan.device != grads[0].device:
+            if len(self._plans) >= MAX_PLANS:  # experts that come and go make new patterns for ever
+                self._plans.clear()
             plan = self._plans[present] = self._make_plan(present, grads)
         packed = torch.empty(plan.length, dtype=torch.float64, device=plan.device)
         found = torch.empty((), device=plan.device)
@@ -144,7 +147,10 @@ class Meter:
             return False
         from steadygrad.measure.kernels import triton
 
-        addresses = [g.data_ptr() for g in m.gradients]
+        try:
+            addresses = [g.data_ptr() for g in m.gradients]
+        except (RuntimeError, NotImplementedError):  # sparse gradients have no one address
+            return False
         if addresses != plan.addresses:
             # Layout and dtype are looked at again whenever a gradient has moved.
             plain = all(
@@ -156,10 +162,10 @@ class Meter:
                 for g in m.gradients
             )
             plan.addresses = addresses
-            if not plain:
-                plan.triton = None
-            elif plan.triton is None:
-                plan.triton = triton.Plan(m.gradients)
+            dtypes = [g.dtype for g in m.gradients] if plain else []
+            if dtypes != plan.dtypes:
+                plan.dtypes = dtypes
+                plan.triton = triton.Plan(m.gradients) if plain else None
         if plan.triton is None:
             return False
         plan.triton.measure(addresses, loss=loss, inverse_scale=inverse, packed=m.packed, found=m.found)
@@ -199,6 +205,7 @@ def _summarise(m: Measurement, loss: Tensor | None) -> None:
     packed[NORM] = torch.linalg.vector_norm(table[:, 0])
     packed[NUM_NONFINITE : NUM_NAN + 1] = counts
     packed[FOUND] = bad
+    packed[COEFFICIENT], packed[LOSS_SCALE] = 1.0, 0.0  # until somebody writes them
     m.found.copy_(bad)
 
 

@@ -7,6 +7,7 @@ waits for that copy alone, never for work queued after it. On the CPU a ticket i
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -69,6 +70,8 @@ class Transfer:
 
 
 def _read(host: Tensor) -> Sequence[float]:
-    """A copy of a contiguous float64 CPU tensor as a sequence of floats; 5 µs for 6000 numbers, and needs no numpy."""
-    raw = ctypes.string_at(host.data_ptr(), host.numel() * 8) if host.numel() else b""
-    return memoryview(raw).cast("d")
+    """A copy of a contiguous float64 CPU tensor as plain floats; 5 µs for 6000 numbers, and needs no numpy."""
+    numbers = array("d")
+    if host.numel():
+        numbers.frombytes(ctypes.string_at(host.data_ptr(), host.numel() * 8))
+    return numbers

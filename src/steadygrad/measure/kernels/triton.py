@@ -108,7 +108,9 @@ def _fold_tensors(partials, bounds, inverse_scale, table, num_chunks, WIDTH: tl.
         exponent = tl.load(partials + num_chunks + c, mask=inside, other=0.0)
         one = tl.full([WIDTH], 1.0, tl.float64)
         # (2^-s)^2 for s = 0, -100, 100
-        unscale = tl.where(exponent == 0.0, one, tl.where(exponent < 0.0, one * 1.6069380442589903e60, one * 6.223015277861142e-61))
+        unscale = tl.where(
+            exponent == 0.0, one, tl.where(exponent < 0.0, one * 1.6069380442589903e60, one * 6.223015277861142e-61)
+        )
         squares += tl.load(partials + c, mask=inside, other=0.0).to(tl.float64) * unscale
         largest = tl.maximum(largest, tl.load(partials + 2 * num_chunks + c, mask=inside, other=0.0))
         nonfinite += tl.load(partials + 3 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
@@ -125,7 +127,7 @@ def _fold_tensors(partials, bounds, inverse_scale, table, num_chunks, WIDTH: tl.
 
 @triton.jit
 def _fold_step(table, num_rows, loss, header, found, WIDTH: tl.constexpr):
-    """header = (loss, global norm, #nonfinite, #nan, found); found = 1 when loss or any gradient is not finite."""
+    """header = (loss, global norm, #nonfinite, #nan, found, 1, 0); found = 1 when loss or any gradient is not finite."""
     squares = tl.zeros([WIDTH], tl.float64)
     nonfinite = tl.zeros([WIDTH], tl.float64)
     nans = tl.zeros([WIDTH], tl.float64)
@@ -144,6 +146,8 @@ def _fold_step(table, num_rows, loss, header, found, WIDTH: tl.constexpr):
     tl.store(header + 2, num_nonfinite)
     tl.store(header + 3, tl.sum(nans, 0))
     tl.store(header + 4, bad.to(tl.float64))
+    tl.store(header + 5, 1.0)  # clip coefficient and loss scale, until somebody writes them
+    tl.store(header + 6, 0.0)
     tl.store(found, bad.to(tl.float32))
 
 
@@ -210,11 +214,11 @@ class Plan:
                 spans.append((dtype, tensors_first[i], num))
         self.spans = [span for span in spans if span[2]]
         self.num_chunks, self.num_tensors = len(chunk_tensor), len(gradients)
-        as_int = {"dtype": torch.int32, "device": device}
-        self._chunk_tensor = torch.tensor(chunk_tensor, **as_int)
-        self._chunk_index = torch.tensor(chunk_index, **as_int)
+        self._chunk_tensor = torch.tensor(chunk_tensor, dtype=torch.int32, device=device)
+        self._chunk_index = torch.tensor(chunk_index, dtype=torch.int32, device=device)
         # Chunks are ordered by dtype, not by tensor: each tensor keeps its own [first, last) pair.
-        self._bounds = torch.tensor([v for pair in zip(tensors_first, tensors_last) for v in pair], **as_int)
+        bounds = list(zip(tensors_first, tensors_last))
+        self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
         self._numels = torch.tensor([g.numel() for g in gradients], dtype=torch.int64, device=device)
         self._partials = torch.empty(NUM_PARTIALS * max(1, self.num_chunks), dtype=torch.float32, device=device)
         self._addresses = AddressTable(len(gradients), device)

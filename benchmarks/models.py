@@ -1,0 +1,75 @@
+"""The models that the benchmarks train: parameter shapes alone, and a small GPT."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# name: width, layers, vocabulary
+SHAPES = {
+    "43M, 1154 small tensors": (192, 96, 1000),
+    "GPT-2 124M": (768, 12, 50304),
+    "GPT-2 774M": (1280, 36, 50304),
+    "Llama-like 1.3B": (2048, 24, 32000),
+    "10M": (256, 10, 8192),
+}
+
+
+def parameter_shapes(name: str) -> list[tuple[int, ...]]:
+    """The shapes of a GPT's parameters."""
+    d, layers, vocabulary = SHAPES[name]
+    block = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
+    return [(vocabulary, d), (1024, d), *(shape for _ in range(layers) for shape in block)]
+
+
+class Parameters(nn.Module):
+    """Parameters of the given shapes with gradients in place, and no forward: for timing the step alone."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(s, device=device) * 0.02 for s in shapes])
+        for weight in self.weights:
+            weight.grad = torch.randn_like(weight) * 1e-3
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, D]
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, D/H]
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """GPT-2's architecture, tied embeddings, loss included."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int, *, heads: int, context: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    def forward(self, ids: Tensor) -> Tensor:  # [B, T + 1] -> scalar
+        x = self.tokens(ids[:, :-1]) + self.positions.weight[: ids.shape[1] - 1]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.tokens.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

@@ -1,0 +1,1 @@
+"""Verdict -> Outcome. The only package that changes training."""

@@ -1,0 +1,53 @@
+"""Which number format to train in, and a loss scaler that is careful with it."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+
+import torch
+
+from steadygrad.config import Precision
+
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+
+
+def choose_precision(device: str | torch.device | None = None) -> Precision:
+    """bf16 where the device computes in it, else fp16, else fp32.
+
+    bf16 has fp32's range, so nothing overflows that did not before; fp16 needs a loss scaler. On a CPU only bf16 with
+    hardware support is worth it, and it is tried in a process of its own: some virtual machines advertise
+    instructions that kill the process.
+    """
+    kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            return Precision.FP32
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return Precision.BF16
+        return Precision.FP16 if torch.cuda.get_device_capability() >= (5, 3) else Precision.FP32
+    if kind == "cpu":
+        return Precision.BF16 if _cpu_has_bf16() and half_matmul_works(Precision.BF16) else Precision.FP32
+    return Precision.FP32
+
+
+def _cpu_has_bf16() -> bool:
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in probes)
+
+
+@functools.cache
+def half_matmul_works(precision: Precision) -> bool:
+    """Whether a half-precision matmul survives on this CPU, tried in a process of its own."""
+    dtype = str(DTYPES[precision]).removeprefix("torch.")
+    code = f"import torch; a = torch.ones(64, 64, dtype=torch.{dtype}); assert float((a @ a)[0, 0]) == 64.0"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    return done.returncode == 0
+
+
+def conservative_scaler(device: str = "cuda", *, enabled: bool = True) -> torch.amp.GradScaler:
+    """A GradScaler for fine-tuning: starts at 2**10 instead of 2**16, grows by 1.5 every 1000 steps, backs off by half."""
+    return torch.amp.GradScaler(
+        device, init_scale=2.0**10, growth_factor=1.5, backoff_factor=0.5, growth_interval=1000, enabled=enabled
+    )

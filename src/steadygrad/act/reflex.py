@@ -1,0 +1,143 @@
+"""Reflex: the optimizer step that a bad gradient cannot get through.
+
+With fused optimizers on CUDA, skipping and scaling go into the optimizer's own kernel (`found_inf`, `grad_scale`) and
+the host never learns in time, nor needs to. Every other optimizer costs one host read a step, and a bad step is
+skipped by not calling it. Either way skipping is a true select: weights, moments and counters stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.clip import Clipper
+from steadygrad.measure import Measurement
+from steadygrad.measure.meter import COEFFICIENT, LOSS_SCALE
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this optimizer takes `found_inf` and `grad_scale` in its kernel, for every group, on CUDA."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    groups = optimizer.param_groups
+    return all(group.get("fused") for group in groups) and all(p.is_cuda for g in groups for p in g["params"])
+
+
+class Reflex:
+    """Clips, then steps or skips."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], clipper: Clipper | None) -> None:
+        self._optimizers, self._clipper = list(optimizers), clipper
+        self.fused = all(is_fused(optimizer) for optimizer in self._optimizers)
+
+    def hint(self) -> None:
+        """Say once that `fused=True` would remove the host read."""
+        slow = [type(o).__name__ for o in self._optimizers if not is_fused(o) and "fused" in o.defaults]
+        if slow and any(p.is_cuda for o in self._optimizers for g in o.param_groups for p in g["params"]):
+            warnings.warn(
+                f"{', '.join(slow)} runs without fused=True, so each step waits once for the device. "
+                "Make the optimizer with fused=True and the wait is gone.",
+                stacklevel=4,
+            )
+
+    @torch.no_grad()
+    def clip(self, m: Measurement, scale: Tensor | None) -> Tensor | None:
+        """Write coefficient and loss scale into the header. The scale that the gradients still carry is returned."""
+        if scale is not None:
+            m.packed[LOSS_SCALE] = scale.to(m.packed.device, non_blocking=True)
+        if self._clipper is None:
+            return scale
+        if self._clipper.edits_gradients and scale is not None:
+            multiply(m.gradients, scale.to(m.packed.device, non_blocking=True).double().reciprocal())
+            scale = None
+        m.packed[COEFFICIENT] = self._clipper.clip(m)
+        return scale
+
+    @torch.no_grad()
+    def step_on_device(self, m: Measurement, scale: Tensor | None) -> None:
+        """Queue the optimizers; a bad step passes through them without a trace. No host read."""
+        divisor: Tensor | None = None
+        if self._clipper is not None and not self._clipper.edits_gradients:
+            divisor = m.packed[COEFFICIENT].reciprocal()
+        if scale is not None:
+            divisor = scale.double() if divisor is None else divisor * scale
+        for optimizer in self._optimizers:
+            _make_momentum(optimizer)
+            optimizer.found_inf = m.found  # type: ignore[attr-defined]
+            optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def step_on_host(self, m: Measurement, factor: float) -> None:
+        """The step is known to be good: scale the gradients where that changes anything, and step."""
+        if self._clipper is not None and self._clipper.edits_gradients:
+            factor = 1.0
+        if factor != 1.0:
+            multiply(m.gradients, factor)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def skip_on_host(self) -> None:
+        """The step is known to be bad: leave the optimizers alone, but let schedulers know that all is well."""
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # else the next scheduler.step() warns
+
+    @property
+    def ready_for_device(self) -> bool:
+        """False for a fused optimizer whose skipped first step would keep an uninitialised momentum."""
+        return self.fused and not any(_lacks_damped_momentum(optimizer) for optimizer in self._optimizers)
+
+
+def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all gradients in place, dense ones in as few launches as there are dtypes and devices."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.layout is torch.strided:
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        else:
+            gradient.mul_(factor)
+    for (device, dtype), group in groups.items():
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(group, factor.to(device=device, dtype=_real(dtype), non_blocking=True))
+        else:
+            torch._foreach_mul_(group, factor)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _momentum_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    return [group for group in optimizer.param_groups if group["momentum"] != 0]
+
+
+def _make_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give fused SGD zeroed momentum before its first step.
+
+    Its own first step makes the buffer with `empty_like`, and a skip leaves it so: the next step then corrupts the
+    weights. Starting from zeros is bit-identical without dampening.
+    """
+    for group in _momentum_groups(optimizer):
+        for parameter in group["params"]:
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _lacks_damped_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """With dampening, zeros would change the first step: it goes through the host until the buffers are there."""
+    return any(
+        group["dampening"] != 0
+        and any(
+            p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"]
+        )
+        for group in _momentum_groups(optimizer)
+    )

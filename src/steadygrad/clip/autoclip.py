@@ -1,0 +1,61 @@
+"""AutoClip: clip at a percentile of the norms seen so far, the current one included (Seetharaman et al. 2020).
+
+The norms stand in a ring of `window` on the device, where the original keeps all of them; while fewer have been seen
+they are all of them. The percentile interpolates between neighbours as numpy's does. A norm of exactly 0 is not
+remembered: enough of them would make the threshold 0 and stop the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.clip.base import shrink
+from steadygrad.clip.state import DeviceState
+from steadygrad.config import AutoClip
+from steadygrad.measure import Measurement
+
+
+class AutoClipper:
+    """A ring of norms on the device, and how many have been written to it."""
+
+    edits_gradients = False
+
+    def __init__(self, settings: AutoClip) -> None:
+        self._window = settings.window
+        self._quantile = settings.percentile / 100.0
+        self._state = DeviceState("AutoClip", norms=(settings.window,), count=())
+
+    @torch.no_grad()
+    def clip(self, m: Measurement) -> Tensor:
+        """The factor for all gradients; on a bad step, which is not remembered, by the past alone."""
+        state = self._state.on(m.packed.device)
+        norms, count = state["norms"], state["count"]
+        position = (count % self._window).long()
+        written = norms.index_copy(0, position.reshape(1), m.norm.reshape(1))
+        seen = m.norm > 0
+        self._state.advance(m, norms=torch.where(seen, written, norms), count=count + seen)
+        return shrink(m.norm, self._find_percentile(**self._state.on(m.packed.device)))
+
+    def _find_percentile(self, norms: Tensor, count: Tensor) -> Tensor:
+        """The threshold; inf or NaN, which clips nothing, while the ring is empty."""
+        num_norms = count.clamp(max=self._window)
+        is_filled = torch.arange(self._window, device=norms.device) < num_norms
+        ordered = torch.where(is_filled, norms, math.inf).sort().values
+        last = (num_norms - 1.0).clamp(min=0.0)
+        rank = last * self._quantile
+        below = rank.floor()
+        low, high = ordered[torch.stack([below, torch.minimum(below + 1.0, last)]).long()].unbind()
+        return low + (high - low) * (rank - below)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ring and the count."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back; the window must be the one that they were saved with."""
+        self._state.load_state_dict(state)

@@ -1,0 +1,51 @@
+"""UpdateMeter: how far one optimizer step moved each parameter, relative to its size.
+
+Reads the weights twice and keeps a copy of them while the optimizer runs, so it is asked for every N steps only
+(`MeasureConfig.parameters_every`). A healthy ratio lies around 1e-3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class UpdateMeter:
+    """Call `before` and `after` around the optimizer step."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = tuple(name for name, _ in named)
+        self._parameters = [parameter for _, parameter in named]
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """Remember the weights."""
+        self._before = [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def after(self) -> Tensor:
+        """Norms before the step, then norms of the difference: float64 [2 P] on the first parameter's device."""
+        norms = [_norm(old) for old in self._before]
+        moved = [_norm(new.detach() - old) for new, old in zip(self._parameters, self._before)]
+        self._before = []
+        device = self._parameters[0].device
+        return torch.stack([value.to(device, non_blocking=True) for value in norms + moved])
+
+    def read(self, numbers: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Parameter norms, and update-to-weight ratios (0 for a parameter that is all zero and did not move)."""
+        count = len(self.names)
+        norms = dict(zip(self.names, numbers[:count]))
+        tiny = 1e-38
+        ratios = {name: moved / max(norms[name], tiny) for name, moved in zip(self.names, numbers[count:])}
+        return norms, ratios
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return (
+        torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        if tensor.numel()
+        else tensor.new_zeros((), dtype=torch.float64)
+    )

@@ -1,0 +1,63 @@
+"""Recorder: hands every fact to every sink. A sink that breaks is told once and switched off; training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from steadygrad.facts import GradientTable, Incident, StepRecord
+
+logger = logging.getLogger("steadygrad")
+
+
+class Sink(Protocol):
+    """Where facts go. Each call comes from the host, after the step was judged."""
+
+    def write_step(self, record: StepRecord) -> None:
+        """One step's scalars."""
+        ...
+
+    def write_layers(self, step: int, gradients: GradientTable) -> None:
+        """The per-parameter numbers of a step."""
+        ...
+
+    def write_incident(self, incident: Incident) -> None:
+        """One event; must be safe on disk when this returns."""
+        ...
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        ...
+
+
+class Recorder:
+    """Many sinks behind one call."""
+
+    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+
+    def write_step(self, record: StepRecord) -> None:
+        """One step's scalars, to every sink."""
+        self._each(lambda sink: sink.write_step(record))
+
+    def write_layers(self, step: int, gradients: GradientTable) -> None:
+        """The per-parameter numbers of a step, to every sink."""
+        self._each(lambda sink: sink.write_layers(step, gradients))
+
+    def write_incident(self, incident: Incident) -> None:
+        """One event, to every sink."""
+        self._each(lambda sink: sink.write_incident(incident))
+
+    def close(self) -> None:
+        """Close every sink."""
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                logger.error("%s failed and is switched off, training goes on: %r", type(sink).__name__, error)
