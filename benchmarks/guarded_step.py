@@ -148,7 +148,9 @@ def main() -> None:
         stock = times["clip_grad_norm_ + step"]
         table[name] = {"num_parameters": num, "milliseconds": times, "floor_milliseconds": floor, "memory": memory}
         table[name]["ratio"] = times["Guard"] / stock
-        print(f"\n{name}: {num / 1e6:.0f}M parameters, floor {floor:.3f} ms = {floor / stock:.2f} of stock, memory {memory}")
+        print(
+            f"\n{name}: {num / 1e6:.0f}M parameters, floor {floor:.3f} ms = {floor / stock:.2f} of stock, memory {memory}"
+        )
         for way, value in times.items():
             print(f"  {way:38s} {value:9.3f} ms   {value / stock:5.2f} of clip + step")
     print("\nwritten to", write_results(f"guarded_step_{args.device}", table).name)

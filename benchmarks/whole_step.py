@@ -141,7 +141,11 @@ def main() -> None:
         for name, value in middle.items():
             spread = (max(times[name]) - min(times[name])) / value
             print(f"  {name:36s} {value:9.2f} ms   {value / middle[base]:6.3f}   (spread {spread:.1%})")
-        table[f"B={batch}"] = {"base": base, "milliseconds": middle, "ratio": {n: v / middle[base] for n, v in middle.items()}}
+        table[f"B={batch}"] = {
+            "base": base,
+            "milliseconds": middle,
+            "ratio": {n: v / middle[base] for n, v in middle.items()},
+        }
     print("\nwritten to", write_results(f"whole_step_{args.device}", table).name)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.clip import Clipper
+from steadygrad.clip.edit import scale_gradients, stored_values
 from steadygrad.measure import Measurement
 from steadygrad.measure.meter import COEFFICIENT, LOSS_SCALE
 
@@ -48,11 +49,12 @@ class Reflex:
     def clip(self, m: Measurement, scale: Tensor | None) -> Tensor | None:
         """Write coefficient and loss scale into the header. The scale that the gradients still carry is returned."""
         if scale is not None:
-            m.packed[LOSS_SCALE] = scale.to(m.packed.device, non_blocking=True)
+            m.packed[LOSS_SCALE] = scale.to(m.packed.device)
         if self._clipper is None:
             return scale
         if self._clipper.edits_gradients and scale is not None:
-            multiply(m.gradients, scale.to(m.packed.device, non_blocking=True).double().reciprocal())
+            inverse = scale.to(m.packed.device).double().reciprocal()
+            scale_gradients(m.gradients, inverse.expand(len(m.gradients)), [1] * len(m.gradients))
             scale = None
         m.packed[COEFFICIENT] = self._clipper.clip(m)
         return scale
@@ -95,23 +97,14 @@ class Reflex:
         return self.fused and not any(_lacks_damped_momentum(optimizer) for optimizer in self._optimizers)
 
 
-def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+def multiply(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply all gradients in place, dense ones in as few launches as there are dtypes and devices."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        if gradient.layout is torch.strided:
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        else:
-            gradient.mul_(factor)
-    for (device, dtype), group in groups.items():
-        if isinstance(factor, Tensor):
-            torch._foreach_mul_(group, factor.to(device=device, dtype=_real(dtype), non_blocking=True))
-        else:
-            torch._foreach_mul_(group, factor)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
+        values = stored_values(gradient)
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    for group in groups.values():
+        torch._foreach_mul_(group, factor)
 
 
 def _momentum_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

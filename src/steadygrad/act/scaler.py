@@ -48,11 +48,11 @@ class ScalerDriver:
             return
         scale, growth = scaler._check_scale_growth_tracker("update")
         before = None if bad_loss is None else (scale.clone(), growth.clone())
-        found = bad_gradient.float().to(scale.device, non_blocking=True).reshape(1)
+        found = bad_gradient.float().to(scale.device).reshape(1)
         for optimizer in self._optimizers:
             scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {scale.device: found.clone()}
         scaler.update()
         if before is not None and bad_loss is not None:
-            ignore = bad_loss.to(scale.device, non_blocking=True)
+            ignore = bad_loss.to(scale.device)
             scale.copy_(torch.where(ignore, before[0], scale))
             growth.copy_(torch.where(ignore, before[1], growth))

@@ -119,8 +119,8 @@ class Meter:
             plan = self._plans[present] = self._make_plan(present, grads)
         packed = torch.empty(plan.length, dtype=torch.float64, device=plan.device)
         found = torch.empty((), device=plan.device)
-        loss = None if loss is None else loss.detach().to(plan.device, non_blocking=True)
-        inverse = None if scale is None else scale.to(plan.device, non_blocking=True).double().reciprocal()
+        loss = None if loss is None else loss.detach().to(plan.device)
+        inverse = None if scale is None else scale.to(plan.device).double().reciprocal()
         measurement = Measurement(
             packed=packed,
             found=found,
@@ -185,7 +185,8 @@ class Meter:
             if len(by_device) == 1:
                 table.copy_(part)
             else:
-                table[torch.tensor(rows, device=table.device)] = part.to(table.device, non_blocking=True)
+                for row, values in zip(rows, part.to(table.device)):
+                    table[row] = values
         for i, (gradient, values) in enumerate(zip(m.gradients, dense)):
             implicit = _gradients.count_implicit_zeros(gradient, values)
             if implicit:

@@ -20,5 +20,5 @@ def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
             flags.append((~values.isfinite()).any())
     if not flags:
         return []
-    bad = torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).tolist()
+    bad = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     return [name for name, is_bad in zip(names, bad) if is_bad]

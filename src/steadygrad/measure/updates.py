@@ -32,7 +32,7 @@ class UpdateMeter:
         moved = [_norm(new.detach() - old) for new, old in zip(self._parameters, self._before)]
         self._before = []
         device = self._parameters[0].device
-        return torch.stack([value.to(device, non_blocking=True) for value in norms + moved])
+        return torch.stack([value.to(device) for value in norms + moved])
 
     def read(self, numbers: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
         """Parameter norms, and update-to-weight ratios (0 for a parameter that is all zero and did not move)."""

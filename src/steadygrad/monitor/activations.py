@@ -281,7 +281,7 @@ def _fetch(rows: Mapping[str, Tensor]) -> dict[str, Sequence[float]]:
     if not rows:
         return {}
     first = next(iter(rows.values()))
-    packed = torch.cat([row.to(first.device, non_blocking=True) for row in rows.values()])
+    packed = torch.cat([row.to(first.device) for row in rows.values()])
     numbers, length = Transfer(slots=1).send(packed).wait(), len(first)
     return {name: numbers[i * length : (i + 1) * length] for i, name in enumerate(rows)}
 

@@ -1,0 +1,14 @@
+"""Tests that need a CUDA device: on a machine without one each is skipped, with one reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "tests/gpu" in str(item.path):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
