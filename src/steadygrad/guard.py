@@ -126,10 +126,14 @@ class Guard:
         named, self._optimizers = self._subjects.named, self._subjects.optimizers
         self._user_scaler = scaler
         self._scaler = ScalerDriver(scaler, self._optimizers)
-        self._meter = Meter(named, self.config.measure.implementation)
         self._updates = UpdateMeter(named)
         self._transfer = Transfer(slots=6)
         self._clipper = None if self.config.clip is None else build_clipper(self.config.clip)
+        self._meter = Meter(
+            named,
+            self.config.measure.implementation,
+            max_norm=None if self._clipper is None else self._clipper.constant_norm,
+        )
         self._reflex = Reflex(self._optimizers, self._clipper)
         self._buffers = BufferKeeper(self._subjects.model)
         self._followers = Followers(
@@ -364,6 +368,7 @@ class Guard:
         if not reading.skipped:
             self._followers.after_applied()
         self._counts.add(reading)
+        self._reflex.expects_clipping = reading.clipped
         self._last_reading = reading
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
         findings = self._observe(reading)

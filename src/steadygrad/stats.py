@@ -80,8 +80,8 @@ class Baseline:
         """Robust standard deviation, never below `relative_floor` of the median: a flat history is not certainty."""
         if self._spread is None:
             centre = self.median
-            deviations = sorted(abs(v - centre) for v in self._sorted)
-            self._spread = max(MAD_TO_SIGMA * _median(deviations), self.relative_floor * abs(centre), 1e-300)
+            mad = _median_deviation(self._sorted, centre)
+            self._spread = max(MAD_TO_SIGMA * mad, self.relative_floor * abs(centre), 1e-300)
         return self._spread
 
     def score(self, value: float) -> float:
@@ -137,3 +137,22 @@ def _median(ordered: list[float]) -> float:
         return math.nan
     middle = n // 2
     return ordered[middle] if n % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
+
+
+def _median_deviation(ordered: list[float], centre: float) -> float:
+    """Median of |v - centre|. Both sides of the centre are sorted already, so two fingers walk outwards half the list."""
+    n = len(ordered)
+    if n == 0:
+        return math.nan
+    right = bisect.bisect_left(ordered, centre)
+    left = right - 1
+    previous = current = 0.0
+    for _ in range(n // 2 + 1):
+        below = centre - ordered[left] if left >= 0 else math.inf
+        above = ordered[right] - centre if right < n else math.inf
+        previous = current
+        if below < above:
+            current, left = below, left - 1
+        else:
+            current, right = above, right + 1
+    return current if n % 2 else 0.5 * (previous + current)

@@ -19,7 +19,7 @@ from steadygrad.config import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, C
 from steadygrad.errors import UsageError
 from steadygrad.facts import NUM_COLUMNS
 from steadygrad.measure import Measurement, Meter
-from steadygrad.measure.meter import HEADER
+from steadygrad.measure.meter import HEADER, Plan
 
 # Short warm-ups and windows, so that a few steps reach every branch.
 STRATEGIES: dict[str, ClipStrategy] = {
@@ -144,13 +144,12 @@ def test_clipping_never_reads_back_to_the_host(kind: str, device: torch.device) 
 def test_clipping_works_on_tensors_that_hold_no_data(kind: str) -> None:
     # On the meta device there is nothing to read: tolist() and numpy(), which no dispatch mode sees, fail here.
     parameters = [torch.empty(shape, device="meta") for shape in SHAPES.values()]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
     m = Measurement(
         packed=torch.empty(HEADER + NUM_COLUMNS * len(SHAPES), dtype=torch.float64, device="meta"),
-        found=torch.empty((), device="meta"),
-        parameters=parameters,
-        gradients=[torch.empty_like(p) for p in parameters],
-        names=tuple(SHAPES),
-        numels=tuple(p.numel() for p in parameters),
+        flags=torch.empty(2, device="meta"),
+        plan=Plan(tuple(SHAPES), parameters, torch.device("meta")),
         has_loss=True,
     )
     clipper = build_clipper(STRATEGIES[kind])

@@ -17,7 +17,7 @@ from torch import Tensor
 from steadygrad.clip import Clipper
 from steadygrad.clip.edit import scale_gradients, stored_values
 from steadygrad.measure import Measurement
-from steadygrad.measure.meter import COEFFICIENT, LOSS_SCALE
+from steadygrad.measure.meter import LOSS_SCALE
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -34,6 +34,8 @@ class Reflex:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], clipper: Clipper | None) -> None:
         self._optimizers, self._clipper = list(optimizers), clipper
         self.fused = all(is_fused(optimizer) for optimizer in self._optimizers)
+        self.expects_clipping = False
+        self._folds_exactly = not any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
 
     def hint(self) -> None:
         """Say once that `fused=True` would remove the host read."""
@@ -56,21 +58,30 @@ class Reflex:
             inverse = scale.to(m.packed.device).double().reciprocal()
             scale_gradients(m.gradients, inverse.expand(len(m.gradients)), [1] * len(m.gradients))
             scale = None
-        m.packed[COEFFICIENT] = self._clipper.clip(m)
+        if self._clipper.constant_norm is None:
+            m.set_coefficient(self._clipper.clip(m))
         return scale
 
     @torch.no_grad()
     def step_on_device(self, m: Measurement, scale: Tensor | None) -> None:
-        """Queue the optimizers; a bad step passes through them without a trace. No host read."""
+        """Queue the optimizers; a bad step passes through them without a trace. No host read.
+
+        A coefficient can go into the optimizer's kernel, which then writes every gradient back, or be applied before by
+        a kernel that does nothing when it is 1. The first costs 4 bytes an element always, the second 8 or nothing; so
+        the first is taken while the last step was clipped. Fused SGD always takes the second: in torch 2.11 a
+        `grad_scale` of 1 changes the last bit of its weights.
+        """
         divisor: Tensor | None = None
         if self._clipper is not None and not self._clipper.edits_gradients:
-            divisor = m.packed[COEFFICIENT].reciprocal()
+            divisor = m.flags[1]
         if scale is not None:
-            divisor = scale.double() if divisor is None else divisor * scale
+            divisor = scale if divisor is None else divisor * scale
+        elif divisor is not None and not (self.expects_clipping and self._folds_exactly) and m.scale_in_place():
+            divisor = None
         for optimizer in self._optimizers:
             _make_momentum(optimizer)
             optimizer.found_inf = m.found  # type: ignore[attr-defined]
-            optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[attr-defined]
+            optimizer.grad_scale = divisor  # type: ignore[attr-defined]
             try:
                 optimizer.step()
             finally:

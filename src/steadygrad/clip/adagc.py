@@ -27,6 +27,7 @@ class AdaGCClipper:
     """For each parameter name one gamma and one count, in two vectors on the device."""
 
     edits_gradients = True
+    constant_norm: float | None = None
 
     def __init__(self, settings: AdaGC) -> None:
         self._settings = settings

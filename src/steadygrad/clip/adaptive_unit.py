@@ -25,6 +25,7 @@ class AdaptiveUnitClipper:
     """One factor for each unit of each parameter that is not excluded."""
 
     edits_gradients = True
+    constant_norm: float | None = None
 
     def __init__(self, settings: AdaptiveUnitClip) -> None:
         self._settings = settings

@@ -24,6 +24,7 @@ class AutoClipper:
     """A ring of norms on the device, and how many have been written to it."""
 
     edits_gradients = False
+    constant_norm: float | None = None
 
     def __init__(self, settings: AutoClip) -> None:
         self._window = settings.window

@@ -22,6 +22,10 @@ class Clipper(Protocol):
     """False: `clip` returns a factor for all gradients, which the caller applies (a fused optimizer does it in its own
     pass). True: `clip` changes the gradients itself, which must be unscaled by then, and returns only what to tell."""
 
+    constant_norm: float | None
+    """A constant threshold on the global norm. The Meter then computes the coefficient in its own launch, by the
+    formula of `clip`, which is not called. None for every other strategy."""
+
     def clip(self, m: Measurement) -> Tensor:
         """The ratio of the norm after clipping to the norm before: a float64 scalar in (0, 1], on `m`'s device."""
         ...

@@ -18,11 +18,12 @@ class FixedNormClipper:
     edits_gradients = False
 
     def __init__(self, settings: FixedNorm) -> None:
-        self._max_norm = settings.max_norm
+        self.constant_norm: float | None = settings.max_norm
 
     def clip(self, m: Measurement) -> Tensor:
         """The factor for all gradients."""
-        return limit(m.norm, self._max_norm)
+        assert self.constant_norm is not None
+        return limit(m.norm, self.constant_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to remember."""

@@ -26,6 +26,7 @@ class ValueClipper:
     """Clamps in place, all tensors of a device and dtype at once."""
 
     edits_gradients = True
+    constant_norm: float | None = None
 
     def __init__(self, settings: ClipValue) -> None:
         self._value = settings.value

@@ -25,6 +25,7 @@ class ZClipper:
     """Three scalars on the device: how many norms were collected, their mean and variance."""
 
     edits_gradients = False
+    constant_norm: float | None = None
 
     def __init__(self, settings: ZClip) -> None:
         self._settings = settings

@@ -31,21 +31,35 @@ MAX_PLANS = 64
 LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
 
 
+class Plan:
+    """What stays the same while the same parameters have gradients of the same kind."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], device: torch.device) -> None:
+        self.names = tuple(names)
+        self.parameters = list(parameters)
+        self.numels = tuple(_gradients.numel(p) for p in parameters)
+        self.device = device
+        self.length = HEADER + NUM_COLUMNS * len(self.names)
+        self.addresses: list[int] = []
+        self.dtypes: list[torch.dtype] = []
+        self.triton: _triton.Plan | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class Measurement:
     """One step's numbers, still on the device."""
 
     packed: Tensor
     """Header, then the rows: float64 [HEADER + 5 N]."""
-    found: Tensor
-    """1.0 when loss or gradients are not finite, else 0.0: float32 scalar."""
-    parameters: list[Tensor]
-    """The parameters that have a gradient, in order, [N]."""
-    gradients: list[Tensor]
-    """Their `.grad`, [N]."""
-    names: tuple[str, ...]
-    numels: tuple[int, ...]
+    flags: Tensor
+    """What a fused optimizer takes: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
+    plan: Plan
     has_loss: bool
+
+    @property
+    def found(self) -> Tensor:
+        """1.0 when loss or gradients are not finite, else 0.0: float32 scalar."""
+        return self.flags[0]
 
     @property
     def norm(self) -> Tensor:
@@ -55,13 +69,39 @@ class Measurement:
     @property
     def table(self) -> Tensor:
         """The rows, [N, 5]."""
-        return self.packed[HEADER : HEADER + NUM_COLUMNS * len(self.names)].view(-1, NUM_COLUMNS)
+        return self.packed[HEADER : self.plan.length].view(-1, NUM_COLUMNS)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that have a gradient, [N]."""
+        return self.plan.names
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The same parameters, [N]."""
+        return self.plan.parameters
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Their gradients as they are now, [N]."""
+        return [p.grad for p in self.plan.parameters if p.grad is not None]
+
+    def set_coefficient(self, coefficient: Tensor) -> None:
+        """Take the clip coefficient of a strategy other than a constant threshold; no host read."""
+        self.packed[COEFFICIENT] = coefficient
+        self.flags[1] = coefficient.reciprocal()
+
+    def scale_in_place(self) -> bool:
+        """Multiply the gradients by the coefficient on the device, at no cost where it is 1; False: cannot."""
+        if self.plan.triton is None:
+            return False
+        self.plan.triton.scale(self.plan.addresses, self.packed)
+        return True
 
     def read(self, numbers: Sequence[float], **facts: Any) -> Reading:
         """The Reading of `numbers`, which is this packed vector on the host; `facts` are those the host knows."""
         num_nonfinite, num_nan = int(numbers[NUM_NONFINITE]), int(numbers[NUM_NAN])
-        norm = numbers[NORM]
-        scale = numbers[LOSS_SCALE]
+        norm, scale = numbers[NORM], numbers[LOSS_SCALE]
         return Reading(
             loss=numbers[LOSS] if self.has_loss else None,
             grad_norm=math.nan if num_nan else math.inf if num_nonfinite else norm,
@@ -70,34 +110,30 @@ class Measurement:
             num_nan=num_nan,
             clip_coefficient=numbers[COEFFICIENT],
             loss_scale=scale if scale > 0 else None,
-            gradients=GradientTable(self.names, self.numels, numbers[HEADER : HEADER + NUM_COLUMNS * len(self.names)]),
+            gradients=GradientTable(self.plan.names, self.plan.numels, numbers[HEADER : self.plan.length]),
             **facts,
         )
 
 
-class _Plan:
-    """What stays the same while the same parameters have gradients of the same kind."""
-
-    def __init__(self, names: list[str], parameters: list[Tensor], device: torch.device) -> None:
-        self.names = tuple(names)
-        self.numels = tuple(_gradients.numel(p) for p in parameters)
-        self.device = device
-        self.length = HEADER + NUM_COLUMNS * len(names)
-        self.addresses: list[int] = []
-        self.dtypes: list[torch.dtype] = []
-        self.triton: _triton.Plan | None = None
-
-
 class Meter:
-    """Measures the gradients of `named` parameters with the implementation asked for."""
+    """Measures the gradients of `named` parameters with the implementation asked for.
+
+    With `max_norm` the coefficient of clipping at that constant norm is computed along the way.
+    """
 
     def __init__(
-        self, named: Sequence[tuple[str, Tensor]], implementation: Implementation = Implementation.AUTO
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        implementation: Implementation = Implementation.AUTO,
+        *,
+        max_norm: float | None = None,
     ) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._implementation = _choose(implementation, self._parameters)
-        self._plans: dict[bytes, _Plan] = {}
+        self._max_norm = max_norm
+        self._plans: dict[bytes, Plan] = {}
+        self._last: Plan | None = None
 
     @property
     def implementation(self) -> Implementation:
@@ -107,74 +143,61 @@ class Meter:
     @torch.no_grad()
     def measure(self, loss: Tensor | None = None, *, scale: Tensor | None = None) -> Measurement | None:
         """Measure all gradients; None when no parameter has one. `scale` is the loss scale they were made with."""
-        all_grads = [p.grad for p in self._parameters]
-        present = bytes([g is not None for g in all_grads])
-        grads = [g for g in all_grads if g is not None]
-        if not grads:
+        plan, addresses = self._find_plan()
+        if plan is None:
             return None
-        plan = self._plans.get(present)
-        if plan is None or plan.device != grads[0].device:
-            if len(self._plans) >= MAX_PLANS:  # experts that come and go make new patterns for ever
-                self._plans.clear()
-            plan = self._plans[present] = self._make_plan(present, grads)
-        packed = torch.empty(plan.length, dtype=torch.float64, device=plan.device)
-        found = torch.empty((), device=plan.device)
-        loss = None if loss is None else loss.detach().to(plan.device)
-        inverse = None if scale is None else scale.to(plan.device).double().reciprocal()
-        measurement = Measurement(
-            packed=packed,
-            found=found,
-            parameters=[p for p, g in zip(self._parameters, all_grads) if g is not None]
-            if len(grads) < len(all_grads)
-            else self._parameters,
-            gradients=grads,
-            names=plan.names,
-            numels=plan.numels,
+        m = Measurement(
+            packed=torch.empty(plan.length, dtype=torch.float64, device=plan.device),
+            flags=torch.empty(2, device=plan.device),
+            plan=plan,
             has_loss=loss is not None,
         )
-        if not self._measure_fast(plan, measurement, loss, inverse):
-            self._measure_any(plan, measurement, loss, inverse)
-        return measurement
-
-    def _make_plan(self, present: bytes, grads: list[Tensor]) -> _Plan:
-        names = [name for name, there in zip(self._names, present) if there]
-        parameters = [p for p, there in zip(self._parameters, present) if there]
-        return _Plan(names, parameters, grads[0].device)
-
-    def _measure_fast(self, plan: _Plan, m: Measurement, loss: Tensor | None, inverse: Tensor | None) -> bool:
-        """One CUDA device, dense gradients of the three dtypes: three launches."""
-        if self._implementation is not Implementation.TRITON:
-            return False
-        from steadygrad.measure.kernels import triton
-
-        try:
-            addresses = [g.data_ptr() for g in m.gradients]
-        except (RuntimeError, NotImplementedError):  # sparse gradients have no one address
-            return False
-        if addresses != plan.addresses:
-            # Layout and dtype are looked at again whenever a gradient has moved.
-            plain = all(
-                g.device == plan.device
-                and g.dtype in triton.TRITON_DTYPES
-                and g.layout is torch.strided
-                and not _gradients.is_dtensor(g)
-                and g.is_contiguous()
-                for g in m.gradients
+        loss = None if loss is None else loss.detach().to(plan.device)
+        inverse = None if scale is None else scale.to(plan.device).double().reciprocal()
+        if plan.triton is not None:
+            limit = self._max_norm or 0.0
+            plan.triton.measure(
+                addresses, loss=loss, inverse_scale=inverse, packed=m.packed, flags=m.flags, max_norm=limit
             )
-            plan.addresses = addresses
-            dtypes = [g.dtype for g in m.gradients] if plain else []
-            if dtypes != plan.dtypes:
-                plan.dtypes = dtypes
-                plan.triton = triton.Plan(m.gradients) if plain else None
-        if plan.triton is None:
-            return False
-        plan.triton.measure(addresses, loss=loss, inverse_scale=inverse, packed=m.packed, found=m.found)
-        return True
+        else:
+            self._measure_any(m, loss, inverse)
+        return m
 
-    def _measure_any(self, plan: _Plan, m: Measurement, loss: Tensor | None, inverse: Tensor | None) -> None:
+    def _find_plan(self) -> tuple[Plan | None, list[int]]:
+        """The plan for the gradients that are there, and on the fast path their addresses."""
+        last = self._last
+        if last is not None and last.triton is not None and len(last.parameters) == len(self._parameters):
+            try:  # the same gradients as the step before, most likely at the same places: one pass over the list
+                addresses = [p.grad.data_ptr() for p in last.parameters]  # type: ignore[union-attr]
+            except (AttributeError, RuntimeError, NotImplementedError):
+                pass  # one is missing, or sparse
+            else:
+                if addresses == last.addresses:
+                    return last, addresses
+        return self._look_again()
+
+    def _look_again(self) -> tuple[Plan | None, list[int]]:
+        grads = [p.grad for p in self._parameters]
+        present = bytes([g is not None for g in grads])
+        there = [g for g in grads if g is not None]
+        if not there:
+            return None, []
+        plan = self._plans.get(present)
+        if plan is None or plan.device != there[0].device:
+            if len(self._plans) >= MAX_PLANS:  # experts that come and go make new patterns for ever
+                self._plans.clear()
+            names = [name for name, yes in zip(self._names, present) if yes]
+            plan = Plan(names, [p for p, yes in zip(self._parameters, present) if yes], there[0].device)
+            self._plans[present] = plan
+        self._last = plan
+        if self._implementation is Implementation.TRITON:
+            _prepare_triton(plan, there)
+        return plan, plan.addresses
+
+    def _measure_any(self, m: Measurement, loss: Tensor | None, inverse: Tensor | None) -> None:
         """Any mix of devices, dtypes and layouts: a table for each device, gathered on the first one."""
-        dense = [_gradients.as_dense(g, name) for g, name in zip(m.gradients, plan.names)]
-        table = m.table
+        grads, table = m.gradients, m.table
+        dense = [_gradients.as_dense(g, name) for g, name in zip(grads, m.names)]
         by_device: dict[torch.device, list[int]] = {}
         for i, values in enumerate(dense):
             by_device.setdefault(values.device, []).append(i)
@@ -185,29 +208,49 @@ class Meter:
             if len(by_device) == 1:
                 table.copy_(part)
             else:
-                for row, values in zip(rows, part.to(table.device)):
-                    table[row] = values
-        for i, (gradient, values) in enumerate(zip(m.gradients, dense)):
+                for row, numbers in zip(rows, part.to(table.device)):
+                    table[row] = numbers
+        for i, (gradient, values) in enumerate(zip(grads, dense)):
             implicit = _gradients.count_implicit_zeros(gradient, values)
             if implicit:
                 table[i, NUM_COLUMNS - 1] += implicit
         if inverse is not None:
             table[:, :2] *= inverse
-        _summarise(m, loss)
+        _summarise(m, loss, self._max_norm)
 
 
-def _summarise(m: Measurement, loss: Tensor | None) -> None:
-    """Fill the header and `found` from the rows and the loss."""
+def _prepare_triton(plan: Plan, grads: list[Tensor]) -> None:
+    """Look at dtypes and layouts again: a gradient has moved. Plain ones get a plan, others the general path."""
+    from steadygrad.measure.kernels import triton
+
+    plain = all(
+        not _gradients.is_dtensor(g)
+        and g.layout is torch.strided
+        and g.device == plan.device
+        and g.dtype in triton.TRITON_DTYPES
+        and g.is_contiguous()
+        for g in grads
+    )
+    plan.addresses = [g.data_ptr() for g in grads] if plain else []
+    dtypes = [g.dtype for g in grads] if plain else []
+    if dtypes != plan.dtypes:
+        plan.dtypes = dtypes
+        plan.triton = triton.Plan(grads) if plain else None
+
+
+def _summarise(m: Measurement, loss: Tensor | None, max_norm: float | None) -> None:
+    """Fill the header and the flags from the rows and the loss."""
     table, packed = m.table, m.packed
     counts = table[:, 2:4].sum(0)
     value = packed.new_ones(()) if loss is None else loss.double()
     bad = (counts[0] > 0) | ~value.isfinite()
-    packed[LOSS] = value
-    packed[NORM] = torch.linalg.vector_norm(table[:, 0])
+    norm = torch.linalg.vector_norm(table[:, 0])
+    packed[LOSS], packed[NORM] = value, norm
     packed[NUM_NONFINITE : NUM_NAN + 1] = counts
     packed[FOUND] = bad
-    packed[COEFFICIENT], packed[LOSS_SCALE] = 1.0, 0.0  # until somebody writes them
-    m.found.copy_(bad)
+    packed[LOSS_SCALE] = 0.0  # until somebody writes it
+    m.flags[0] = bad
+    m.set_coefficient(norm.new_ones(()) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def _choose(wanted: Implementation, parameters: Sequence[Tensor]) -> Implementation:

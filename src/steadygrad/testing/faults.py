@@ -50,7 +50,8 @@ def poison_gradient(
         bad.view(-1)[index] = value
         return bad
 
-    return parameter.register_hook(hook)
+    handle: RemovableHandle = parameter.register_hook(hook)
+    return handle
 
 
 def poison_loss(fn: Callable[..., Tensor], *, at: Collection[int], value: float = math.nan) -> Callable[..., Tensor]:
