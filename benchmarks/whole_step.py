@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from machine import describe_machine, write_results
-from models import GPT, SHAPES
 from torch import Tensor, nn
 
+from machine import describe_machine, write_results
+from models import GPT, SHAPES
 from steadygrad import Guard
 
 

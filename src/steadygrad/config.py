@@ -7,6 +7,7 @@ every unknown or wrong field at once.
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import enum
 import math
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from steadygrad.errors import ConfigError
-from steadygrad.facts import Action, Incident
+from steadygrad.facts import Action, Incident, Severity
 
 
 def _require(condition: bool, owner: object, name: str, rule: str, hint: str) -> None:
@@ -29,6 +30,19 @@ def _require(condition: bool, owner: object, name: str, rule: str, hint: str) ->
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _require_positive(owner: Any, *, but: tuple[str, ...] = ()) -> None:
+    """Every field of `owner` whose default is a number must be a positive one, and a whole one where the default is."""
+    for item in dataclasses.fields(owner):
+        value = getattr(owner, item.name)
+        optional = item.type == "int | None" and value is not None
+        if item.name in but or not (_is_number(item.default) or optional):
+            continue
+        whole = optional or isinstance(item.default, int)
+        fits = _is_number(value) and value > 0 and (isinstance(value, int) or not whole)
+        rule = "be a whole number above 0" if whole else "be a number above 0"
+        _require(fits, owner, item.name, rule, f"The default is {item.default}.")
 
 
 # --- clip strategies: the settings; `steadygrad.clip` builds the state on the device -----------------------------
@@ -206,6 +220,153 @@ class MeasureConfig:
         _require(self.parameters_every >= 0, self, "parameters_every", "not be negative", "0 switches it off.")
 
 
+# --- detect: thresholds of the rules, a value object for each family -------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossThresholds:
+    """What counts as trouble in the training loss."""
+
+    spike_score: float = 6.0
+    """Robust standard deviations above the recent level at which a loss is a spike, in Gaussian noise; heavier tails
+    raise the limit by themselves. OLMo-core uses 6 standard deviations too."""
+    spike_floor: float = 0.01
+    """Least standard deviation assumed, as a share of the level: a loss without noise is not certainty."""
+    level_window: int = 17
+    """Losses whose median is the recent level. Short, so that early decay does not look like spread."""
+    spread_window: int = 256
+    """Distances from the level that make up the spread."""
+    restart_ratio: float = 2.0
+    """A learning rate that grows by this factor in one step is a restart: the loss may rise for a while."""
+    restart_grace: int = 64
+    """Steps after a restart in which only a loss above the run's first ones is a finding."""
+    explosion_ratio: float = 10.0
+    """Times the loss of the epoch or window before at which the loss has exploded."""
+    explosion_patience: int = 8
+    """Steps in a row that must be that high: single batches of one sample can be."""
+    block: int = 16
+    """Losses whose median is one point of the slow trend."""
+    divergence_blocks: int = 4
+    """Blocks in a row that must each be above the one before."""
+    divergence_share: float = 0.5
+    """Share of the progress since the start that must be lost."""
+    plateau_steps: int = 1000
+    """Steps without progress that are told (info)."""
+    plateau_improvement: float = 0.01
+    """Least progress, as a share of the best level."""
+    zero_patience: int = 3
+    """Losses of exactly 0 in a row that are told (info); one is enough where the others were far from 0."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        _require(self.level_window >= 3, self, "level_window", "be at least 3", "Use 17.")
+        _require(self.spread_window >= 16, self, "spread_window", "be at least 16", "Use 256.")
+        _require(self.block >= 4, self, "block", "be at least 4", "Use 16.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowThresholds:
+    """What counts as trouble in the gradients of single parameters."""
+
+    vanishing_norm: float = 1e-7
+    """Global norm below which gradients are called vanishing (info); the threshold of SageMaker Debugger."""
+    vanishing_ratio: float = 1e-3
+    """First to last parameter's norm below which they vanish on the way back (info); AUTOTRAINER."""
+    vanishing_first: float = 1e-4
+    """... and how small the first one's norm must be as well; AUTOTRAINER."""
+    vanishing_depth_ratio: float = 1e-6
+    """Median norm of the first quarter of the parameters to that of the last at which it becomes a warning."""
+    vanishing_patience: int = 5
+    """Steps in a row that a warning needs: a layer that starts at zero passes nothing back for one step."""
+    dead_share: float = 0.7
+    """Share of zeros in a gradient, or of units that never fire, that is called dead; AUTOTRAINER."""
+    dead_rise: float = 0.5
+    """How much more than the parameter's own usual share it must be for a warning: an embedding is always sparse."""
+    dead_patience: int = 10
+    """Steps in a row that a finding needs."""
+    missing_patience: int = 10
+    """Steps in a row without a gradient that are told."""
+    missing_share: float = 0.5
+    """Share of all trainable elements that must be without a gradient for a warning: an unused pooler is common."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerThresholds:
+    """What counts as trouble in activations, inputs, weights and updates, which are looked at now and then."""
+
+    saturated_share: float = 0.7
+    """Share of elements at a bound above which an activation is saturated (info)."""
+    constant_output: float = 1e-6
+    """Spread of the output over the batch, as a share of its size, below which it is constant (info)."""
+    outlier_score: float = 10.0
+    """Robust standard deviations above its own baseline, of the logarithm, at which an input's maximum, an update or an
+    Adam ratio is an outlier."""
+    outlier_ratio: float = 10.0
+    """... and how many times the usual value it must be as well."""
+    unchanged_patience: int = 3
+    """Scans in a row without a change that are told."""
+    large_update: float = 0.1
+    """Update-to-weight ratio of the median parameter that is told (info); about 1e-3 is usual."""
+    small_update: float = 1e-7
+    """The same at the low end: float32 rounds an update of 6e-8 away."""
+    adam_rms: float = 2.3
+    """RMS of g^2/v of a tensor that is told (info): the spikes of arXiv 2304.13013 come 1 to 8 steps later."""
+    adam_rms_ratio: float = 3.0
+    """Times the tensor's usual RMS at which it becomes a warning."""
+    min_values: int = 8
+    """Looks before a baseline judges."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        _require(self.min_values >= 2, self, "min_values", "be at least 2", "Use 8.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationThresholds:
+    """What counts as trouble in the validation loss."""
+
+    overfitting_patience: int = 3
+    """Validations in a row above the best one, while the training loss falls, that are a finding."""
+    overfitting_score: float = 4.0
+    """How far above the best one the last must be, in standard deviations of the validation noise."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HabitThresholds:
+    """What counts as too often."""
+
+    window: int = 100
+    """Steps in which clips and skips are counted."""
+    clipped_share: float = 0.5
+    """Share of clipped steps that is told (info)."""
+    num_skips: int = 10
+    """Skipped steps in the window that are a warning."""
+    num_actions: int = 5
+    """Actions in `action_window` steps that are a warning."""
+    action_window: int = 1000
+    """Steps in which actions are counted."""
+    scaler_overflows: int = 5
+    """Overflows in a row, after a scale that worked, at which the loss scale is collapsing."""
+    least_scale: float = 1.0
+    """Loss scale below which an overflow is no search any more."""
+    rising_block: int = 64
+    """Norms whose median is one point of the norm's slow trend."""
+    rising_blocks: int = 6
+    """Blocks in a row that must each be above the one before."""
+    rising_ratio: float = 3.0
+    """Growth of the norm over them that is told (info); a warning when the loss did not fall meanwhile."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        _require(self.clipped_share <= 1, self, "clipped_share", "be a share up to 1", "Use 0.5.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DetectConfig:
     """Thresholds of the rules. Absolute ones are `info`; a `warning` needs distance from the run's own baseline."""
@@ -216,24 +377,134 @@ class DetectConfig:
     """Robust standard deviations above the baseline of log norms at which it becomes a warning."""
     exploding_ratio: float = 10.0
     """... and how many times the median norm it must be as well."""
+    exploding_early_ratio: float = 1000.0
+    """Before the baseline judges: how many times the largest norm so far is a warning."""
     early_warning_factor: float = 5.0
     """Norms above this many times the clip threshold are told (info)."""
     window: int = 128
     """Steps that make up the baseline."""
     min_values: int = 32
     """Steps before the baseline judges."""
+    repeat_after: int = 1000
+    """Steps after which a condition that goes on is told again."""
+    loss: LossThresholds = field(default_factory=LossThresholds)
+    flow: FlowThresholds = field(default_factory=FlowThresholds)
+    layers: LayerThresholds = field(default_factory=LayerThresholds)
+    validation: ValidationThresholds = field(default_factory=ValidationThresholds)
+    habits: HabitThresholds = field(default_factory=HabitThresholds)
+    off: tuple[str, ...] = ()
+    """Names of rules to leave out."""
+    rules: tuple[Any, ...] = field(default=(), metadata={"plain": False})
+    """Rules of your own, asked after the others; see `steadygrad.detect.rule`. Not read from files."""
 
     def __post_init__(self) -> None:
-        for name in ("exploding_norm", "exploding_score", "exploding_ratio", "early_warning_factor"):
-            _require(
-                _is_number(getattr(self, name)) and getattr(self, name) > 0,
-                self,
-                name,
-                "be above 0",
-                "See the default.",
-            )
+        _require_positive(self)
         _require(self.window >= 8, self, "window", "be at least 8", "Use 128.")
         _require(2 <= self.min_values <= self.window, self, "min_values", "lie between 2 and the window", "Use 32.")
+        object.__setattr__(self, "off", tuple(self.off))
+        object.__setattr__(self, "rules", tuple(self.rules))
+        kinds = (LossThresholds, FlowThresholds, LayerThresholds, ValidationThresholds, HabitThresholds)
+        for name, kind in zip(("loss", "flow", "layers", "validation", "habits"), kinds):
+            _require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
+        for one in self.rules:
+            _require(
+                hasattr(one, "observe") and hasattr(one, "name"),
+                self,
+                "rules",
+                "hold rules",
+                "Decorate a function with `@steadygrad.detect.rule('its_name')`.",
+            )
+
+
+# --- decide: what is done about a finding ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What is done about findings, how often, and what comes next when it does not help.
+
+    One non-finite step is skipped; three in a row lower the learning rate; ten roll back; the third rollback halts.
+
+    >>> Policy.patient().change_hyperparameters
+    False
+    """
+
+    act: bool = True
+    """False: only watch. Non-finite steps are still kept from the weights, as `GuardConfig.on_nonfinite` says."""
+    change_hyperparameters: bool = True
+    """Whether learning rate and weight decay may be changed; if not, a rollback takes their place."""
+    halt_at: Severity | None = None
+    """End the run at the first finding this severe."""
+    actions: Mapping[str, Action] = field(default_factory=dict)
+    """Your own answers, by the finding's kind: `{"loss_spike": Action.ROLLBACK, "overfitting": Action.NONE}`."""
+    nonfinite_steps_to_scale_lr: int = 3
+    """Non-finite steps in a row that lower the learning rate."""
+    nonfinite_steps_to_rollback: int = 10
+    """Non-finite steps in a row that roll back."""
+    lr_factor: float = 0.5
+    """What the learning rate is multiplied by after non-finite steps, epochs and validations, and on divergence."""
+    explosion_lr_factor: float = 0.1
+    """... and after a loss explosion."""
+    weight_decay_factor: float = 1.5
+    """What the weight decay is multiplied by on overfitting."""
+    rollbacks_to_halt: int = 3
+    """The rollback in `budget_steps` that halts instead."""
+    max_lr_changes: int = 3
+    """Changes of the learning rate in `budget_steps`; a rollback takes the place of a further one."""
+    max_weight_decay_changes: int = 3
+    """Changes of the weight decay in `budget_steps`; further ones are left out."""
+    max_skips: int = 250
+    """Skipped steps in `budget_steps`; one more halts: a run that skips a quarter of its data hides a defect."""
+    budget_steps: int = 1000
+    """Steps in which the budgets count."""
+    cooldown_steps: int = 100
+    """Steps after a change of learning rate or weight decay in which there is no other of the same sort."""
+    ramp_back_steps: int | None = None
+    """Healthy steps over which a lowered learning rate climbs back to its schedule; None: it stays lowered."""
+    early_stopping_patience: int | None = None
+    """Validations without a better loss after which training should stop; None: never."""
+    early_stopping_min_delta: float = 0.0
+    """How much lower a validation loss must be to count as better."""
+
+    def __post_init__(self) -> None:
+        if self.halt_at is not None:
+            object.__setattr__(self, "halt_at", _as_enum(Severity, self.halt_at, "Policy.halt_at"))
+        answers = {k: _as_enum(Action, v, f"Policy.actions[{k!r}]") for k, v in dict(self.actions).items()}
+        object.__setattr__(self, "actions", answers)
+        for kind, action in answers.items():
+            if action in (Action.CLIP, Action.SANITIZE):
+                raise ConfigError(
+                    f"Policy.actions[{kind!r}] cannot be {action.value!r}: it happens before a step is judged. "
+                    "Use GuardConfig.clip or GuardConfig.on_nonfinite."
+                )
+        _require_positive(self, but=("early_stopping_min_delta",))
+        delta = self.early_stopping_min_delta
+        _require(_is_number(delta) and delta >= 0, self, "early_stopping_min_delta", "not be negative", "Use 0.0.")
+        for name in ("lr_factor", "explosion_lr_factor"):
+            _require(getattr(self, name) < 1, self, name, "be below 1", "It lowers the learning rate.")
+        _require(self.weight_decay_factor > 1, self, "weight_decay_factor", "be above 1", "Use 1.5.")
+        _require(
+            self.nonfinite_steps_to_scale_lr < self.nonfinite_steps_to_rollback,
+            self,
+            "nonfinite_steps_to_scale_lr",
+            "be below nonfinite_steps_to_rollback",
+            "Use 3 and 10.",
+        )
+
+    @classmethod
+    def observe(cls) -> Policy:
+        """Only watch."""
+        return cls(act=False)
+
+    @classmethod
+    def strict(cls) -> Policy:
+        """Halt at the first finding above info."""
+        return cls(halt_at=Severity.WARNING)
+
+    @classmethod
+    def patient(cls) -> Policy:
+        """Skip and roll back, but never change a hyperparameter."""
+        return cls(change_hyperparameters=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +545,7 @@ class GuardConfig:
     """When a scheduler handed to Guard is stepped: after each applied step, or at `end_epoch()`."""
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     detect: DetectConfig = field(default_factory=DetectConfig)
+    policy: Policy = field(default_factory=Policy)
     record: RecordConfig = field(default_factory=RecordConfig)
     on_incident: Callable[[Incident], None] | None = None
     """Called with each Incident."""
@@ -314,7 +586,12 @@ class GuardConfig:
             "be callable or None",
             "It is called with each Incident.",
         )
-        for name, kind in (("measure", MeasureConfig), ("detect", DetectConfig), ("record", RecordConfig)):
+        for name, kind in (
+            ("measure", MeasureConfig),
+            ("detect", DetectConfig),
+            ("policy", Policy),
+            ("record", RecordConfig),
+        ):
             _require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
 
     @classmethod
@@ -424,6 +701,8 @@ def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
             return value
         if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
             return tuple(value)
+        if typing.get_origin(option) is collections.abc.Mapping and isinstance(value, Mapping):
+            return dict(value)
     names = " or ".join(getattr(o, "__name__", str(o)) for o in options)
     errors.append(f"{where}: must be {names}, got {value!r}.")
     return None
@@ -456,10 +735,13 @@ def _as_enum(cls: type[enum.Enum], value: Any, where: str) -> Any:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = {"kind": value.kind} if hasattr(value, "kind") else {}
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        plain = [f for f in dataclasses.fields(value) if f.metadata.get("plain", True)]
+        fields = {f.name: getattr(value, f.name) for f in plain}
         return kind | {name: _plain(v) for name, v in fields.items() if not callable(v)}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
     return value

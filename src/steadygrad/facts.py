@@ -1,8 +1,8 @@
 """The nouns that pass between the stages: plain numbers, frozen, no torch.
 
-A `Reading` is what was measured at one optimizer step; a `Finding` is what a rule says about Readings; a `Verdict` is
-what to do and why; an `Outcome` is what was done; an `Incident` joins them for the record; a `StepRecord` is one
-step's scalars. Nothing here computes anything beyond looking at its own fields.
+A `Reading` is what was measured at one optimizer step, and the other Facts what was seen around it; a `Finding` is
+what a rule says about Facts; a `Verdict` is what to do and why; an `Outcome` is what was done; an `Incident` joins them
+for the record; a `StepRecord` is one step's scalars. Nothing here computes anything beyond looking at its own fields.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GradientStats:
 
 
 NUM_COLUMNS = 5
-"""Columns of the table of statistics, in the order of GradientStats: norm, max_abs, num_nonfinite, num_nan, num_zeros."""
+"""Columns of the table, in the order of GradientStats: norm, max_abs, num_nonfinite, num_nan, num_zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,21 @@ class Reading:
     gradients: GradientTable = field(default_factory=lambda: GradientTable((), (), ()), repr=False)
     parameter_norms: Mapping[str, float] | None = field(default=None, repr=False)
     update_ratios: Mapping[str, float] | None = field(default=None, repr=False)
+    missing: tuple[str, ...] = field(default=(), repr=False)
+    """Trainable parameters held by an optimizer whose `.grad` was None at this step."""
+    missing_share: float = 0.0
+    """Their share of all trainable elements that the optimizers hold."""
+    stale: tuple[str, ...] = field(default=(), repr=False)
+    """Parameters whose `.grad` still held the step before when this step's first backward began: nobody cleared it."""
+    adam_rms: Mapping[str, float] | None = field(default=None, repr=False)
+    """Adam family: name -> sqrt(mean(g^2 / max(v, eps^2))), v with bias correction, after this step entered it."""
+    update_norm: float | None = None
+    """Global L2 norm of what the optimizer added to the weights; None when it was not measured."""
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The largest learning rate of the step; None when there is none."""
+        return max(self.learning_rates, default=None)
 
     @property
     def loss_is_nonfinite(self) -> bool:
@@ -152,6 +167,140 @@ class Reading:
     def applied_norm(self) -> float:
         """The norm that reached the optimizer: 0 for a skipped step."""
         return 0.0 if self.skipped else self.finite_grad_norm * self.clip_coefficient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """A validation loss that was told."""
+
+    step: int
+    """The last optimizer step before it."""
+    epoch: int
+    loss: float
+    train_loss: float | None = None
+    """Mean training loss since the validation before; None: the rules average the losses of the Readings themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEnd:
+    """An epoch is over."""
+
+    step: int
+    """The last optimizer step of the epoch."""
+    epoch: int
+    """0 for the first epoch."""
+    train_loss: float | None = None
+    """Mean loss of the epoch's applied steps; NaN when steps were made and none was applied, None when none was made.
+    Skipped steps are left out: one bad step must not make an epoch bad."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterScan:
+    """One look at all weights and buffers. The first one comes before the first step, with `step` -1."""
+
+    step: int
+    """The last optimizer step that was made before the look; -1 before the first."""
+    nonfinite_parameters: Mapping[str, int] = field(default_factory=dict)
+    """Name -> number of elements that are NaN or Inf; healthy parameters are absent."""
+    nonfinite_buffers: Mapping[str, int] = field(default_factory=dict)
+    """The same for the model's buffers."""
+    unchanged: tuple[str, ...] = ()
+    """Parameters that are bit for bit what they were at the scan before, although a step was applied between the two
+    in which they had a gradient that was not zero and a learning rate above 0."""
+    num_changed: int = 0
+    """Parameters that differ from the scan before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStats:
+    """One tensor of a batch. Integer and bool tensors have `is_floating` False and `num_nonfinite` 0."""
+
+    numel: int
+    num_nonfinite: int = 0
+    max_abs: float = 0.0
+    """Over the finite elements."""
+    num_zeros: int = 0
+    num_ignored: int = 0
+    """Elements of an integer tensor that equal the ignore index (-100)."""
+    is_floating: bool = True
+    is_binary: bool = False
+    """Whether every element is 0 or 1, as in a mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputScan:
+    """One look at the batch of a step; may come before or after that step's Reading."""
+
+    step: int
+    tensors: Mapping[str, InputStats]
+    """Path inside the batch ('0', 'labels', 'x.1') -> its numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationStats:
+    """What one module put out at one step."""
+
+    dead_share: float | None = None
+    """Share of units (channels, features) that were zero for the whole batch; None where units make no sense."""
+    saturated_share: float | None = None
+    """Share of elements within 1 % of a bound of a bounded activation; None for unbounded ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationScan:
+    """One look at the outputs of the modules, in training mode."""
+
+    step: int
+    modules: Mapping[str, ActivationStats] = field(default_factory=dict)
+    """Qualified module name -> its numbers."""
+    output_std: float | None = None
+    """Standard deviation of the model's output over the batch, averaged over the other dimensions; None when the output
+    is no floating tensor or the batch has one sample."""
+    output_scale: float | None = None
+    """Root mean square of that output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """An element-wise op of two tensors, one of which depends on the model, whose result is larger than both."""
+
+    op: str
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    where: str = ""
+    """file:line, or empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphScan:
+    """One look at the program: model, optimizers, and the graph of the first step's loss."""
+
+    step: int
+    hidden: tuple[str, ...] = ()
+    """Parameters in the graph that a module keeps in a plain list, tuple or dict, where `parameters()` misses them, and
+    that no optimizer holds."""
+    unoptimized: tuple[str, ...] = ()
+    """Registered trainable parameters of the model that no optimizer holds."""
+    foreign: tuple[str, ...] = ()
+    """Parameters that an optimizer holds and the model does not."""
+    broadcasts: tuple[Broadcast, ...] = ()
+    double_softmaxes: tuple[str, ...] = ()
+    """file:line where the input of a (log_)softmax or cross entropy is itself, views aside, the output of a
+    (log_)softmax."""
+    anomaly_mode: bool = False
+    """Whether torch.autograd's anomaly mode is on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTaken:
+    """Something was done about a finding above info. Clips and verdicts of `none` are not told."""
+
+    step: int
+    action: Action
+
+
+Fact = Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken
+"""What a rule can be asked about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

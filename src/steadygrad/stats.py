@@ -140,7 +140,7 @@ def _median(ordered: list[float]) -> float:
 
 
 def _median_deviation(ordered: list[float], centre: float) -> float:
-    """Median of |v - centre|. Both sides of the centre are sorted already, so two fingers walk outwards half the list."""
+    """Median of |v - centre|. Both sides of the centre are sorted: two fingers walk outwards half the list."""
     n = len(ordered)
     if n == 0:
         return math.nan

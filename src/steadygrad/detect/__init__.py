@@ -1,4 +1,4 @@
-"""Readings -> Findings. Pure Python; one file a family of rules; `Detector` asks them all in order."""
+"""Facts -> Findings. Pure Python; one file a family of rules; `Detector` asks them all in order."""
 
 from __future__ import annotations
 
@@ -6,40 +6,94 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steadygrad.config import DetectConfig
-from steadygrad.detect.base import Rule
-from steadygrad.detect.gradient_norm import ExplodingGradient, HighGradientNorm
-from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
-from steadygrad.facts import Finding, Reading
+from steadygrad.detect import actions, activations, graph, inputs, leading, loss, loss_trend, parameters, validation
+from steadygrad.detect import gradient_flow as flow
+from steadygrad.detect import gradient_norm as norm
+from steadygrad.detect.base import FunctionRule, Rule, rule
+from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, NonfiniteLoss, NonfiniteParameter
+from steadygrad.detect.scaler import ScalerCollapse
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Fact, Finding
 
-__all__ = ["Detector", "Rule", "standard_rules"]
+__all__ = ["Detector", "FunctionRule", "Rule", "rule", "standard_rules"]
 
 
 def standard_rules(config: DetectConfig, *, clip_threshold: float | None = None) -> list[Rule]:
-    """The rules that every Guard asks, in the order in which their Findings are told."""
+    """The rules that every Guard asks, in the order in which their Findings are told; then the user's own."""
+    rules = _all_rules(config, clip_threshold)
+    names = {one.name for one in rules}
+    unknown = [name for name in config.off if name not in names]
+    if unknown:
+        raise ConfigError(
+            f"DetectConfig.off names no rule: {', '.join(unknown)}. There are {', '.join(sorted(names))}."
+        )
+    return [one for one in rules if one.name not in config.off] + list(config.rules)
+
+
+def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]:
     return [
+        # not finite
         NonfiniteLoss(),
         NonfiniteGradient(),
-        ExplodingGradient(config),
-        HighGradientNorm(config, clip_threshold),
+        NonfiniteParameter(),
+        NonfiniteBuffer(),
+        inputs.NonfiniteInput(config),
+        validation.NonfiniteValidation(),
+        validation.NonfiniteEpoch(),
+        # the loss
+        loss.LossSpike(config),
+        loss_trend.LossExplosion(config),
+        loss_trend.Divergence(config),
+        loss_trend.LossPlateau(config),
+        loss.ZeroLoss(config),
+        validation.Overfitting(config),
+        # the gradients
+        norm.ExplodingGradient(config),
+        norm.HighGradientNorm(config, clip_threshold),
+        norm.RisingNorm(config),
+        flow.VanishingGradient(config),
+        flow.DeadGradient(config),
+        flow.MissingGradient(config),
+        flow.StaleGradient(config),
+        leading.AdamRms(config),
+        leading.UpdateNorm(config),
+        # what is looked at now and then
+        inputs.OutlierInput(config),
+        inputs.AllLabelsMasked(config),
+        activations.DeadActivation(config),
+        activations.SaturatedActivation(config),
+        activations.ConstantOutput(config),
+        parameters.UnchangedParameter(config),
+        parameters.UpdateRatio(config),
+        # the program, once
+        graph.UnregisteredLayers(),
+        graph.SilentBroadcast(),
+        graph.DoubleSoftmax(),
+        graph.AnomalyMode(),
+        # habits
+        ScalerCollapse(config),
+        actions.FrequentClipping(config),
+        actions.ManySkips(config),
+        actions.FrequentActions(config),
     ]
 
 
 class Detector:
-    """Asks every rule about every Reading."""
+    """Asks every rule about every Fact."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = list(rules)
 
-    def observe(self, reading: Reading) -> list[Finding]:
-        """All Findings about this step."""
-        return [finding for rule in self._rules for finding in rule.observe(reading)]
+    def observe(self, fact: Fact) -> list[Finding]:
+        """All Findings about this Fact."""
+        return [finding for one in self._rules for finding in one.observe(fact)]
 
     def state_dict(self) -> dict[str, Any]:
         """Each rule's history under its name."""
-        return {rule.name: rule.state_dict() for rule in self._rules}
+        return {one.name: one.state_dict() for one in self._rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the histories of the rules that are still there; a new rule starts fresh."""
-        for rule in self._rules:
-            if rule.name in state:
-                rule.load_state_dict(state[rule.name])
+        for one in self._rules:
+            if one.name in state:
+                one.load_state_dict(state[one.name])

@@ -2,83 +2,159 @@
 
 Absolute thresholds of the literature (100; five times the clip threshold) are `info`: a norm of 231 on the first step
 is healthy in real runs. A warning needs distance from the run's own baseline, on the logarithm of the norm, because
-norms spread over orders of magnitude. Non-finite steps belong to `nonfinite.py` and never enter the baseline.
+norms spread over orders of magnitude. Non-finite steps belong to `nonfinite.py` and never enter a baseline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
 
 from steadygrad.config import DetectConfig
-from steadygrad.facts import Finding, Reading, Severity
+from steadygrad.detect.loss import Restarts
+from steadygrad.detect.medians import Blocks, median
+from steadygrad.detect.memory import Episode, Remembering, Streak
+from steadygrad.facts import Fact, Finding, Reading, Severity
 from steadygrad.stats import Baseline
 
+EARLY_VALUES = 5
+"""Norms before `exploding_early_ratio` judges."""
+RECENT = 16
+"""Norms that must be as far below as the baseline: a norm that has grown there slowly belongs to `RisingNorm`."""
 
-class ExplodingGradient:
+
+class ExplodingGradient(Remembering):
     """The norm is far above this run's own, or above a fixed bound."""
 
     name = "exploding_gradient"
+    memory = ("_baseline", "_recent", "_largest", "_restarts", "_info", "_warning")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config
         self._baseline = Baseline(window=config.window, min_values=config.min_values, relative_floor=0.0)
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._largest = 0.0
+        self._restarts = Restarts(config.loss)
+        self._info = Episode(config.repeat_after, quiet=100)
+        self._warning = Episode(config.repeat_after)
 
-    def observe(self, reading: Reading) -> Iterable[Finding]:
+    def observe(self, fact: Fact) -> Iterable[Finding]:
         """A warning far above the baseline, an info above the absolute threshold."""
-        norm = reading.finite_grad_norm
-        if reading.is_nonfinite or norm <= 0:
+        if not isinstance(fact, Reading):
             return
-        config, median = self._config, math.exp(self._baseline.median) if len(self._baseline) else math.nan
+        in_grace, norm = self._restarts.feed(fact), fact.finite_grad_norm
+        if fact.is_nonfinite or not 0 < norm < math.inf:
+            return
+        middle = math.exp(self._baseline.median) if len(self._baseline) else math.nan
         score = self._baseline.score(math.log(norm))
+        far = self._is_far(norm, middle, score) and not in_grace
         self._baseline.admit(math.log(norm))
-        far = score > config.exploding_score and norm > config.exploding_ratio * median
-        if far or norm > config.exploding_norm:
-            against = f", {norm / median:.3g} times the run's median {median:.3g}" if far else ""
-            yield Finding(
-                kind=self.name,
-                severity=Severity.WARNING if far else Severity.INFO,
-                step=reading.step,
-                message=f"gradient norm {norm:.4g}{against}" + ("" if far else f" is above {config.exploding_norm:g}"),
-                advice="Clip gradients, lower the learning rate, or look at this step's batch.",
-                evidence={"grad_norm": norm, "median": median if far else -1.0, "score": score},
+        self._recent.append(norm)
+        self._largest = max(self._largest, norm) if not far else self._largest
+        if far and self._warning.tell(fact.step, True):
+            message = f"gradient norm {norm:.4g}, {norm / middle:.3g} times the run's median {middle:.3g}"
+            yield self._make(
+                Severity.WARNING, fact.step, message, {"grad_norm": norm, "median": middle, "score": score}
             )
+        elif not far and self._info.tell(fact.step, norm > self._config.exploding_norm):
+            message = f"gradient norm {norm:.4g} is above {self._config.exploding_norm:g}"
+            yield self._make(Severity.INFO, fact.step, message, {"grad_norm": norm, "score": score})
 
-    def state_dict(self) -> dict[str, Any]:
-        """The baseline."""
-        return {"baseline": self._baseline.state_dict()}
+    def _is_far(self, norm: float, middle: float, score: float) -> bool:
+        if not self._baseline.is_warm:
+            enough = len(self._baseline) >= EARLY_VALUES
+            return enough and norm > self._config.exploding_early_ratio * self._largest
+        usual = max(middle, median(sorted(self._recent)))
+        return score > self._config.exploding_score and norm > self._config.exploding_ratio * usual
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the baseline."""
-        self._baseline.load_state_dict(state["baseline"])
+    def _make(self, severity: Severity, step: int, message: str, evidence: dict[str, float]) -> Finding:
+        return Finding(
+            kind=self.name,
+            severity=severity,
+            step=step,
+            message=message,
+            advice="Clip gradients, lower the learning rate, or look at this step's batch.",
+            evidence=evidence,
+        )
 
 
-class HighGradientNorm:
+class HighGradientNorm(Remembering):
     """Early warning: the norm is several times the clip threshold, so clipping hides most of the gradient."""
 
     name = "high_gradient_norm"
+    memory = ("_episode",)
 
     def __init__(self, config: DetectConfig, clip_threshold: float | None) -> None:
         self._factor, self._threshold = config.early_warning_factor, clip_threshold
+        self._episode = Episode(config.repeat_after, quiet=100)
 
-    def observe(self, reading: Reading) -> Iterable[Finding]:
+    def observe(self, fact: Fact) -> Iterable[Finding]:
         """An info when the norm exceeds `early_warning_factor` times the clip threshold."""
-        norm = reading.finite_grad_norm
-        if self._threshold is None or reading.is_nonfinite or norm <= self._factor * self._threshold:
+        if not isinstance(fact, Reading) or self._threshold is None or fact.is_nonfinite:
             return
-        yield Finding(
+        norm = fact.finite_grad_norm
+        if self._episode.tell(fact.step, norm > self._factor * self._threshold):
+            yield Finding(
+                kind=self.name,
+                severity=Severity.INFO,
+                step=fact.step,
+                message=f"High gradient norm detected: {norm:.2f} (clipped to {self._threshold:g})",
+                advice="If this keeps coming, lower the learning rate or the clip threshold.",
+                evidence={"grad_norm": norm, "clip_threshold": self._threshold},
+            )
+
+
+class RisingNorm(Remembering):
+    """The norm has been growing slowly and for long, which often comes before an explosion.
+
+    Norms also grow while a healthy loss falls, and after a restart of the learning rate, so this is an info, unless the
+    loss rose meanwhile and the learning rate did not.
+    """
+
+    name = "rising_norm"
+    memory = ("_norms", "_losses", "_last", "_loss", "_base", "_rising", "_episode")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._config = config.habits
+        self._norms, self._losses = Blocks(config.habits.rising_block), Blocks(config.habits.rising_block)
+        self._last = math.inf
+        self._loss: float | None = None
+        self._base: list[float | None] = [None, None, None]  # norm, loss and learning rate where the growth began
+        self._rising = Streak()
+        self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Told at the step where the growth began."""
+        if not isinstance(fact, Reading) or fact.is_nonfinite:
+            return
+        loss = None if fact.loss is None else self._losses.add(fact.step, fact.loss)
+        norm = self._norms.add(fact.step, fact.finite_grad_norm)
+        self._loss = self._loss if loss is None else loss
+        if norm is None:
+            return
+        rising = self._rising.feed(self._norms.start, norm > self._last)
+        self._last = norm
+        if not rising:
+            self._base = [norm, self._loss, fact.learning_rate]
+        base = self._base[0] or norm
+        active = rising >= self._config.rising_blocks and norm > self._config.rising_ratio * base
+        if self._episode.tell(fact.step, active):
+            yield self._tell(base, norm, rising, stuck=self._is_stuck(fact.learning_rate))
+
+    def _is_stuck(self, rate: float | None) -> bool:
+        _, base_loss, base_rate = self._base
+        if self._loss is None or base_loss is None or (rate or 0.0) > 1.5 * (base_rate or math.inf):
+            return False
+        return self._loss > base_loss + 4.0 * self._losses.noise
+
+    def _tell(self, base: float, norm: float, num_blocks: int, *, stuck: bool) -> Finding:
+        return Finding(
             kind=self.name,
-            severity=Severity.INFO,
-            step=reading.step,
-            message=f"High gradient norm detected: {norm:.2f} (clipped to {self._threshold:g})",
-            advice="If this keeps coming, lower the learning rate or the clip threshold.",
-            evidence={"grad_norm": norm, "clip_threshold": self._threshold},
+            severity=Severity.WARNING if stuck else Severity.INFO,
+            step=self._rising.start,
+            message=f"the gradient norm has grown from {base:.3g} to {norm:.3g} in "
+            f"{num_blocks * self._config.rising_block} steps" + (" while the loss rose" if stuck else ""),
+            advice="Lower the learning rate, add weight decay, or look for weights that grow without bound.",
+            evidence={"from": base, "to": norm, "num_blocks": num_blocks},
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""

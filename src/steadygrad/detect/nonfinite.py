@@ -1,76 +1,133 @@
-"""Rules about NaN and Inf in loss and gradients. Stateless: one is enough."""
+"""Rules about NaN and Inf in loss, gradients, weights and buffers. One is enough: these are told at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from steadygrad.facts import Finding, Reading, Severity
+from steadygrad.detect.memory import Remembering
+from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
 
 SHOWN = 5
-"""Parameters named in a message; the rest are counted."""
+"""Names in a message; the rest are counted."""
 
 
-class NonfiniteLoss:
+def show(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+class NonfiniteLoss(Remembering):
     """The loss is NaN or Inf: whatever its gradient says means nothing."""
 
     name = "nonfinite_loss"
 
-    def observe(self, reading: Reading) -> Iterable[Finding]:
-        """A Finding when the loss is not finite."""
-        if not reading.loss_is_nonfinite:
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """An error when the loss is not finite."""
+        if not isinstance(fact, Reading) or not fact.loss_is_nonfinite:
             return
         yield Finding(
             kind=self.name,
             severity=Severity.ERROR,
-            step=reading.step,
-            message=f"the loss is {reading.loss}",
+            step=fact.step,
+            message=f"the loss is {fact.loss}",
             advice="Look for log(0), a division by an empty mask, every label ignored, or overflow in half precision.",
-            evidence={"loss": str(reading.loss)},
+            evidence={"loss": str(fact.loss)},
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
-
-
-class NonfiniteGradient:
+class NonfiniteGradient(Remembering):
     """A gradient holds a NaN or an Inf. Names the parameters; under a loss scaler an overflow is part of the game."""
 
     name = "nonfinite_gradient"
 
-    def observe(self, reading: Reading) -> Iterable[Finding]:
-        """A Finding when a gradient is not finite."""
-        if not reading.num_nonfinite:
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """An error when a gradient is not finite; an info while a loss scale is searched."""
+        if not isinstance(fact, Reading) or not fact.num_nonfinite:
             return
-        bad = reading.gradients.nonfinite()
-        names = list(bad)
-        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        what = "NaN" if reading.num_nan else "Inf"
+        names = list(fact.gradients.nonfinite())
         # A dynamic loss scale finds its limit by overflowing: that is how it works, not a defect of the model.
-        searching = reading.loss_scale is not None and not reading.loss_is_nonfinite
+        searching = fact.loss_scale is not None and not fact.loss_is_nonfinite
         yield Finding(
             kind=self.name,
             severity=Severity.INFO if searching else Severity.ERROR,
-            step=reading.step,
-            message=f"{what} in the gradients of {len(names)} of {len(reading.gradients)} parameters: {shown}",
-            advice=f"The loss scale {reading.loss_scale:g} was too high and is lowered."
+            step=fact.step,
+            message=f"{'NaN' if fact.num_nan else 'Inf'} in the gradients of {len(names)} of {len(fact.gradients)} "
+            f"parameters: {show(names)}",
+            advice=f"The loss scale {fact.loss_scale:g} was too high and is lowered."
             if searching
             else "Look for sqrt, norm or division at 0, log of 0, or overflow in half precision.",
             evidence={
-                "num_nonfinite": reading.num_nonfinite,
-                "num_nan": reading.num_nan,
+                "num_nonfinite": fact.num_nonfinite,
+                "num_nan": fact.num_nan,
                 "parameters": names[:SHOWN],
                 "num_parameters": len(names),
             },
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
-        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
+class NonfiniteParameter(Remembering):
+    """A weight is NaN or Inf. Each is told once; it may be told again after it was healed."""
+
+    name = "nonfinite_parameter"
+    memory = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A critical finding at the last step that could have written it."""
+        if not isinstance(fact, ParameterScan):
+            return
+        bad = fact.nonfinite_parameters
+        new = [name for name in bad if name not in self._known]
+        self._known = set(bad)
+        if new:
+            yield Finding(
+                kind=self.name,
+                severity=Severity.CRITICAL,
+                step=max(0, fact.step),
+                message=f"{len(new)} parameters hold NaN or Inf: {show(new)}",
+                advice="No skip can heal this: go back to a checkpoint. If the optimizer made them (Adam in half "
+                "precision), keep the weights in float32 and use autocast.",
+                evidence={
+                    "parameters": new[:SHOWN],
+                    "num_parameters": len(new),
+                    "num_nonfinite": sum(bad[name] for name in new),
+                },
+            )
+
+
+class NonfiniteBuffer(Remembering):
+    """A buffer has become NaN or Inf, as BatchNorm's statistics do after one bad forward.
+
+    Observers start at plus and minus infinity, so a buffer must have been finite at a scan before.
+    """
+
+    name = "nonfinite_buffer"
+    memory = ("_excused", "_known", "_seen")
+
+    def __init__(self) -> None:
+        self._excused: set[str] = set()
+        self._known: set[str] = set()
+        self._seen = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """An error for each buffer that was finite and is no more."""
+        if not isinstance(fact, ParameterScan):
+            return
+        bad = fact.nonfinite_buffers
+        if not self._seen:
+            self._seen, self._excused = True, set(bad)
+        self._excused &= set(bad)
+        new = [name for name in bad if name not in self._excused and name not in self._known]
+        self._known = set(bad)
+        if new:
+            yield Finding(
+                kind=self.name,
+                severity=Severity.ERROR,
+                step=max(0, fact.step),
+                message=f"{len(new)} buffers have become NaN or Inf: {show(new)}",
+                advice="A forward with a bad batch wrote them. Reset them (BatchNorm: reset_running_stats()), or go "
+                "back to a checkpoint.",
+                evidence={"buffers": new[:SHOWN], "num_buffers": len(new)},
+            )

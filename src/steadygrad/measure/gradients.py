@@ -19,8 +19,8 @@ def as_dense(gradient: Tensor, name: str) -> Tensor:
     """The elements of `gradient` as a dense real tensor; shares memory wherever it can."""
     if is_dtensor(gradient):
         raise UnsupportedError(
-            f"the gradient of {name!r} is a DTensor (FSDP2 or tensor parallelism), whose shards need a norm across ranks. "
-            "Wrap the model with DistributedDataParallel, or train it unsharded."
+            f"the gradient of {name!r} is a DTensor (FSDP2 or tensor parallelism), whose shards need a norm "
+            "across ranks. Wrap the model with DistributedDataParallel, or train it unsharded."
         )
     values = gradient.detach()
     if values.layout is not torch.strided:

@@ -70,8 +70,8 @@ def find_subjects(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
                 named.append((name, parameter))
         if not any(id(p) in names for group in one.param_groups for p in group["params"]):
             raise UsageError(
-                f"{type(one).__name__} shares no parameter with {type(inner).__name__}: it was made for another model, or "
-                "the model was replaced or moved to another device afterwards. Make the optimizer from this model's "
+                f"{type(one).__name__} shares no parameter with {type(inner).__name__}: it was made for another model, "
+                "or the model was replaced or moved to another device afterwards. Make the optimizer from this model's "
                 "parameters()."
             )
     order = {name: i for i, name in enumerate(names.values())}

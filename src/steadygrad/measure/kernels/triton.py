@@ -128,7 +128,7 @@ def _fold_tensors(partials, bounds, inverse_scale, table, num_chunks, WIDTH: tl.
 
 @triton.jit
 def _fold_step(table, num_rows, loss, header, flags, max_norm, WIDTH: tl.constexpr):
-    """header = (loss, norm, #nonfinite, #nan, found, min(1, max_norm / (norm + 1e-6)), 0); flags = (found, 1 / coefficient).
+    """header = (loss, norm, #nonfinite, #nan, found, c = min(1, max_norm / (norm + 1e-6)), 0); flags = (found, 1 / c).
 
     found = 1 when loss or any gradient is not finite. max_norm = 0 means no constant threshold: coefficient 1.
     """
@@ -271,10 +271,10 @@ class Plan:
             )  # fmt: skip
         scale = self._one if inverse_scale is None else inverse_scale
         _fold_tensors[(self.num_tensors,)](
-            self._partials, self._bounds, scale, table, self.num_chunks, WIDTH=self.width, num_warps=1
+            self._partials, self._bounds, scale, table, self.num_chunks, WIDTH=self.width
         )
         value = self._one if loss is None else loss
-        _fold_step[(1,)](table, self.num_tensors, value, packed, flags, float(max_norm), WIDTH=1024, num_warps=4)
+        _fold_step[(1,)](table, self.num_tensors, value, packed, flags, float(max_norm), WIDTH=1024)
 
     def scale(self, addresses: list[int], packed: Tensor) -> None:
         """Multiply the gradients by the coefficient in `packed`'s header; costs one empty launch when that is 1."""

@@ -1,0 +1,100 @@
+"""Microbatches: what the backward calls between two steps have left, and how a bad one is kept out.
+
+By default gradients accumulate in `.grad`, as torch does it, and one bad microbatch makes the whole step bad. With
+`drop` each microbatch runs into fresh gradients, is measured (one host read), and is added to the others only when it
+is good: the second set of gradients is needed because a gradient can be bad when its loss is fine, and then it cannot
+be taken out of a sum again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.reflex import multiply
+from steadygrad.act.scaler import ScalerDriver
+from steadygrad.measure import Measurement, Meter, Transfer
+from steadygrad.measure.meter import FOUND
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """The microbatches of one step."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    num: int = 0
+    num_dropped: int = 0
+    worst: tuple[Measurement, Sequence[float]] | None = None
+    """The last dropped one."""
+
+    @property
+    def all_dropped(self) -> bool:
+        """Whether nothing is left to step with."""
+        return self.num > 0 and self.num == self.num_dropped
+
+    @property
+    def loss(self) -> Tensor | None:
+        """Sum over the microbatches; None when the user ran backward alone."""
+        if len(self.losses) < 2:
+            return self.losses[0] if self.losses else None
+        return torch.stack([loss.double() for loss in self.losses]).sum()
+
+
+class MicrobatchGate:
+    """Runs backward into fresh gradients, and lets only good ones in."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        meter: Meter,
+        transfer: Transfer,
+        scaler: ScalerDriver,
+        buffers: BufferKeeper,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._meter, self._transfer, self._scaler, self._buffers = meter, transfer, scaler, buffers
+
+    def backward(self, loss: Tensor, batches: Accumulated) -> tuple[Measurement, Sequence[float]] | None:
+        """Backward of one microbatch; its numbers when it was dropped, None when it was added."""
+        kept = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._scaler.scale(loss).backward()
+        m = self._meter.measure(loss, scale=self._scaler.factor)
+        numbers = None if m is None else self._transfer.send(m.packed).wait()
+        if m is None or numbers is None or numbers[FOUND] == 0:
+            _add_gradients(self._parameters, kept)
+            self._buffers.save()
+            batches.losses.append(loss.detach())
+            return None
+        self._buffers.restore()
+        for parameter, gradient in zip(self._parameters, kept):
+            parameter.grad = gradient
+        batches.num_dropped += 1
+        batches.worst = (m, numbers)
+        return batches.worst
+
+    def average_the_kept(self, batches: Accumulated) -> None:
+        """The user divides by the number of microbatches; some are missing, so the average must count the others."""
+        factor = batches.num / (batches.num - batches.num_dropped)
+        multiply([p.grad for p in self._parameters if p.grad is not None], factor)
+        batches.losses = [loss * factor for loss in batches.losses]
+
+
+@torch.no_grad()
+def _add_gradients(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) -> None:
+    """parameter.grad += kept, as autograd's own accumulation does it."""
+    for parameter, before in zip(parameters, kept):
+        if before is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = before
+        elif before.layout is torch.strided:
+            parameter.grad = before.add_(parameter.grad)
+        else:
+            parameter.grad = before + parameter.grad

@@ -1,0 +1,132 @@
+"""Rules about what modules put out: dead units, saturation, an output that does not depend on the input.
+
+Absolute shares are `info` (AUTOTRAINER: 70 % dead). A warning compares a module with what it was at its first looks,
+and needs two looks in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from steadygrad.config import DetectConfig
+from steadygrad.detect.memory import Episode, Keyed, Remembering, Streak
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import ActivationScan, Fact, Finding, Severity
+from steadygrad.stats import Baseline
+
+LOOKS = 2
+"""Looks in a row that a warning needs."""
+
+
+class Shares(Remembering):
+    """Which modules' share of bad units is above a limit, and which have come there since their first look."""
+
+    memory = ("_usual", "_streaks")
+
+    def __init__(self, limit: float, rise: float) -> None:
+        self._limit, self._rise = limit, rise
+        self._usual: dict[str, float] = {}
+        self._streaks = Keyed(Streak)
+
+    def feed(self, step: int, shares: Mapping[str, float]) -> tuple[list[str], list[str], int]:
+        """(modules above the limit, those newly risen there, the step where the first of these began)."""
+        risen: list[str] = []
+        start = step
+        for name, share in shares.items():
+            usual = self._usual.setdefault(name, share)
+            high = share >= self._limit and share >= usual + self._rise
+            streak = self._streaks[name]
+            if streak.feed(step, high) == LOOKS:
+                risen.append(name)
+                start = min(start, streak.start)
+        return [name for name, share in shares.items() if share >= self._limit], risen, start
+
+
+class DeadActivation(Remembering):
+    """Units of a module are zero for the whole batch. The finding's kind is `dead_units`, as from the gradients."""
+
+    name = "dead_activation"
+    memory = ("_shares", "_info")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._shares = Shares(config.flow.dead_share, config.flow.dead_rise)
+        self._info = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning when units have died since the first look, an info when most are dead."""
+        if not isinstance(fact, ActivationScan):
+            return
+        shares = {name: m.dead_share for name, m in fact.modules.items() if m.dead_share is not None}
+        high, risen, start = self._shares.feed(fact.step, shares)
+        if risen or self._info.tell(fact.step, bool(high)):
+            names = risen or high
+            yield Finding(
+                kind="dead_units",
+                severity=Severity.WARNING if risen else Severity.INFO,
+                step=start,
+                message=f"{max(shares[n] for n in names):.0%} of the units of {show(names)} do not fire for any sample",
+                advice="Lower the learning rate, use LeakyReLU or GELU, and check the biases.",
+                evidence={"modules": names[:SHOWN], "dead_share": [shares[n] for n in names[:SHOWN]]},
+            )
+
+
+class SaturatedActivation(Remembering):
+    """A bounded activation sits at its bound, where its derivative is zero."""
+
+    name = "saturated_activation"
+    memory = ("_shares", "_info")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._shares = Shares(config.layers.saturated_share, config.flow.dead_rise)
+        self._info = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning when it has come there since the first look, an info when most elements are there."""
+        if not isinstance(fact, ActivationScan):
+            return
+        shares = {name: m.saturated_share for name, m in fact.modules.items() if m.saturated_share is not None}
+        high, risen, start = self._shares.feed(fact.step, shares)
+        if risen or self._info.tell(fact.step, bool(high)):
+            names = risen or high
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING if risen else Severity.INFO,
+                step=start,
+                message=f"{max(shares[n] for n in names):.0%} of the outputs of {show(names)} are at their bound",
+                advice="Normalise what goes in, lower the learning rate, or scale the initialisation down.",
+                evidence={"modules": names[:SHOWN], "saturated_share": [shares[n] for n in names[:SHOWN]]},
+            )
+
+
+class ConstantOutput(Remembering):
+    """The model says the same for every sample: collapsed, or an input that does not reach the output."""
+
+    name = "constant_output"
+    memory = ("_baseline", "_streak", "_info", "_warning")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._limit = config.layers.constant_output
+        self._baseline = Baseline(window=32, min_values=2, patience=1000)
+        self._streak = Streak()
+        self._info = Episode(config.repeat_after, quiet=config.repeat_after)
+        self._warning = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning when the output used to differ between samples, an info when it never did."""
+        if not isinstance(fact, ActivationScan) or fact.output_std is None or fact.output_scale is None:
+            return
+        constant = fact.output_std <= self._limit * fact.output_scale
+        length = self._streak.feed(fact.step, constant)
+        if not constant:
+            self._baseline.admit(fact.output_std)
+        fell = self._baseline.is_warm and length >= LOOKS
+        if (self._warning.tell(fact.step, True)) if fell else self._info.tell(fact.step, length >= LOOKS):
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING if fell else Severity.INFO,
+                step=self._streak.start,
+                message=f"the output is the same for every sample (spread {fact.output_std:.2g}, size "
+                f"{fact.output_scale:.2g})",
+                advice="Check that the input reaches the output, and look for dead units and collapsed normalisation.",
+                evidence={"output_std": fact.output_std, "output_scale": fact.output_scale},
+            )

@@ -1,0 +1,208 @@
+"""Rules about where the gradient arrives: vanishing on the way back, dead units, parameters without a gradient.
+
+Thresholds of AUTOTRAINER (first to last below 1e-3 and first below 1e-4; 70 % of zeros) and SageMaker Debugger (1e-7)
+are `info`. A warning compares the run with itself: its first layers with its last ones over several steps, or a
+parameter with what it used to be. Layers that start at zero pass nothing back for one step; that is healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from steadygrad.config import DetectConfig
+from steadygrad.detect.medians import median
+from steadygrad.detect.memory import Episode, Remembering, Streak
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, Reading, Severity
+
+FEWEST_ROWS = 8
+"""Parameters below which quarters of the model say nothing."""
+SHORT_HISTORY = 32
+"""Steps in which the usual share of zeros is learnt."""
+
+
+class VanishingGradient(Remembering):
+    """The gradient fades on its way to the first layers, or is tiny everywhere."""
+
+    name = "vanishing_gradient"
+    memory = ("_tiny", "_faded", "_warning", "_streak")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._config = config.flow
+        self._tiny = Episode(config.repeat_after, quiet=100)
+        self._faded = Episode(config.repeat_after, quiet=100)
+        self._warning = Episode(config.repeat_after, quiet=100)
+        self._streak = Streak()
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """An info for the literature's thresholds, a warning when the first quarter of the model gets nothing."""
+        if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.gradients.names:
+            return
+        norm, first, last = fact.finite_grad_norm, *_ends(fact.gradients)
+        if self._tiny.tell(fact.step, 0 < norm < self._config.vanishing_norm):
+            yield self._make(Severity.INFO, fact.step, f"gradient norm {norm:.3g}", {"grad_norm": norm})
+        ratio = first / last if last > 0 else 1.0
+        faded = ratio < self._config.vanishing_ratio and first < self._config.vanishing_first
+        if self._faded.tell(fact.step, faded):
+            message = f"the first parameter's gradient norm is {first:.3g}, the last one's {last:.3g}"
+            yield self._make(Severity.INFO, fact.step, message, {"first": first, "last": last, "ratio": ratio})
+        yield from self._compare_quarters(fact)
+
+    def _compare_quarters(self, reading: Reading) -> Iterable[Finding]:
+        norms = reading.gradients.cells[0::NUM_COLUMNS]
+        if len(norms) < FEWEST_ROWS:
+            return
+        quarter = len(norms) // 4
+        first, last = median(sorted(norms[:quarter])), median(sorted(norms[-quarter:]))
+        faded = last > 0 and first < self._config.vanishing_depth_ratio * last
+        length = self._streak.feed(reading.step, faded)
+        if self._warning.tell(reading.step, length >= self._config.vanishing_patience):
+            message = (
+                f"the first quarter of the model gets {first / last:.1g} of the gradient that the last quarter gets"
+            )
+            evidence = {"first": first, "last": last, "num_steps": length}
+            yield self._make(Severity.WARNING, self._streak.start, message, evidence)
+
+    def _make(self, severity: Severity, step: int, message: str, evidence: dict[str, float]) -> Finding:
+        return Finding(
+            kind=self.name,
+            severity=severity,
+            step=step,
+            message=message,
+            advice="Use residual connections, normalisation, ReLU-like activations, and an initialisation to match.",
+            evidence=evidence,
+        )
+
+
+def _ends(table: GradientTable) -> tuple[float, float]:
+    """Norms of the first and the last parameter; the last one is the larger of weight and bias."""
+    norms = table.cells[0::NUM_COLUMNS]
+    return norms[0], max(norms[-2:])
+
+
+class DeadGradient(Remembering):
+    """Most of a parameter's gradient has become exactly zero and stays so: its units do not fire any more.
+
+    Compared with the parameter's own largest share of zeros before, because embeddings and experts are always sparse.
+    One that was zero from the first step on is a warning only when it is half of the model.
+    """
+
+    name = "dead_units"
+    memory = ("_usual", "_doubts", "_num_steps")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._config = config.flow
+        self._usual: dict[str, float] = {}
+        self._doubts: dict[str, list[float]] = {}  # name -> step where it began, steps since, share of zeros
+        self._num_steps = 0
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A finding when a parameter's units have died, at the step where they did."""
+        if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.finite_grad_norm > 0:
+            return
+        self._num_steps += 1
+        table, limit = fact.gradients, self._config.dead_share
+        zeros = table.cells[NUM_COLUMNS - 1 :: NUM_COLUMNS]
+        rows = [(i, z / n) for i, (z, n) in enumerate(zip(zeros, table.numels)) if n and z >= limit * n]
+        suspects = {table.names[i]: share for i, share in rows if self._is_unusual(table.names[i], share)}
+        for name in [name for name in self._doubts if name not in suspects]:
+            self._usual[name] = max(self._usual.get(name, 0.0), self._doubts.pop(name)[2])
+        if self._num_steps <= SHORT_HISTORY:
+            for name, zero, numel in zip(table.names, zeros, table.numels):
+                if numel and name not in suspects:
+                    self._usual[name] = max(self._usual.get(name, 0.0), zero / numel)
+        dead = [name for name, share in suspects.items() if self._count(name, share, fact.step)]
+        if dead:
+            yield self._tell(dead, table)
+
+    def _is_unusual(self, name: str, share: float) -> bool:
+        usual = self._usual.get(name)
+        return share == 1.0 if usual is None else share >= usual + self._config.dead_rise
+
+    def _count(self, name: str, share: float, step: int) -> bool:
+        """Whether this step is the one at which the doubt has lasted long enough."""
+        doubt = self._doubts.setdefault(name, [step, 0, share])
+        doubt[1] += 1
+        return doubt[1] == self._config.dead_patience
+
+    def _tell(self, dead: list[str], table: GradientTable) -> Finding:
+        numels = dict(zip(table.names, table.numels))
+        weight = sum(numels[name] for name in dead) / sum(table.numels)
+        risen = any(name in self._usual for name in dead)
+        shares = [self._doubts[name][2] for name in dead]
+        return Finding(
+            kind=self.name,
+            severity=Severity.WARNING if risen or weight >= 0.5 else Severity.INFO,
+            step=int(min(self._doubts[name][0] for name in dead)),
+            message=f"{max(shares):.0%} of the gradient of {show(dead)} is exactly 0"
+            + (", and was not before" if risen else " from the start"),
+            advice="Units died: lower the learning rate, use LeakyReLU or GELU, and check the biases.",
+            evidence={"parameters": dead[:SHOWN], "zero_share": shares[:SHOWN]},
+        )
+
+
+class MissingGradient(Remembering):
+    """Parameters that the optimizer holds get no gradient: a branch that is not used, or a graph that is cut.
+
+    An unused pooler is common, so it is an info; most of the model without a gradient is a cut (reentrant checkpointing
+    on inputs that need no gradient, a stray detach), and a warning.
+    """
+
+    name = "missing_gradient"
+    memory = ("_streak", "_always", "_info", "_warning")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._config = config.flow
+        self._streak = Streak()
+        self._always: list[str] = []
+        self._info = Episode(config.repeat_after, quiet=100)
+        self._warning = Episode(config.repeat_after, quiet=100)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Told when the same parameters were missing for `missing_patience` steps in a row."""
+        if not isinstance(fact, Reading):
+            return
+        here = set(fact.missing)
+        self._always = [n for n in self._always if n in here] if self._streak.length else list(fact.missing)
+        length = self._streak.feed(fact.step, bool(self._always))
+        long = length >= self._config.missing_patience
+        most = fact.missing_share >= self._config.missing_share
+        if (self._warning if most else self._info).tell(fact.step, long):
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING if most else Severity.INFO,
+                step=self._streak.start,
+                message=f"{len(self._always)} parameters of the optimizer got no gradient for {length} steps "
+                f"({fact.missing_share:.0%} of the trainable elements): {show(self._always)}",
+                advice="Look for detach(), no_grad, or checkpoint(use_reentrant=True) on an input without a gradient; "
+                "freeze what is not meant to learn.",
+                evidence={
+                    "parameters": self._always[:SHOWN],
+                    "num_parameters": len(self._always),
+                    "share": fact.missing_share,
+                },
+            )
+
+
+class StaleGradient(Remembering):
+    """Gradients of the step before were still there when backward began: zero_grad() was forgotten."""
+
+    name = "stale_gradient"
+    memory = ("_episode",)
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._episode = Episode(config.repeat_after, quiet=100)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning at the first step that adds to an old gradient."""
+        if not isinstance(fact, Reading) or not self._episode.tell(fact.step, bool(fact.stale)):
+            return
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"{len(fact.stale)} gradients of the step before were not cleared and are added up: "
+            f"{show(fact.stale)}",
+            advice="Call optimizer.zero_grad() after each optimizer step.",
+            evidence={"num_parameters": len(fact.stale), "parameters": list(fact.stale[:SHOWN])},
+        )

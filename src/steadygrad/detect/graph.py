@@ -1,0 +1,129 @@
+"""Rules about the program, looked at once: what no threshold can be wrong about.
+
+These are facts about the code and not distances, so the certain ones are warnings at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from steadygrad.detect.memory import Remembering
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import Broadcast, Fact, Finding, GraphScan, Severity
+
+
+class UnregisteredLayers(Remembering):
+    """Parameters that take part and are never updated.
+
+    Layers in a plain list, or an optimizer made before the model's surgery (it holds parameters that the model has no
+    more), are mistakes: a warning. Parameters simply left out of the optimizer may be meant: an info.
+    """
+
+    name = "unregistered_layers"
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Told once."""
+        if not isinstance(fact, GraphScan) or self._told or not (fact.hidden or fact.unoptimized):
+            return
+        self._told = True
+        mistake = bool(fact.hidden) or bool(fact.foreign)
+        names = list(fact.hidden) or list(fact.unoptimized)
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING if mistake else Severity.INFO,
+            step=fact.step,
+            message=f"{len(names)} parameters take part in the loss and are in no optimizer: {show(names)}"
+            + (f"; {len(fact.foreign)} of the optimizer are not in the model" if fact.foreign else ""),
+            advice="Keep layers in nn.ModuleList or nn.ModuleDict."
+            if fact.hidden
+            else "Make the optimizer after the model is complete, or freeze these with requires_grad_(False).",
+            evidence={"parameters": names[:SHOWN], "num_parameters": len(names), "num_foreign": len(fact.foreign)},
+        )
+
+
+class SilentBroadcast(Remembering):
+    """A prediction (N, 1) met a target (N,), and the loss is over all N x N pairs: the model learns the mean."""
+
+    name = "silent_broadcast"
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Told once, with the shapes."""
+        if not isinstance(fact, GraphScan) or self._told:
+            return
+        for one in fact.broadcasts:
+            if _is_silent(one):
+                self._told = True
+                yield Finding(
+                    kind=self.name,
+                    severity=Severity.WARNING,
+                    step=fact.step,
+                    message=f"{one.op} of shapes {one.left} and {one.right} compares every sample with every other"
+                    + (f" at {one.where}" if one.where else ""),
+                    advice="Give both the same shape: target.unsqueeze(1) or prediction.squeeze(1).",
+                    evidence={"left": list(one.left), "right": list(one.right), "where": one.where},
+                )
+                return
+
+
+def _is_silent(one: Broadcast) -> bool:
+    """(N, 1) with (N,): the ranks differ, and the sizes that matter are the same. An outer product names its axes."""
+    left, right = (one.left, one.right) if len(one.left) > len(one.right) else (one.right, one.left)
+    if len(left) == len(right) or not right or left[-1] != 1:
+        return False
+    return math.prod(left) == math.prod(right) > 1
+
+
+class DoubleSoftmax(Remembering):
+    """A softmax is fed to a softmax: cross entropy has its own, and gradients shrink."""
+
+    name = "double_softmax"
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Told once, with the line."""
+        if not isinstance(fact, GraphScan) or self._told or not fact.double_softmaxes:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"a softmax is applied to a softmax at {show(fact.double_softmaxes)}",
+            advice="Give cross_entropy the logits: it applies log_softmax itself.",
+            evidence={"where": list(fact.double_softmaxes[:SHOWN])},
+        )
+
+
+class AnomalyMode(Remembering):
+    """torch's anomaly mode is on (info): every backward is watched, 12 times slower on a small model on the CPU."""
+
+    name = "anomaly_mode_left_on"
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Told once."""
+        if not isinstance(fact, GraphScan) or self._told or not fact.anomaly_mode:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.INFO,
+            step=fact.step,
+            message="torch.autograd's anomaly mode is on, which slows every step down",
+            advice="Remove set_detect_anomaly(True); a failing step is diagnosed without it.",
+        )

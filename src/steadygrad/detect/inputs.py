@@ -1,0 +1,149 @@
+"""Rules about the batch: values that are not finite, far larger than usual, or labels that are all masked.
+
+-inf in an additive mask and NaN in targets that are masked before use are legal, so a non-finite input alone is an
+`info`; together with a non-finite step it is the suspect. The scan of a step may come before or after its Reading.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from steadygrad.config import DetectConfig
+from steadygrad.detect.memory import Episode, Keyed, Remembering
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import Fact, Finding, InputScan, Reading, Severity
+from steadygrad.stats import Baseline
+
+
+class Pairs(Remembering):
+    """Brings the scan of a batch and the Reading of its step together, whichever comes first."""
+
+    memory = ("_step", "_bad", "_waiting", "_waiting_step")
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._bad = False
+        self._waiting: dict[str, Any] | None = None
+        self._waiting_step = -1
+
+    def feed(self, fact: Reading | InputScan, found: Mapping[str, Any] | None) -> tuple[bool, Mapping[str, Any]] | None:
+        """(was the step bad, what the scan found) once both are known; `found` is what the rule saw in a scan."""
+        if isinstance(fact, Reading):
+            self._step, self._bad = fact.step, fact.is_nonfinite or fact.loss == 0.0
+            waiting, self._waiting = self._waiting, None
+            return (self._bad, waiting) if waiting and self._waiting_step == fact.step else None
+        if not found:
+            return None
+        if fact.step == self._step:
+            return self._bad, found
+        self._waiting, self._waiting_step = dict(found), fact.step
+        return None
+
+
+class NonfiniteInput(Remembering):
+    """A tensor of the batch holds NaN or Inf."""
+
+    name = "nonfinite_input"
+    memory = ("_pairs", "_info")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._pairs = Pairs()
+        self._info = Episode(config.repeat_after, quiet=100)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """An error when the step of this batch was not finite, else an info."""
+        if not isinstance(fact, Reading | InputScan):
+            return
+        scan = fact.tensors if isinstance(fact, InputScan) else {}
+        pair = self._pairs.feed(fact, {name: t.num_nonfinite for name, t in scan.items() if t.num_nonfinite})
+        if pair is None:
+            return
+        bad, counts = pair
+        if bad or self._info.tell(fact.step, True):
+            names = list(counts)
+            yield Finding(
+                kind=self.name,
+                severity=Severity.ERROR if bad else Severity.INFO,
+                step=fact.step,
+                message=f"the batch holds NaN or Inf in {show(names)} ({sum(counts.values())} elements)",
+                advice="Clean the data set, or replace missing values before the model sees them."
+                if bad
+                else "Loss and gradients are finite, so it is probably masked. Mask before the arithmetic, not after.",
+                evidence={"tensors": names[:SHOWN], "num_nonfinite": sum(counts.values())},
+            )
+
+
+class OutlierInput(Remembering):
+    """The largest value of an input is far above what it usually is, on the logarithm, against its own baseline."""
+
+    name = "outlier_input"
+    memory = ("_baselines", "_episode")
+
+    def __init__(self, config: DetectConfig) -> None:
+        layers = self._config = config.layers
+        self._baselines = Keyed(lambda: Baseline(window=64, min_values=layers.min_values, relative_floor=0.0))
+        self._episode = Episode(config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning that names the tensor."""
+        if not isinstance(fact, InputScan):
+            return
+        worst: tuple[float, str, float, float] | None = None
+        for name, tensor in fact.tensors.items():
+            if not tensor.is_floating or not 0 < tensor.max_abs < math.inf:
+                continue
+            baseline, value = self._baselines[name], math.log(tensor.max_abs)
+            usual = math.exp(baseline.median) if len(baseline) else math.inf
+            score, ratio = baseline.score(value), tensor.max_abs / usual
+            baseline.admit(value)
+            if score > self._config.outlier_score and ratio > self._config.outlier_ratio:
+                worst = max(worst or (0.0, "", 0.0, 0.0), (ratio, name, tensor.max_abs, usual))
+        if worst is not None and self._episode.tell(fact.step, True):
+            ratio, name, largest, usual = worst
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING,
+                step=fact.step,
+                message=f"the largest value of input {name!r} is {largest:.4g}, usually {usual:.3g}",
+                advice="Look at this batch: a unit, a missing-value code, or a sample that was not normalised.",
+                evidence={"tensor": name, "max_abs": largest, "median": usual, "ratio": ratio},
+            )
+
+
+class AllLabelsMasked(Remembering):
+    """Every label of the batch is ignored: the mean loss is 0/0, or 0.
+
+    Seen as integer labels that are all -100, or as a mask of zeros and ones that is all zero although it never was
+    before; the latter only when the step went wrong.
+    """
+
+    name = "all_labels_masked"
+    memory = ("_pairs", "_masks", "_episode")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._pairs = Pairs()
+        self._masks: set[str] = set()  # binary tensors that had a one in them before
+        self._episode = Episode(config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning that names the tensor."""
+        if not isinstance(fact, Reading | InputScan):
+            return
+        tensors = fact.tensors if isinstance(fact, InputScan) else {}
+        labels = [name for name, t in tensors.items() if t.numel and t.num_ignored == t.numel]
+        empty = [name for name, t in tensors.items() if t.numel == t.num_zeros and name in self._masks]
+        self._masks.update(name for name, t in tensors.items() if t.is_binary and t.num_zeros < t.numel)
+        pair = self._pairs.feed(fact, dict.fromkeys(empty, 1))
+        if pair is not None and pair[0]:
+            labels = labels or list(pair[1])
+        if labels and self._episode.tell(fact.step, True):
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING,
+                step=fact.step,
+                message=f"every element of {show(labels)} is masked, so this batch has nothing to learn from",
+                advice="Drop samples without labels (a prompt beyond the maximal length), or divide by max(1, count).",
+                evidence={"tensors": labels[:SHOWN]},
+            )

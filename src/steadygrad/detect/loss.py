@@ -1,0 +1,143 @@
+"""Rules about single losses: a spike, and a loss of exactly zero.
+
+A non-finite loss belongs to `nonfinite.py` and enters no history here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+from steadygrad.config import DetectConfig, LossThresholds
+from steadygrad.detect.forecast import Forecast
+from steadygrad.detect.medians import median
+from steadygrad.detect.memory import Episode, Remembering, Streak
+from steadygrad.facts import Fact, Finding, Reading, Severity
+
+START = 16
+"""Losses whose median is where the run began."""
+
+
+class Restarts(Remembering):
+    """Knows whether the learning rate was raised a moment ago: then the loss may rise, and norms may jump."""
+
+    memory = ("_rate", "_until", "_first", "began_at")
+
+    def __init__(self, config: LossThresholds) -> None:
+        self._config = config
+        self._rate: float | None = None
+        self._until = -1
+        self._first: list[float] = []
+        self.began_at = math.nan
+        """Median of the run's first losses; NaN until they are there."""
+
+    def feed(self, reading: Reading) -> bool:
+        """Whether this step lies in the grace after a restart."""
+        rate = reading.learning_rate
+        if rate is not None and self._rate is not None and rate >= self._config.restart_ratio * self._rate and rate > 0:
+            self._until = reading.step + self._config.restart_grace
+        self._rate = self._rate if rate is None else rate
+        loss = reading.loss
+        if len(self._first) < START and loss is not None and math.isfinite(loss):
+            self._first.append(loss)
+            self.began_at = median(sorted(self._first))
+        return reading.step < self._until
+
+
+class LossSpike(Remembering):
+    """A loss far above the recent level: median + k MAD, where k follows the tail of the run's own noise.
+
+    The peers' rules stand in `benchmarks/detectors.py`; their defects that this one must not have: a NaN or a spike in
+    the window blinds the next ones (OLMo-core), three times the mean is far too much (Lightning, llm-foundry), ten
+    times the first losses cannot be reached (Megatron-LM). A spike must also stand out on the logarithm, at half the
+    limit, because the noise of small batches grows with the loss. One finding for each excursion.
+    """
+
+    name = "loss_spike"
+    memory = ("_forecast", "_restarts", "_episode")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._forecast = Forecast(config.loss)
+        self._restarts = Restarts(config.loss)
+        self._episode = Episode(config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning when the loss is a spike."""
+        if not isinstance(fact, Reading) or fact.loss is None:
+            return
+        in_grace = self._restarts.feed(fact)
+        if not math.isfinite(fact.loss):
+            return
+        forecast, loss = self._forecast, fact.loss
+        score = forecast.score(loss)
+        limit = forecast.limit if score > 0 else math.inf
+        spike = score > limit and forecast.log_score(loss) > 0.5 * limit
+        if in_grace and not (spike and loss > self._restarts.began_at):
+            forecast.admit(loss, None)
+        elif not spike:
+            forecast.admit(loss, score)
+        else:
+            if self._episode.tell(fact.step, True):
+                yield self._tell(fact.step, loss, score, limit)
+            forecast.refuse(loss)
+
+    def _tell(self, step: int, loss: float, score: float, limit: float) -> Finding:
+        level, spread = self._forecast.level, self._forecast.spread
+        return Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=step,
+            message=f"the loss jumped from {level:.4g} to {loss:.4g}, {score:.1f} robust standard deviations "
+            f"(limit {limit:.1f})",
+            advice="Look at this step's batch. If spikes keep coming, lower the learning rate or Adam's beta2, or "
+            "lengthen the warm-up.",
+            evidence={"loss": loss, "level": level, "spread": spread, "score": score, "limit": limit},
+        )
+
+
+class ZeroLoss(Remembering):
+    """The loss is exactly zero and so is the gradient: nothing is learnt from this step.
+
+    Seen when every label of a batch is masked and the mean is guarded against 0/0. A loss that has come down to zero,
+    or a margin loss that is satisfied, is healthy and only told; one that was never near zero before is a warning.
+    """
+
+    name = "zero_loss"
+    memory = ("_recent", "_largest", "_streak", "_info", "_warning")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._patience = config.loss.zero_patience
+        self._recent: deque[float] = deque(maxlen=32)
+        self._largest = 0.0
+        self._streak = Streak()
+        self._info = Episode(config.repeat_after, quiet=100)
+        self._warning = Episode(config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning when zero comes out of the blue, an info when it stays."""
+        if not isinstance(fact, Reading) or fact.loss is None or fact.is_nonfinite:
+            return
+        zero = fact.loss == 0.0 and fact.finite_grad_norm == 0.0
+        length = self._streak.feed(fact.step, zero)
+        sudden = zero and self._was_far_from_zero()
+        if not zero:
+            self._recent.append(abs(fact.loss))
+            self._largest = max(self._largest, abs(fact.loss))
+        told = self._warning.tell(fact.step, sudden)
+        if told or (not sudden and self._info.tell(fact.step, length >= self._patience)):
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING if sudden else Severity.INFO,
+                step=fact.step if sudden else self._streak.start,
+                message="loss and gradient are exactly 0" + (f" for {length} steps" if length > 1 else ""),
+                advice="Check that this batch has labels that are not masked (-100), and that the loss depends on the "
+                "model's output.",
+                evidence={"num_steps": length},
+            )
+
+    def _was_far_from_zero(self) -> bool:
+        if len(self._recent) < 3:
+            return False
+        usual = median(sorted(self._recent))
+        return min(self._recent) > 0.2 * usual and usual > 1e-3 * self._largest

@@ -1,0 +1,194 @@
+"""Rules about the course of the loss: explosion, slow divergence, plateau.
+
+An explosion is a loss that stays ten times above what it was (seed rule: ten times the epoch before). Divergence is
+slower: block after block higher, until half of the progress is lost. Non-finite losses enter no history; inside a run
+of exploded losses they count as exploded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+from steadygrad.config import DetectConfig
+from steadygrad.detect.loss import Restarts
+from steadygrad.detect.medians import Blocks, median
+from steadygrad.detect.memory import Episode, Remembering, Streak
+from steadygrad.facts import EpochEnd, Fact, Finding, Reading, Severity
+
+FEW = 8
+"""Losses below which the history says little about noise: then the exploded ones must agree among themselves."""
+AGREEMENT = 4.0
+"""... with this many of their own standard deviations (of the logarithm) between them and the history."""
+ADVICE = "Lower the learning rate or lengthen the warm-up, clip gradients, and look at what changed at this step."
+
+
+class LossExplosion(Remembering):
+    """The loss is ten times that of the epoch before, or has stayed ten times above the window before."""
+
+    name = "loss_explosion"
+    memory = ("_history", "_high", "_streak", "_restarts", "_epoch_loss")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._ratio, self._patience = config.loss.explosion_ratio, config.loss.explosion_patience
+        self._history: deque[float] = deque(maxlen=config.window)
+        self._high: list[float] = []
+        self._streak = Streak()
+        self._restarts = Restarts(config.loss)
+        self._epoch_loss: float | None = None
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """An error at the step where the loss left its range, or at the end of the epoch that did."""
+        if isinstance(fact, EpochEnd):
+            yield from self._observe_epoch(fact)
+        elif isinstance(fact, Reading) and fact.loss is not None:
+            yield from self._observe_step(fact, fact.loss)
+
+    def _observe_step(self, reading: Reading, loss: float) -> Iterable[Finding]:
+        in_grace = self._restarts.feed(reading)
+        usual = self._usual()
+        high = not math.isfinite(loss) or loss > self._ratio * usual
+        if in_grace and not loss > self._restarts.began_at:
+            high = False
+        if not high:
+            if math.isfinite(loss):
+                self._history.append(loss)
+            self._streak.feed(reading.step, False)
+            self._high.clear()
+            return
+        if math.isfinite(loss):
+            self._high.append(loss)
+        elif not self._high:  # NaN out of the blue is not an explosion
+            return
+        length = self._streak.feed(reading.step, True)
+        agree = length >= self._patience and self._agree(usual)
+        if agree:
+            yield self._tell(self._streak.start, usual, median(sorted(self._high)))
+        if agree or length >= 2 * self._patience:  # the new normal, until the next one
+            self._history.clear()
+            self._history.extend(self._high)
+            self._high.clear()
+            self._streak.feed(reading.step, False)
+
+    def _usual(self) -> float:
+        """Median of the window; the largest of it while there are few; inf while there is none."""
+        if not self._history:
+            return math.inf
+        values = sorted(abs(v) for v in self._history)
+        return values[-1] if len(values) < FEW else median(values)
+
+    def _agree(self, usual: float) -> bool:
+        if len(self._history) >= FEW or usual <= 0:
+            return usual > 0
+        logs = [math.log(v) for v in self._high]
+        mean = sum(logs) / len(logs)
+        deviation = math.sqrt(sum((v - mean) ** 2 for v in logs) / len(logs))
+        return mean - math.log(usual) > AGREEMENT * deviation
+
+    def _observe_epoch(self, fact: EpochEnd) -> Iterable[Finding]:
+        loss, before = fact.train_loss, self._epoch_loss
+        if loss is None or not math.isfinite(loss):
+            return
+        self._epoch_loss = loss
+        if before is not None and before > 0 and loss > self._ratio * before:
+            yield self._tell(fact.step, before, loss)
+
+    def _tell(self, step: int, before: float, after: float) -> Finding:
+        return Finding(
+            kind=self.name,
+            severity=Severity.ERROR,
+            step=step,
+            message=f"Training loss exploded from {before:.6g} to {after:.6g}",
+            advice=ADVICE,
+            evidence={"before": before, "after": after, "ratio": after / before},
+        )
+
+
+class Divergence(Remembering):
+    """The loss rises block after block, and half of the progress is lost.
+
+    Numbers: four blocks of 16 in a row rise by chance once in 120, so the rise must also be eight standard errors, a
+    tenth of the level, and half of the way from the start to the best. While the learning rate is above what it was at
+    the best block, the loss must be above where it started: a restart raises it, and that is meant.
+    """
+
+    name = "divergence"
+    memory = ("_blocks", "_last", "_first", "_best", "_best_rate", "_rising", "_episode")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._config = config.loss
+        self._blocks = Blocks(config.loss.block)
+        self._last: float | None = None
+        self._first: float | None = None
+        self._best = math.inf
+        self._best_rate = math.inf
+        self._rising = Streak()
+        self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """A warning at the step where the rise began."""
+        if not isinstance(fact, Reading) or fact.loss is None:
+            return
+        level = self._blocks.add(fact.step, fact.loss)
+        if level is None:
+            return
+        length = self._rising.feed(self._blocks.start, self._last is not None and level > self._last)
+        self._last = level
+        if self._first is None:
+            self._first = level
+        if level < self._best:
+            self._best, self._best_rate = level, fact.learning_rate or math.inf
+        active = length >= self._config.divergence_blocks and self._is_far(level, fact.learning_rate)
+        if self._episode.tell(fact.step, active):
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING,
+                step=self._rising.start,
+                message=f"the loss has been rising for {length * self._config.block} steps, from {self._best:.4g} to "
+                f"{level:.4g}",
+                advice=ADVICE,
+                evidence={"best": self._best, "level": level, "first": self._first, "num_blocks": length},
+            )
+
+    def _is_far(self, level: float, rate: float | None) -> bool:
+        assert self._first is not None
+        rise, progress = level - self._best, max(0.0, self._first - self._best)
+        enough = max(8.0 * self._blocks.noise, 0.1 * abs(self._best), self._config.divergence_share * progress)
+        restarted = rate is not None and rate > 1.5 * self._best_rate
+        return rise > enough and (not restarted or level > self._first)
+
+
+class LossPlateau(Remembering):
+    """No progress for a long while (info). SageMaker Debugger's loss_not_decreasing, on medians of blocks."""
+
+    name = "loss_plateau"
+    memory = ("_blocks", "_best", "_best_step", "_episode")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._config = config.loss
+        self._blocks = Blocks(4 * config.loss.block)
+        self._best = math.inf
+        self._best_step = 0
+        self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """An info at the step after which the loss got no better."""
+        if not isinstance(fact, Reading) or fact.loss is None:
+            return
+        level = self._blocks.add(fact.step, fact.loss)
+        if level is None:
+            return
+        better = self._best - self._config.plateau_improvement * abs(self._best)
+        if math.isinf(self._best) or level < better:
+            self._best, self._best_step = level, fact.step
+        waited = fact.step - self._best_step
+        if self._episode.tell(fact.step, waited >= self._config.plateau_steps):
+            yield Finding(
+                kind=self.name,
+                severity=Severity.INFO,
+                step=self._best_step,
+                message=f"the loss has not fallen below {self._best:.4g} for {waited} steps",
+                advice="If it should still fall: change the learning rate, or check which parameters are trained.",
+                evidence={"best": self._best, "level": level, "num_steps": waited},
+            )

@@ -1,0 +1,45 @@
+"""Medians: of an ordered list, and of one block of values after another, which is the slow trend of a noisy series."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from steadygrad.detect.memory import Remembering
+from steadygrad.stats import MAD_TO_SIGMA
+
+
+def median(ordered: Sequence[float]) -> float:
+    """The middle of values that are already in order."""
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
+
+
+class Blocks(Remembering):
+    """Collects values and gives the median of each full block; non-finite values are left out."""
+
+    memory = ("_values", "_start", "start", "noise")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: list[float] = []
+        self._start = 0
+        self.start = 0
+        """Step at which the last full block began."""
+        self.noise = 0.0
+        """Robust standard error of the last full block's median."""
+
+    def add(self, step: int, value: float) -> float | None:
+        """The median of the block that this value completes, else None."""
+        if not math.isfinite(value):
+            return None
+        if not self._values:
+            self._start = step
+        self._values.append(value)
+        if len(self._values) < self._size:
+            return None
+        ordered, self._values = sorted(self._values), []
+        self.start, middle = self._start, median(ordered)
+        mad = median(sorted(abs(v - middle) for v in ordered))
+        self.noise = 1.2533 * MAD_TO_SIGMA * mad / math.sqrt(self._size)  # sqrt(pi / 2): a median's, not a mean's
+        return middle

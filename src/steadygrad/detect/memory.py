@@ -1,0 +1,139 @@
+"""What rules remember, and how it is saved: every part goes into a checkpoint as plain numbers and lists.
+
+`Remembering` saves the attributes that a class names. `Episode` keeps an ongoing condition from being told at every
+step, `Streak` counts how long it has gone on and knows where it began, `Keyed` holds one history for each name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+
+class HasState(Protocol):
+    """Anything that can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of `state_dict()`."""
+        ...
+
+
+T = TypeVar("T", bound=HasState)
+
+
+class Remembering:
+    """Base of what has a history: `memory` names the attributes that make it up. Not to be used by itself."""
+
+    memory: ClassVar[tuple[str, ...]] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history, as plain numbers and lists."""
+        return {name.lstrip("_"): _save(getattr(self, name)) for name in self.memory}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the history of `state_dict()`."""
+        for name in self.memory:
+            setattr(self, name, _load(getattr(self, name), state[name.lstrip("_")]))
+
+
+def _save(value: Any) -> Any:
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, list | tuple | deque):
+        return [_save(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _save(item) for key, item in value.items()}
+    return value
+
+
+def _load(current: Any, saved: Any) -> Any:
+    if hasattr(current, "load_state_dict"):
+        current.load_state_dict(saved)
+        return current
+    if isinstance(current, deque):
+        return deque(saved, current.maxlen)
+    if isinstance(current, set | list | dict):
+        return type(current)(copy.deepcopy(saved))
+    return saved
+
+
+class Episode(Remembering):
+    """Decides whether a condition is told now: once when it begins, and again every `repeat_after` steps.
+
+    A condition that comes back within `quiet` steps has not ended. Steps may be anything that only grows.
+    """
+
+    memory = ("_told", "_last")
+
+    def __init__(self, repeat_after: int, *, quiet: int = 0) -> None:
+        self._repeat_after, self._quiet = repeat_after, quiet
+        self._told: int | None = None
+        self._last: int | None = None
+
+    def tell(self, step: int, active: bool) -> bool:
+        """Whether to tell the condition at this step, given whether it holds."""
+        if not active:
+            return False
+        begins = self._last is None or step - self._last > self._quiet + 1
+        self._last = step
+        if begins or self._told is None or step - self._told >= self._repeat_after:
+            self._told = step
+            return True
+        return False
+
+
+class Streak(Remembering):
+    """How many times in a row a condition has held, and the step at which it began."""
+
+    memory = ("length", "start")
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.start = 0
+
+    def feed(self, step: int, active: bool) -> int:
+        """Count this step, and say how long the condition has held."""
+        if not active:
+            self.length = 0
+            return 0
+        if self.length == 0:
+            self.start = step
+        self.length += 1
+        return self.length
+
+
+class Keyed(Generic[T]):
+    """One history for each name, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._parts: dict[str, T] = {}
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._parts:
+            self._parts[name] = self._make()
+        return self._parts[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each name's history."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the histories of `state_dict()`, and forget others."""
+        self._parts = {}
+        for name, part in state.items():
+            self[name].load_state_dict(part)

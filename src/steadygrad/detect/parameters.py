@@ -1,0 +1,120 @@
+"""Rules about the weights and how far a step moves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from steadygrad.config import DetectConfig
+from steadygrad.detect.medians import median
+from steadygrad.detect.memory import Episode, Keyed, Remembering
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
+from steadygrad.stats import Baseline
+
+
+class UnchangedParameter(Remembering):
+    """A parameter has a gradient and a learning rate, and does not move.
+
+    One that has never moved while others do is stuck (a copy is trained instead, or its optimizer never steps): a
+    warning. One that moved before has updates that rounding swallows (bfloat16, a small learning rate): an info,
+    since that also happens at the end of a decay.
+    """
+
+    name = "unchanged_parameter"
+    memory = ("_num_scans", "_moved", "_first", "_info", "_told")
+
+    def __init__(self, config: DetectConfig) -> None:
+        self._patience = config.layers.unchanged_patience
+        self._num_scans: dict[str, int] = {}
+        self._first: dict[str, int] = {}
+        self._moved: set[str] = set()
+        self._told: set[str] = set()
+        self._info = Episode(config.repeat_after, quiet=config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Told when the same parameters stood still for `unchanged_patience` scans."""
+        if not isinstance(fact, ParameterScan):
+            return
+        for name in [name for name in self._num_scans if name not in fact.unchanged]:
+            self._moved.add(name)
+            del self._num_scans[name], self._first[name]
+        for name in fact.unchanged:
+            self._num_scans[name] = self._num_scans.get(name, 0) + 1
+            self._first.setdefault(name, max(0, fact.step))
+        still = [name for name, count in self._num_scans.items() if count >= self._patience]
+        stuck = [name for name in still if name not in self._moved and name not in self._told and fact.num_changed]
+        self._told.update(stuck)
+        if stuck or self._info.tell(fact.step, bool(still)):
+            names = stuck or still
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING if stuck else Severity.INFO,
+                step=min(self._first[name] for name in names),
+                message=f"{len(names)} parameters have a gradient and do not move: {show(names)}",
+                advice="Check that the optimizer holds these very tensors; in half precision keep float32 weights."
+                if stuck
+                else "Their updates are lost to rounding: keep float32 weights, or stop here.",
+                evidence={"parameters": names[:SHOWN], "num_parameters": len(names), "num_changed": fact.num_changed},
+            )
+
+
+class UpdateRatio(Remembering):
+    """How far a step moves the weights, relative to their size: about 1e-3 is usual.
+
+    Absolute bounds are an info on the median parameter. A warning needs a parameter far above its own usual ratio per
+    unit of learning rate, so that warm-up and restarts do not count.
+    """
+
+    name = "update_ratio"
+    memory = ("_baselines", "_large", "_small", "_warning")
+
+    def __init__(self, config: DetectConfig) -> None:
+        layers = self._config = config.layers
+        self._baselines = Keyed(lambda: Baseline(window=64, min_values=layers.min_values, relative_floor=0.0))
+        self._large = Episode(config.repeat_after, quiet=config.repeat_after)
+        self._small = Episode(config.repeat_after, quiet=config.repeat_after)
+        self._warning = Episode(config.repeat_after)
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Looks at the steps at which ratios were measured."""
+        if not isinstance(fact, Reading) or not fact.update_ratios or fact.skipped or not fact.learning_rate:
+            return
+        usable = {n: r for n, r in fact.update_ratios.items() if 0 < r < 1e6}  # a weight of size 0 has no ratio
+        if not usable:
+            return
+        middle = median(sorted(usable.values()))
+        if self._large.tell(fact.step, middle > self._config.large_update):
+            yield self._make(
+                Severity.INFO, fact.step, f"a step moves the median parameter by {middle:.2g} of its size", middle
+            )
+        if self._small.tell(fact.step, middle < self._config.small_update):
+            yield self._make(
+                Severity.INFO, fact.step, f"a step moves the median parameter by only {middle:.2g}", middle
+            )
+        yield from self._compare(fact, usable, fact.learning_rate)
+
+    def _compare(self, reading: Reading, ratios: Mapping[str, float], rate: float) -> Iterable[Finding]:
+        far: dict[str, float] = {}
+        for name, ratio in ratios.items():
+            baseline, value = self._baselines[name], math.log(ratio / rate)
+            score, usual = baseline.score(value), baseline.median if len(baseline) else math.inf
+            baseline.admit(value)
+            if score > self._config.outlier_score and value > usual + math.log(self._config.outlier_ratio):
+                far[name] = ratio
+        if far and self._warning.tell(reading.step, True):
+            worst = max(far, key=far.__getitem__)
+            message = f"a step moved {worst} by {far[worst]:.2g} of its size, far more than its usual share"
+            yield self._make(Severity.WARNING, reading.step, message, far[worst])
+
+    def _make(self, severity: Severity, step: int, message: str, ratio: float) -> Finding:
+        return Finding(
+            kind=self.name,
+            severity=severity,
+            step=step,
+            message=message,
+            advice="Lower the learning rate or lengthen the warm-up."
+            if ratio > self._config.small_update
+            else "Raise the learning rate, or keep float32 weights: such updates are lost to rounding.",
+            evidence={"ratio": ratio},
+        )

@@ -1,0 +1,67 @@
+"""What can be said before the first step, from model, optimizers and dtypes alone -> Findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from steadygrad.errors import UnsupportedError
+from steadygrad.facts import Finding, Severity
+from steadygrad.measure.subjects import Subjects
+
+SHOWN = 5
+"""Names in a message; the rest are counted."""
+
+
+def foresee(subjects: Subjects) -> list[Finding]:
+    """Findings at step 0: parameters that only one side knows, an epsilon that half precision cannot hold."""
+    findings = [
+        Finding(
+            kind="partial_overlap",
+            severity=Severity.INFO,
+            step=0,
+            message=f"{len(names)} {what}: {', '.join(names[:SHOWN])}",
+            advice="Freeze them with requires_grad_(False), or give both the same parameters.",
+            evidence={"parameters": list(names[:SHOWN]), "num_parameters": len(names)},
+        )
+        for what, names in (
+            ("trainable parameters of the model are in no optimizer", subjects.unoptimized),
+            ("parameters of the optimizer are not in the model", subjects.foreign),
+        )
+        if names
+    ]
+    fragile = _find_underflowing_epsilon(subjects.optimizers)
+    if fragile:
+        findings.append(
+            Finding(
+                kind="underflowing_epsilon",
+                severity=Severity.WARNING,
+                step=0,
+                message=fragile,
+                advice="Keep the weights in float32 and use autocast, or set eps to 1e-4 or more.",
+            )
+        )
+    return findings
+
+
+def _find_underflowing_epsilon(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Adam's epsilon becomes 0 in half-precision state: a zero gradient then divides 0 by 0 inside the optimizer."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if not isinstance(eps, float) or torch.tensor(eps).half() != 0:
+                continue
+            if any(parameter.dtype is torch.float16 for parameter in group["params"]):
+                return f"{type(optimizer).__name__}'s eps={eps:g} is 0 in float16, in which the weights are kept"
+    return ""
+
+
+def refuse_many_ranks() -> None:
+    """Raise where several ranks train together."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UnsupportedError(
+            f"{distributed.get_world_size()} ranks train together here, and a Guard does not yet agree with the others "
+            "on what to skip: ranks would part. Use it on one rank, or GradientHealthMonitor to look without acting."
+        )
