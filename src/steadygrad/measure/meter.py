@@ -7,7 +7,7 @@ it, and `found` can go straight into a fused optimizer. Reads only.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 HEADER = 8
 MAX_PLANS = 64
 """Patterns of present gradients whose tables are kept."""
+MIN_TRITON = (3, 6)
+"""Oldest Triton that the kernels were run with; older ones give way to the foreach implementation."""
 LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
 
 
@@ -257,11 +259,23 @@ def _choose(wanted: Implementation, parameters: Sequence[Tensor]) -> Implementat
     if wanted is not Implementation.AUTO and wanted is not Implementation.TRITON:
         return wanted
     on_cuda = bool(parameters) and all(p.is_cuda for p in parameters)
-    available = importlib.util.find_spec("triton") is not None
+    available = _triton_is_usable()
     if wanted is Implementation.TRITON and not (on_cuda and available):
         raise ConfigError(
             "MeasureConfig.implementation is 'triton', but "
-            + ("the parameters are not on CUDA. " if available else "Triton is not installed. ")
+            + (
+                "the parameters are not on CUDA. "
+                if available
+                else f"Triton {MIN_TRITON[0]}.{MIN_TRITON[1]} or later is not installed. "
+            )
             + "Use 'auto', which takes Triton where it can be used."
         )
     return Implementation.TRITON if on_cuda and available else Implementation.FOREACH
+
+
+def _triton_is_usable() -> bool:
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+        return (int(major), int(minor)) >= MIN_TRITON
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
