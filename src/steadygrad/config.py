@@ -216,7 +216,12 @@ class MeasureConfig:
     """Steps between two readings of parameter norms and update-to-weight ratios (two more passes over the weights
     and a copy of them while the optimizer runs); 0: never."""
 
+    scan_every: int = 100
+    """Steps between two looks at the batch, the activations, the weights and Adam's ratio (a few passes over the
+    weights, no wait); the first step's graph is looked at too. 0: only after a bad step, at its batch and the weights."""
+
     def __post_init__(self) -> None:
+        _require(self.scan_every >= 0, self, "scan_every", "not be negative", "0 switches it off.")
         _require(self.parameters_every >= 0, self, "parameters_every", "not be negative", "0 switches it off.")
 
 
@@ -329,9 +334,9 @@ class ValidationThresholds:
     """What counts as trouble in the validation loss."""
 
     overfitting_patience: int = 3
-    """Validations in a row above the best one, while the training loss falls, that are a finding."""
-    overfitting_score: float = 4.0
-    """How far above the best one the last must be, in standard deviations of the validation noise."""
+    """Validations since the best one, while the training loss falls, before it is a finding."""
+    overfitting_score: float = 6.0
+    """How far above the best ones the last ones must be, in standard deviations of the validation noise."""
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -432,11 +437,11 @@ class Policy:
     act: bool = True
     """False: only watch. Non-finite steps are still kept from the weights, as `GuardConfig.on_nonfinite` says."""
     change_hyperparameters: bool = True
-    """Whether learning rate and weight decay may be changed; if not, a rollback takes their place."""
+    """Whether learning rate and weight decay may be changed; if not, what would come next takes their place."""
     halt_at: Severity | None = None
     """End the run at the first finding this severe."""
     actions: Mapping[str, Action] = field(default_factory=dict)
-    """Your own answers, by the finding's kind: `{"loss_spike": Action.ROLLBACK, "overfitting": Action.NONE}`."""
+    """Your own answers to findings above info, by kind: `{"loss_spike": Action.ROLLBACK}`; `none` only tells it."""
     nonfinite_steps_to_scale_lr: int = 3
     """Non-finite steps in a row that lower the learning rate."""
     nonfinite_steps_to_rollback: int = 10
@@ -472,10 +477,10 @@ class Policy:
         answers = {k: _as_enum(Action, v, f"Policy.actions[{k!r}]") for k, v in dict(self.actions).items()}
         object.__setattr__(self, "actions", answers)
         for kind, action in answers.items():
-            if action in (Action.CLIP, Action.SANITIZE):
+            if action in (Action.CLIP, Action.SKIP, Action.SANITIZE):
                 raise ConfigError(
                     f"Policy.actions[{kind!r}] cannot be {action.value!r}: it happens before a step is judged. "
-                    "Use GuardConfig.clip or GuardConfig.on_nonfinite."
+                    "Use GuardConfig.clip or GuardConfig.on_nonfinite, or Action.ROLLBACK."
                 )
         _require_positive(self, but=("early_stopping_min_delta",))
         delta = self.early_stopping_min_delta
@@ -505,6 +510,31 @@ class Policy:
     def patient(cls) -> Policy:
         """Skip and roll back, but never change a hyperparameter."""
         return cls(change_hyperparameters=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotConfig:
+    """Copies of the training state in host memory, to roll back to.
+
+    The defaults follow PaLM (back about 100 steps, skip 200 to 500 batches), scaled down at the start of a run.
+    """
+
+    every: int = 100
+    """Steps between two snapshots; early in a run they come closer together."""
+    keep: int = 3
+    """Snapshots held at a time; fewer when `max_bytes` has no room for them."""
+    good_after: int = 20
+    """Healthy steps beyond a snapshot before it counts as good."""
+    max_bytes: int = 8 << 30
+    """Host memory for all of them; when not even one fits, there are none, and that is told."""
+    skip_batches: int = 200
+    """Batches left out after a rollback; fewer early in a run."""
+    enabled: bool = True
+    """False: no snapshots, so nothing to roll back to."""
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.enabled, bool), self, "enabled", "be True or False", "Use False to switch it off.")
+        _require_positive(self, but=("enabled",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,6 +576,7 @@ class GuardConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     detect: DetectConfig = field(default_factory=DetectConfig)
     policy: Policy = field(default_factory=Policy)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     on_incident: Callable[[Incident], None] | None = None
     """Called with each Incident."""
@@ -590,6 +621,7 @@ class GuardConfig:
             ("measure", MeasureConfig),
             ("detect", DetectConfig),
             ("policy", Policy),
+            ("snapshots", SnapshotConfig),
             ("record", RecordConfig),
         ):
             _require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")

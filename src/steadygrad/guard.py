@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,21 +29,27 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad._version import __version__
+from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.followers import Followers
 from steadygrad.act.microbatches import Accumulated, MicrobatchGate
 from steadygrad.act.precision import DTYPES
+from steadygrad.act.random_state import capture_random, restore_random, unchanged_random
+from steadygrad.act.rates import Rates
 from steadygrad.act.reflex import Reflex
 from steadygrad.act.sanitize import sanitize_gradients
 from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.snapshots import Snapshots
 from steadygrad.clip import build_clipper
 from steadygrad.config import GuardConfig
+from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
 from steadygrad.errors import TrainingHalted, UsageError
-from steadygrad.facts import Action, Finding, Incident, Outcome, Reading, Severity, StepRecord, Verdict
+from steadygrad.facts import Action, Finding, Incident, Outcome, Reading, StepRecord, Verdict
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, Ticket, Transfer
 from steadygrad.measure.foresee import foresee, refuse_many_ranks
+from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.loss import check_loss, detach, find_loss
 from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE
 from steadygrad.measure.scan import find_nonfinite
@@ -50,6 +57,7 @@ from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.view.progress import track
+from steadygrad.view.summary import summarise
 
 T = TypeVar("T")
 
@@ -61,6 +69,7 @@ class _Pending:
     measurement: Measurement
     ticket: Ticket
     facts: dict[str, Any]
+    looks: Looks
     updates: Ticket | None = None
 
 
@@ -106,15 +115,36 @@ class Guard:
             scaler=self._scaler,
             buffers=self._buffers,
         )
-        interval = self.config.scheduler_interval
+        self._rates = Rates(self._optimizers)
         self._followers = Followers(
-            scheduler, ema, model=self._subjects.model, interval=interval, buffers=self._buffers
+            scheduler,
+            ema,
+            model=self._subjects.model,
+            interval=self.config.scheduler_interval,
+            buffers=self._buffers,
+            rates=self._rates,
         )
-        recorder = Recorder([*sinks, *self._open_run(run_dir)])
-        self._judgement = Judgement(self.config, subjects=self._subjects, followers=self._followers, recorder=recorder)
+        threshold = getattr(self.config.clip, "max_norm", None)
+        detector = Detector(standard_rules(self.config.detect, clip_threshold=threshold))
+        extras = {"scheduler": scheduler, "scaler": scaler, "ema": ema, "clip": self._clipper, "detect": detector}
+        self._snapshots = Snapshots(
+            self._subjects.model, self._optimizers, extras=_keep_stateful(extras), config=self.config.snapshots
+        )
+        self._actor = Actor(self.config.policy, rates=self._rates, snapshots=self._snapshots)
+        self._judgement = Judgement(
+            self.config,
+            detector=detector,
+            followers=self._followers,
+            actor=self._actor,
+            recorder=Recorder([*sinks, *self._open_run(run_dir)]),
+        )
+        self._lookout, self._looks = Lookout(self._subjects, self.config.measure), Looks()
+        self._random: dict[str, Any] | None = None
+        weakref.finalize(self, self._judgement.close)  # a guard that nobody closed still leaves a whole record
         self._batches = Accumulated()
         self._pending: _Pending | None = None
-        self._next_step = self._epoch = 0
+        self._next_step = self._epoch = self._num_skipped_batches = 0
+        self._devices = sorted({p.device for _, p in named}, key=str)
         self._validation_loss: float | None = None
         self._closed = False
         if not self._off:
@@ -135,28 +165,28 @@ class Guard:
         try:
             if self._off:
                 self._optimize_plainly()
+            elif self._actor.num_to_refuse:
+                self._refuse()
             else:
                 self._optimize()
         finally:
-            self._batches = Accumulated()
+            self._batches, self._looks = Accumulated(), Looks()
             if owns_backward:
-                for optimizer in self._optimizers:
-                    optimizer.zero_grad(set_to_none=True)
+                self._zero_grad()
         return result
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
         self._check_open()
-        if callable(subject) and not isinstance(subject, Tensor):
-            if self._batches.num == 0 and not self._off:
-                self._buffers.refresh()
-            with self._autocast():
-                result = subject(*args, **kwargs)
-            loss = find_loss(result)
-        elif args or kwargs:
-            raise UsageError("arguments were given beside a loss. Give a function and its arguments, or a loss alone.")
-        else:
-            result = loss = check_loss(subject)
+        if self._batches.num == 0 and not self._off:
+            self._begin_step(has_forward=callable(subject) and not isinstance(subject, Tensor))
+        result = self._forward(subject, args, kwargs)
+        self._batches.num += 1
+        if self._actor.num_to_refuse:
+            return detach(result)
+        loss = find_loss(result) if result is not subject else check_loss(result)
+        if not self._off:
+            self._lookout.look_at_graph(self._next_step, self._looks, loss)
         if self.config.drop_bad_microbatches and not self._off:
             dropped = self._gate.backward(loss, self._batches)
             if dropped is not None:
@@ -164,8 +194,34 @@ class Guard:
         else:
             self._scaler.scale(loss).backward()
             self._batches.losses.append(loss.detach())
-        self._batches.num += 1
         return detach(result)
+
+    def _forward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
+        """What the user's function returns, or the loss that was given."""
+        if isinstance(subject, Tensor) or not callable(subject):
+            if args or kwargs:
+                raise UsageError(
+                    "arguments were given beside a loss. Give a function and its arguments, or a loss alone."
+                )
+            return subject
+        with self._autocast():
+            if self._off:
+                return subject(*args, **kwargs)
+            if self._actor.num_to_refuse:  # a result for the caller, and no trace of it
+                with torch.no_grad(), unchanged_random(self._devices):
+                    return subject(*args, **kwargs)
+            with self._lookout.around_forward(self._next_step, self._looks, args, kwargs):
+                return subject(*args, **kwargs)
+
+    def _begin_step(self, *, has_forward: bool) -> None:
+        """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
+        if has_forward:
+            self._buffers.refresh()
+        if self._next_step == 0 and self._snapshots.due(0):
+            self._snapshots.take(0)
+        self._lookout.begin()
+        # Judged late, a snapshot of this moment is taken when the generators have moved on.
+        self._random = capture_random(self._devices) if self._pending and self._snapshots.due(self._next_step) else None
 
     def _optimize(self) -> None:
         """Measure, then step or skip: on the device where the optimizers allow it, by one host read elsewhere."""
@@ -193,22 +249,26 @@ class Guard:
         """Fused optimizers on CUDA: nothing here waits for work of this step."""
         carried = self._reflex.clip(m, scale)
         self._judge_pending()  # the step before; its scheduler moves the learning rate that this step uses
-        facts["learning_rates"] = self._learning_rates()
+        if self._actor.num_to_refuse:  # rolled back: these gradients belong to weights that are gone
+            self._refuse(step=facts["step"])
+            return
+        facts["learning_rates"] = self._prepare_optimizers()
         measure_updates = self._updates_are_due(facts["step"])
         if measure_updates:
             self._updates.before()
         self._reflex.step_on_device(m, carried)
+        self._lookout.after_optimizer(facts["step"], self._looks)
         if scale is not None:
             self._scaler.update(bad_gradient=m.packed[NUM_NONFINITE] > 0, bad_loss=~m.packed[LOSS].isfinite())
         self._buffers.select(m.found)
-        self._pending = _Pending(m, self._transfer.send(m.packed), facts)
+        self._pending = _Pending(m, self._transfer.send(m.packed), facts, self._looks)
         if measure_updates:
             self._pending.updates = self._transfer.send(self._updates.after())
 
     def _step_on_host(self, m: Measurement, scale: Tensor | None, facts: dict[str, Any]) -> None:
         """Every other optimizer: one host read, then the host decides."""
         self._judge_pending()
-        facts["learning_rates"] = self._learning_rates()
+        facts["learning_rates"] = self._prepare_optimizers()
         repaired = self._sanitize_if_bad(m, scale) if self.config.on_nonfinite is Action.SANITIZE else None
         used = m if repaired is None else repaired
         carried = self._reflex.clip(used, scale)
@@ -226,12 +286,31 @@ class Guard:
             self._buffers.restore()
         else:
             self._reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
-            self._buffers.save()
+            if repaired is None:
+                self._buffers.save()
+            else:  # gradients can be repaired; statistics that saw a bad batch cannot
+                self._buffers.restore()
+            self._lookout.after_optimizer(reading.step, self._looks)
         if scale is not None and not reading.loss_is_nonfinite:
             self._scaler.update(bad_gradient=m.packed[NUM_NONFINITE] > 0, bad_loss=None)
         if measure_updates:
             reading = self._with_updates(reading, self._transfer.send(self._updates.after()))
-        self._judge(reading)
+        self._judge(reading, self._looks)
+
+    def _prepare_optimizers(self) -> tuple[float, ...]:
+        """The last moment before a weight can change; the learning rates that it will change with."""
+        self._snapshots.before_optimizer()
+        self._rates.before_step()
+        return self._learning_rates()
+
+    def _refuse(self, step: int | None = None) -> None:
+        """A step of the window that a rollback leaves out: nothing of it stays."""
+        self._buffers.restore()
+        self._reflex.skip_on_host()
+        self._actor.refuse_one()
+        self._judgement.refuse(self._take_step_number() if step is None else step, self._learning_rates())
+        if self._batches.num == 0:
+            self._zero_grad()
 
     def _sanitize_if_bad(self, m: Measurement, scale: Tensor | None) -> Measurement | None:
         """The measurement of the repaired gradients; None when there was nothing to repair."""
@@ -247,7 +326,7 @@ class Guard:
         self._judge_pending()
         self._reflex.skip_on_host()
         facts |= {"step": self._take_step_number(), "learning_rates": self._learning_rates()}
-        self._judge(m.read(numbers, skipped=True, **facts))
+        self._judge(m.read(numbers, skipped=True, **facts), self._looks)
 
     def _tell_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
         reading = m.read(numbers, step=self._next_step, skipped=True, learning_rates=())
@@ -284,15 +363,32 @@ class Guard:
         reading = pending.measurement.read(numbers, skipped=numbers[FOUND] > 0, **pending.facts)
         if pending.updates is not None:
             reading = self._with_updates(reading, pending.updates)
-        self._judge(reading)
+        self._judge(reading, pending.looks)
 
-    def _judge(self, reading: Reading) -> None:
+    def _judge(self, reading: Reading, looks: Looks) -> None:
+        """Hand a step to judgement, then see to what follows from it: snapshots, or a rollback."""
         self._reflex.expects_clipping = reading.clipped
-        self._judgement.judge(reading)
+        if looks.rms is not None and not reading.skipped:
+            reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
+        healthy = self._judgement.judge(reading, self._lookout.read(reading, looks))
+        if self._actor.take_rolled_back():
+            self._buffers.refresh(everything=True)
+            self._lookout.forget()
+        elif healthy and self._snapshots.due(reading.step + 1):
+            self._take_snapshot(reading.step + 1)
+
+    def _take_snapshot(self, step: int) -> None:
+        """The state before `step`; judged late, that step's forward has already moved buffers and generators."""
+        with self._buffers.as_saved(), unchanged_random(self._devices):
+            if self._random is not None:
+                restore_random(self._random)
+            self._snapshots.take(step)
 
     def _with_updates(self, reading: Reading, ticket: Ticket) -> Reading:
-        norms, ratios = self._updates.read(ticket.wait())
-        return dataclasses.replace(reading, parameter_norms=norms, update_ratios=ratios)
+        numbers = ticket.wait()
+        norms, ratios = self._updates.read(numbers)
+        norm = self._updates.read_norm(numbers)
+        return dataclasses.replace(reading, parameter_norms=norms, update_ratios=ratios, update_norm=norm)
 
     @property
     def findings(self) -> list[Finding]:
@@ -312,35 +408,58 @@ class Guard:
     # --- around the step --------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Iterate over `loader` with a progress bar on a terminal."""
+        """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
         total = len(loader) if isinstance(loader, Sized) else None
-        yield from track(loader, describe=self._describe, total=total)
+        for batch in track(loader, describe=self._describe, total=total):
+            if self._actor.num_to_refuse:
+                self._actor.refuse_one()
+                self._num_skipped_batches += 1
+                continue
+            yield batch
 
     def validate(self, loss: float | Tensor) -> None:
-        """Tell the validation loss; a non-finite one is a finding and steers no scheduler."""
+        """Tell the validation loss; a non-finite one is a finding, and steers neither scheduler nor early stopping."""
         self._check_open()
         self.flush()
         value = float(loss)
         if math.isfinite(value):
             self._validation_loss = value
-            return
-        self._judgement.note(
-            Finding(
-                kind="nonfinite_validation",
-                severity=Severity.ERROR,
-                step=max(0, self._next_step - 1),
-                message=f"the validation loss is {value}",
-                advice="Look at the validation data, and for divisions by an empty batch.",
-                evidence={"loss": str(value)},
-            )
-        )
+        self._judgement.validate(max(0, self._next_step - 1), self._epoch, value)
+        self._actor.take_rolled_back()
 
     def end_epoch(self) -> None:
         """The epoch is over: a scheduler by epoch moves."""
         self._check_open()
         self.flush()
+        self._judgement.end_epoch(max(0, self._next_step - 1), self._epoch)
+        self._actor.take_rolled_back()
         self._epoch += 1
         self._followers.after_epoch(self._validation_loss)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether early stopping (`Policy.early_stopping_patience`) has seen enough."""
+        return self._judgement.stopping.should_stop
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best validation loss so far."""
+        stopping = self._judgement.stopping
+        return None if stopping.best is None or stopping.best_step is None else (stopping.best_step, stopping.best)
+
+    def summary(self) -> str:
+        """The run so far on one screen of text."""
+        self.flush()
+        rate = f"rate       learning rate {self._learning_rates()[0]:.4g}" + (
+            f", {self._rates.factor:g} of its schedule" if self._rates.factor != 1.0 else ""
+        )
+        snapshots = f"snapshots  {self._snapshots.describe()}"
+        return summarise(
+            self._judgement.tally,
+            self.incidents,
+            max_norm=getattr(self.config.clip, "max_norm", None),
+            extra=[rate, snapshots],
+        )
 
     def health(self) -> dict[str, bool]:
         """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
@@ -371,6 +490,10 @@ class Guard:
             "num_clipped": tally.num_clipped,
             "num_dropped_microbatches": tally.num_dropped_microbatches,
             "num_incidents": len(self.incidents),
+            "num_rollbacks": tally.actions[Action.ROLLBACK.value],
+            "num_skipped_batches": self._num_skipped_batches,
+            "learning_rate_factor": self._rates.factor,
+            "weight_decay_factor": self._rates.weight_decay_factor,
             "epoch": self._epoch,
         }
 
@@ -384,6 +507,8 @@ class Guard:
             "validation_loss": self._validation_loss,
             "clip": {} if self._clipper is None else self._clipper.state_dict(),
             "judgement": self._judgement.state_dict(),
+            "actor": self._actor.state_dict(),
+            "num_skipped_batches": self._num_skipped_batches,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -396,6 +521,8 @@ class Guard:
         if self._clipper is not None:
             self._clipper.load_state_dict(state["clip"])
         self._judgement.load_state_dict(state["judgement"])
+        self._actor.load_state_dict(state["actor"])
+        self._num_skipped_batches = int(state["num_skipped_batches"])
         self._buffers.refresh()
 
     def close(self) -> None:
@@ -406,6 +533,7 @@ class Guard:
             self.flush()
         finally:
             self._closed = True
+            self._rates.close()
             self._judgement.close()
 
     def __enter__(self) -> Self:
@@ -423,6 +551,10 @@ class Guard:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this guard is closed. Make a new one to go on training.")
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def _take_step_number(self) -> int:
         self._next_step += 1
@@ -460,6 +592,11 @@ class Guard:
                 versions={"steadygrad": __version__, "torch": torch.__version__},
             )
         ]
+
+
+def _keep_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that can be saved and put back; an EMA of one's own kind may have no state."""
+    return {name: thing for name, thing in things.items() if hasattr(thing, "load_state_dict")}
 
 
 def _as_repaired(found: Reading, used: Reading) -> Reading:

@@ -8,100 +8,151 @@ Only a Verdict to halt leaves it as an exception.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from steadygrad.act.actor import Actor
 from steadygrad.act.followers import Followers
-from steadygrad.act.outcome import UNTOUCHED, tell_reflex
+from steadygrad.act.outcome import UNTOUCHED
 from steadygrad.config import GuardConfig
-from steadygrad.decide import decide
-from steadygrad.detect import Detector, standard_rules
+from steadygrad.decide import EarlyStopping, Judge
+from steadygrad.detect import Detector
 from steadygrad.errors import NonFiniteError, TrainingHalted
-from steadygrad.facts import Action, Finding, Incident, Outcome, Reading, Severity, StepRecord, Verdict
-from steadygrad.measure.scan import find_nonfinite
-from steadygrad.measure.subjects import Subjects
+from steadygrad.facts import (
+    Action,
+    ActionTaken,
+    EpochEnd,
+    Fact,
+    Finding,
+    Incident,
+    Outcome,
+    Reading,
+    Severity,
+    StepRecord,
+    Validation,
+    Verdict,
+)
 from steadygrad.record import Recorder
 from steadygrad.record.tally import Tally
 
 logger = logging.getLogger("steadygrad")
 NO_ACTION = Verdict(action=Action.NONE, reason="told, not acted on")
+BY_REFLEX = (Action.NONE, Action.CLIP)
+"""Verdicts that ask for nothing that would make an incident."""
 
 
 class Judgement:
     """Judges each step after its optimizer was queued, while the weights are still those it left."""
 
-    def __init__(self, config: GuardConfig, *, subjects: Subjects, followers: Followers, recorder: Recorder) -> None:
-        self._config, self._subjects = config, subjects
-        self._followers, self._recorder = followers, recorder
-        threshold = getattr(config.clip, "max_norm", None)
-        self._detector = Detector(standard_rules(config.detect, clip_threshold=threshold))
+    def __init__(
+        self, config: GuardConfig, *, detector: Detector, followers: Followers, actor: Actor, recorder: Recorder
+    ) -> None:
+        self._config, self._followers, self._actor, self._recorder = config, followers, actor, recorder
+        self._detector = detector
+        self._judge = Judge(config.policy, on_nonfinite=config.on_nonfinite)
         self._started = time.monotonic()
         self._complained: set[str] = set()
+        self._epoch_losses = _Mean()
+        policy = config.policy
+        self.stopping = EarlyStopping(
+            patience=policy.early_stopping_patience or 1 << 62, min_delta=policy.early_stopping_min_delta
+        )
         self.tally = Tally()
         self.findings: list[Finding] = []
         self.incidents: list[Incident] = []
         self.last: StepRecord | None = None
         self.last_reading: Reading | None = None
 
-    def judge(self, reading: Reading) -> None:
-        """One step, from its numbers to the record."""
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    def judge(self, reading: Reading, facts: Sequence[Fact] = ()) -> bool:
+        """One step, from its numbers to the record; says whether it was healthy."""
         if not reading.skipped:
             self._followers.after_applied()
+        self._epoch_losses.add(None if reading.skipped else reading.loss)
         self.tally.add(reading)
         self.last_reading = reading
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
-        findings = self._observe(reading)
+        findings = [finding for fact in (*facts, reading) for finding in self._observe(fact)]
         self._record_step(self.last, reading, findings)
         for finding in findings:
-            verdict = decide(finding, reading, self._config.on_nonfinite)
-            self.conclude(finding, verdict, tell_reflex(verdict.action, reading))
+            self._answer(finding, reading)
+        healthy = not reading.is_nonfinite and all(f.severity is Severity.INFO for f in findings)
+        for reason in self._actor.after_step(reading.step, healthy=healthy):
+            logger.warning(reason)
+        return healthy
+
+    def validate(self, step: int, epoch: int, loss: float) -> None:
+        """A validation loss was told."""
+        self.stopping.observe(step, loss)
+        self._consider(Validation(step=step, epoch=epoch, loss=loss))
+
+    def end_epoch(self, step: int, epoch: int) -> None:
+        """An epoch is over."""
+        self._consider(EpochEnd(step=step, epoch=epoch, train_loss=self._epoch_losses.take()))
+
+    def refuse(self, step: int, learning_rates: tuple[float, ...]) -> None:
+        """A step of the window after a rollback was not made: it is written down, and no rule hears of it."""
+        reading = Reading(
+            step=step,
+            loss=None,
+            grad_norm=0.0,
+            finite_grad_norm=0.0,
+            num_nonfinite=0,
+            num_nan=0,
+            clip_coefficient=1.0,
+            skipped=True,
+            learning_rates=learning_rates,
+        )
+        self.tally.num_steps += 1
+        self.tally.num_skipped += 1
+        self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
+        self._recorder.write_step(self.last)
 
     def note(self, finding: Finding) -> None:
         """A finding that nothing is done about."""
         self.conclude(finding, NO_ACTION, UNTOUCHED)
 
+    def _consider(self, fact: Fact) -> None:
+        for finding in self._observe(fact):
+            self._answer(finding, None)
+
+    # --- detect, decide, act, record --------------------------------------------------------------------------------
+
+    def _observe(self, fact: Fact) -> list[Finding]:
+        try:
+            return self._detector.observe(fact)
+        except Exception as error:  # a broken rule must not end a healthy training
+            self._complain("detect", f"a rule failed on {type(fact).__name__}, training goes on: {error!r}")
+            return []
+
+    def _answer(self, finding: Finding, reading: Reading | None) -> None:
+        verdict = self._judge.decide(finding, reading=reading)
+        outcome = self._actor.carry_out(verdict, reading)
+        if verdict.action is Action.ROLLBACK and outcome.action is Action.NONE and _is_fatal(finding):
+            verdict = Verdict(action=Action.HALT, reason=f"{verdict.reason}, and there is nothing to go back to")
+            outcome = Outcome(action=Action.HALT, message=outcome.message)
+        self.conclude(finding, verdict, outcome)
+        if outcome.action not in (*BY_REFLEX, Action.HALT) and finding.severity is not Severity.INFO:
+            self._consider(ActionTaken(step=finding.step, action=outcome.action))
+
     def conclude(self, finding: Finding, verdict: Verdict, outcome: Outcome) -> None:
         """Write a finding down; it is an incident when it matters, or when something was done about it."""
         self.findings.append(finding)
+        self.tally.add_outcome(outcome)
         level = logging.INFO if finding.severity is Severity.INFO else logging.WARNING
         logger.log(level, "step %d: %s (%s). %s", finding.step, finding.message, outcome.message, finding.advice)
-        if finding.severity is not Severity.INFO or verdict.action not in (Action.NONE, Action.CLIP):
+        if finding.severity is not Severity.INFO or verdict.action not in BY_REFLEX:
             incident = Incident(step=finding.step, finding=finding, verdict=verdict, outcome=outcome)
             self.incidents.append(incident)
             self._recorder.write_incident(incident)
             self._call_back(incident)
         if verdict.action is Action.HALT:
             kind = NonFiniteError if finding.kind.startswith("nonfinite") else TrainingHalted
-            story = f"step {finding.step}: {finding.message}. {outcome.message.capitalize()}. {finding.advice}"
+            story = f"step {finding.step}: {finding.message}; {verdict.reason}; {outcome.message}. {finding.advice}"
             raise kind(story, tuple(self.incidents))
-
-    def _observe(self, reading: Reading) -> list[Finding]:
-        try:
-            findings = self._detector.observe(reading)
-            if reading.is_nonfinite and any(f.severity is not Severity.INFO for f in findings):
-                findings += self._scan_parameters(reading.step)
-        except Exception as error:  # a broken rule must not end a healthy training
-            self._complain("detect", f"a rule failed on step {reading.step}, training goes on: {error!r}")
-            return []
-        return findings
-
-    def _scan_parameters(self, step: int) -> list[Finding]:
-        """A bad step makes it worth a pass over the weights: were they bad before it?"""
-        bad = find_nonfinite(self._subjects.named)
-        if not bad:
-            return []
-        return [
-            Finding(
-                kind="nonfinite_parameter",
-                severity=Severity.CRITICAL,
-                step=step,
-                message=f"{len(bad)} parameters already held NaN or Inf before this step: {', '.join(bad[:5])}",
-                advice="No skip can heal this. Load an earlier checkpoint; if the optimizer made them (Adam in half "
-                "precision), keep the weights in float32 and use autocast.",
-                evidence={"parameters": bad[:5], "num_parameters": len(bad)},
-            )
-        ]
 
     def _record_step(self, record: StepRecord, reading: Reading, findings: list[Finding]) -> None:
         config, step = self._config.record, reading.step
@@ -124,15 +175,55 @@ class Judgement:
             self._complained.add(what)
             logger.error(message)
 
+    # --- state ------------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """Histories and totals."""
-        return {"detect": self._detector.state_dict(), "tally": self.tally.state_dict()}
+        """Histories, budgets and totals."""
+        return {
+            "detect": self._detector.state_dict(),
+            "judge": self._judge.state_dict(),
+            "stopping": self.stopping.state_dict(),
+            "tally": self.tally.state_dict(),
+            "epoch": self._epoch_losses.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of `state_dict()`."""
         self._detector.load_state_dict(state["detect"])
+        self._judge.load_state_dict(state["judge"])
+        self.stopping.load_state_dict(state["stopping"])
         self.tally.load_state_dict(state["tally"])
+        self._epoch_losses.load_state_dict(state["epoch"])
 
     def close(self) -> None:
         """Close the record."""
         self._recorder.close()
+
+
+class _Mean:
+    """Mean of the applied steps' losses since it was last taken."""
+
+    def __init__(self) -> None:
+        self._sum, self._count, self._attempts = 0.0, 0, 0
+
+    def add(self, loss: float | None) -> None:
+        self._attempts += 1
+        if loss is not None:
+            self._sum, self._count = self._sum + loss, self._count + 1
+
+    def take(self) -> float | None:
+        """NaN when steps were made and none was applied; None when none was made."""
+        mean = self._sum / self._count if self._count else math.nan if self._attempts else None
+        self._sum, self._count, self._attempts = 0.0, 0, 0
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self._sum, "count": self._count, "attempts": self._attempts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sum, self._count, self._attempts = state["sum"], state["count"], state["attempts"]
+
+
+def _is_fatal(finding: Finding) -> bool:
+    """Whether training on makes no sense when this cannot be healed."""
+    return finding.kind in ("nonfinite_parameter", "nonfinite_buffer")

@@ -77,11 +77,11 @@ class BufferKeeper:
         self._settled = False
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, *, everything: bool = False) -> None:
         """Copy again what was changed since the last copy, by somebody else: a loaded checkpoint, a user's edit."""
         for entry in self._entries:
             live = entry.live
-            if live is not None and entry.copy is not None and _version(live) != entry.version:
+            if live is not None and entry.copy is not None and (everything or _version(live) != entry.version):
                 entry.copy.copy_(live)
                 entry.version = _version(live)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.rates import Rates
 from steadygrad.config import Interval
 from steadygrad.errors import UsageError
 
@@ -18,11 +19,11 @@ class Followers:
     """Steps what was handed to Guard; what was not handed over stays the user's."""
 
     def __init__(
-        self, scheduler: Any, ema: Any, *, model: nn.Module, interval: Interval, buffers: BufferKeeper
+        self, scheduler: Any, ema: Any, *, model: nn.Module, interval: Interval, buffers: BufferKeeper, rates: Rates
     ) -> None:
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise UsageError(f"the scheduler must have step(), got {type(scheduler).__name__}.")
-        self._scheduler, self._interval, self._buffers = scheduler, interval, buffers
+        self._scheduler, self._interval, self._buffers, self._rates = scheduler, interval, buffers, rates
         self._needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._update_ema = _find_update(ema, model)
 
@@ -32,7 +33,8 @@ class Followers:
         Judgement may come after the next forward has moved the buffers: the EMA copy sees them as the step left them.
         """
         if self._scheduler is not None and self._interval is Interval.STEP and not self._needs_metric:
-            self._scheduler.step()
+            with self._rates.around_scheduler():
+                self._scheduler.step()
         if self._update_ema is not None:
             with self._buffers.as_saved():
                 self._update_ema()
@@ -41,11 +43,12 @@ class Followers:
         """The epoch is over; `validation_loss` is its last finite one."""
         if self._scheduler is None:
             return
-        if self._needs_metric:
-            if validation_loss is not None:
-                self._scheduler.step(validation_loss)
-        elif self._interval is Interval.EPOCH:
-            self._scheduler.step()
+        with self._rates.around_scheduler():
+            if self._needs_metric:
+                if validation_loss is not None:
+                    self._scheduler.step(validation_loss)
+            elif self._interval is Interval.EPOCH:
+                self._scheduler.step()
 
 
 def _find_update(ema: Any, model: nn.Module) -> Callable[[], Any] | None:

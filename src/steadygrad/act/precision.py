@@ -24,9 +24,10 @@ def choose_precision(device: str | torch.device | None = None) -> Precision:
     if kind == "cuda":
         if not torch.cuda.is_available():
             return Precision.FP32
-        if torch.cuda.is_bf16_supported(including_emulation=False):
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip is not None or capability >= (8, 0):  # the first NVIDIA generation that computes in bf16
             return Precision.BF16
-        return Precision.FP16 if torch.cuda.get_device_capability() >= (5, 3) else Precision.FP32
+        return Precision.FP16 if capability >= (5, 3) else Precision.FP32
     if kind == "cpu":
         return Precision.BF16 if _cpu_has_bf16() and half_matmul_works(Precision.BF16) else Precision.FP32
     return Precision.FP32

@@ -12,6 +12,7 @@ Only finite values that were no spike are admitted, so neither a NaN nor a spike
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ EARLY = 256
 """Values after which the limit comes near its final height; below, it grows with (EARLY / n) ** 1.5."""
 EARLY_FACTOR = 3.0
 """The most that little history raises the limit."""
-TAIL_POWER, TAIL_FACTOR = 2.0, 4.0
+TAIL_POWER, TAIL_FACTOR = 3.0, 4.0
 """The limit is the second largest score, times its heaviness to this power, at most this factor."""
 TAIL_START = 64
 """Values before which scores say nothing about the tail: the spread is still that of the steepest decay."""
@@ -96,15 +97,20 @@ class Forecast(Remembering):
         if not self._recent:
             return math.nan
         ordered = sorted(self._recent)
-        # Not below the lowest: a decay that slows down would leave its own extrapolation behind.
-        return max(ordered[0], median(ordered) + (median(self._sorted) if self._sorted else 0.0))
+        moved = median(ordered) + (median(self._sorted) if self._sorted else 0.0)
+        return max(moved, 1.5 * ordered[0] - 0.5 * ordered[-1])  # a decay that slows down stays above its extrapolation
 
     @property
     def spread(self) -> float:
-        """Robust standard deviation around the level, never below `spike_floor` of the level."""
+        """Robust standard deviation around the level, never below the mean deviation, nor `spike_floor` of the level.
+
+        The mean is the larger one where most losses are the same, as with a margin loss; it holds no spike.
+        """
         centre = median(self._sorted)
-        mad = median(sorted([abs(d - centre) for d in self._sorted]))
-        return max(MAD_TO_SIGMA * mad, self._config.spike_floor * abs(median(sorted(self._recent))), 1e-300)
+        deviations = sorted([abs(d - centre) for d in self._sorted])
+        mean = math.fsum(deviations) / len(deviations)
+        floor = self._config.spike_floor * abs(median(sorted(self._recent)))
+        return max(MAD_TO_SIGMA * median(deviations), mean, floor, 1e-300)
 
     @property
     def limit(self) -> float:
@@ -124,10 +130,12 @@ class Forecast(Remembering):
 
         The spread is that of the differences between neighbours, which a steep decay does not widen.
         """
-        if value <= 0 or min(self._recent) <= 0:
+        if value <= 0 or min(self._recent) < 0:
             return math.inf
-        logs = [math.log(v) for v in self._recent]
-        moves = [b - a for a, b in zip(logs, logs[1:])]
+        logs = [math.log(v) for v in self._recent if v > 0]
+        if len(logs) < 5:  # a margin loss that is satisfied most of the time has no usual size
+            return 0.0
+        moves = [b - a for a, b in itertools.pairwise(logs)]
         usual = median(sorted(moves))
         mad = median(sorted(abs(m - usual) for m in moves))
         spread = max(MAD_TO_SIGMA * mad / math.sqrt(2.0), self._config.spike_floor)

@@ -160,7 +160,7 @@ class MissingGradient(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Told when the same parameters were missing for `missing_patience` steps in a row."""
-        if not isinstance(fact, Reading):
+        if not isinstance(fact, Reading) or fact.is_nonfinite:
             return
         here = set(fact.missing)
         self._always = [n for n in self._always if n in here] if self._streak.length else list(fact.missing)

@@ -20,6 +20,8 @@ from steadygrad.stats import Baseline
 
 EARLY_VALUES = 5
 """Norms before `exploding_early_ratio` judges."""
+MOST = 1e6
+"""Scores end here: a baseline without any spread would give 1e300."""
 RECENT = 16
 """Norms that must be as far below as the baseline: a norm that has grown there slowly belongs to `RisingNorm`."""
 
@@ -47,7 +49,7 @@ class ExplodingGradient(Remembering):
         if fact.is_nonfinite or not 0 < norm < math.inf:
             return
         middle = math.exp(self._baseline.median) if len(self._baseline) else math.nan
-        score = self._baseline.score(math.log(norm))
+        score = min(self._baseline.score(math.log(norm)), MOST)
         far = self._is_far(norm, middle, score) and not in_grace
         self._baseline.admit(math.log(norm))
         self._recent.append(norm)

@@ -22,7 +22,8 @@ class Pairs(Remembering):
 
     memory = ("_step", "_bad", "_waiting", "_waiting_step")
 
-    def __init__(self) -> None:
+    def __init__(self, *, zero_is_bad: bool = False) -> None:
+        self._zero_is_bad = zero_is_bad
         self._step = -1
         self._bad = False
         self._waiting: dict[str, Any] | None = None
@@ -31,7 +32,7 @@ class Pairs(Remembering):
     def feed(self, fact: Reading | InputScan, found: Mapping[str, Any] | None) -> tuple[bool, Mapping[str, Any]] | None:
         """(was the step bad, what the scan found) once both are known; `found` is what the rule saw in a scan."""
         if isinstance(fact, Reading):
-            self._step, self._bad = fact.step, fact.is_nonfinite or fact.loss == 0.0
+            self._step, self._bad = fact.step, fact.is_nonfinite or (self._zero_is_bad and fact.loss == 0.0)
             waiting, self._waiting = self._waiting, None
             return (self._bad, waiting) if waiting and self._waiting_step == fact.step else None
         if not found:
@@ -43,14 +44,15 @@ class Pairs(Remembering):
 
 
 class NonfiniteInput(Remembering):
-    """A tensor of the batch holds NaN or Inf."""
+    """A tensor of the batch holds NaN or Inf. One that does so at healthy steps too is not the suspect of a bad one."""
 
     name = "nonfinite_input"
-    memory = ("_pairs", "_info")
+    memory = ("_pairs", "_legal", "_info")
 
     def __init__(self, config: DetectConfig) -> None:
         self._pairs = Pairs()
-        self._info = Episode(config.repeat_after, quiet=100)
+        self._legal: set[str] = set()
+        self._info = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """An error when the step of this batch was not finite, else an info."""
@@ -61,17 +63,20 @@ class NonfiniteInput(Remembering):
         if pair is None:
             return
         bad, counts = pair
-        if bad or self._info.tell(fact.step, True):
-            names = list(counts)
+        names = [name for name in counts if not bad or name not in self._legal]
+        if not bad:
+            self._legal.update(names)
+        if names and (bad or self._info.tell(fact.step, True)):
+            num_nonfinite = sum(counts[name] for name in names)
             yield Finding(
                 kind=self.name,
                 severity=Severity.ERROR if bad else Severity.INFO,
                 step=fact.step,
-                message=f"the batch holds NaN or Inf in {show(names)} ({sum(counts.values())} elements)",
+                message=f"the batch holds NaN or Inf in {show(names)} ({num_nonfinite} elements)",
                 advice="Clean the data set, or replace missing values before the model sees them."
                 if bad
                 else "Loss and gradients are finite, so it is probably masked. Mask before the arithmetic, not after.",
-                evidence={"tensors": names[:SHOWN], "num_nonfinite": sum(counts.values())},
+                evidence={"tensors": names[:SHOWN], "num_nonfinite": num_nonfinite},
             )
 
 
@@ -123,7 +128,7 @@ class AllLabelsMasked(Remembering):
     memory = ("_pairs", "_masks", "_episode")
 
     def __init__(self, config: DetectConfig) -> None:
-        self._pairs = Pairs()
+        self._pairs = Pairs(zero_is_bad=True)
         self._masks: set[str] = set()  # binary tensors that had a one in them before
         self._episode = Episode(config.repeat_after)
 

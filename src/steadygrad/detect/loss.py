@@ -19,6 +19,12 @@ START = 16
 """Losses whose median is where the run began."""
 
 
+SMALL = 0.01
+"""Share of the first losses below which a jump is no trouble: a loss of 1e-5 may well become 1e-3 for a while."""
+LOG_SHARE = 0.4
+"""Share of the limit that a spike must reach on the logarithm as well."""
+
+
 class Restarts(Remembering):
     """Knows whether the learning rate was raised a moment ago: then the loss may rise, and norms may jump."""
 
@@ -44,14 +50,18 @@ class Restarts(Remembering):
             self.began_at = median(sorted(self._first))
         return reading.step < self._until
 
+    def forgive(self, loss: float, in_grace: bool) -> bool:
+        """Whether a loss is no trouble however far it jumped: below the first ones in the grace, else near zero."""
+        return loss <= self.began_at if in_grace else 0.0 <= loss <= SMALL * self.began_at
+
 
 class LossSpike(Remembering):
     """A loss far above the recent level: median + k MAD, where k follows the tail of the run's own noise.
 
     The peers' rules stand in `benchmarks/detectors.py`; their defects that this one must not have: a NaN or a spike in
     the window blinds the next ones (OLMo-core), three times the mean is far too much (Lightning, llm-foundry), ten
-    times the first losses cannot be reached (Megatron-LM). A spike must also stand out on the logarithm, at half the
-    limit, because the noise of small batches grows with the loss. One finding for each excursion.
+    times the first losses cannot be reached (Megatron-LM). A spike must also stand out on the logarithm, because the
+    noise of small batches grows with the loss. One finding for each excursion.
     """
 
     name = "loss_spike"
@@ -72,11 +82,11 @@ class LossSpike(Remembering):
         forecast, loss = self._forecast, fact.loss
         score = forecast.score(loss)
         limit = forecast.limit if score > 0 else math.inf
-        spike = score > limit and forecast.log_score(loss) > 0.5 * limit
-        if in_grace and not (spike and loss > self._restarts.began_at):
-            forecast.admit(loss, None)
-        elif not spike:
-            forecast.admit(loss, score)
+        spike = score > limit and forecast.log_score(loss) > LOG_SHARE * limit
+        if spike and self._restarts.forgive(loss, in_grace):
+            spike = False
+        if not spike:
+            forecast.admit(loss, None if in_grace else score)
         else:
             if self._episode.tell(fact.step, True):
                 yield self._tell(fact.step, loss, score, limit)
@@ -104,15 +114,15 @@ class ZeroLoss(Remembering):
     """
 
     name = "zero_loss"
-    memory = ("_recent", "_largest", "_streak", "_info", "_warning")
+    memory = ("_first", "_recent", "_streak", "_seen", "_info")
 
     def __init__(self, config: DetectConfig) -> None:
         self._patience = config.loss.zero_patience
-        self._recent: deque[float] = deque(maxlen=32)
-        self._largest = 0.0
+        self._recent: deque[float] = deque(maxlen=8)
+        self._first: float | None = None
         self._streak = Streak()
+        self._seen = False
         self._info = Episode(config.repeat_after, quiet=100)
-        self._warning = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """A warning when zero comes out of the blue, an info when it stays."""
@@ -120,12 +130,12 @@ class ZeroLoss(Remembering):
             return
         zero = fact.loss == 0.0 and fact.finite_grad_norm == 0.0
         length = self._streak.feed(fact.step, zero)
-        sudden = zero and self._was_far_from_zero()
-        if not zero:
+        sudden = zero and not self._seen and self._was_far_from_zero()
+        self._seen = self._seen or fact.loss == 0.0
+        if fact.loss != 0.0:
             self._recent.append(abs(fact.loss))
-            self._largest = max(self._largest, abs(fact.loss))
-        told = self._warning.tell(fact.step, sudden)
-        if told or (not sudden and self._info.tell(fact.step, length >= self._patience)):
+            self._first = self._first or abs(fact.loss)
+        if sudden or self._info.tell(fact.step, length >= self._patience):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING if sudden else Severity.INFO,
@@ -137,7 +147,7 @@ class ZeroLoss(Remembering):
             )
 
     def _was_far_from_zero(self) -> bool:
-        if len(self._recent) < 3:
+        """The last losses were of one size, and not small: margin losses on their way to zero vary far more."""
+        if self._first is None or len(self._recent) < 3:
             return False
-        usual = median(sorted(self._recent))
-        return min(self._recent) > 0.2 * usual and usual > 1e-3 * self._largest
+        return max(self._recent) < 1.5 * min(self._recent) and min(self._recent) > 0.2 * self._first

@@ -18,8 +18,8 @@ from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.facts import EpochEnd, Fact, Finding, Reading, Severity
 
 FEW = 8
-"""Losses below which the history says little about noise: then the exploded ones must agree among themselves."""
-AGREEMENT = 4.0
+"""Losses below which the history says little about noise. Then twice as many must be high, and must agree:"""
+AGREEMENT = 6.0
 """... with this many of their own standard deviations (of the logarithm) between them and the history."""
 ADVICE = "Lower the learning rate or lengthen the warm-up, clip gradients, and look at what changed at this step."
 
@@ -48,25 +48,24 @@ class LossExplosion(Remembering):
     def _observe_step(self, reading: Reading, loss: float) -> Iterable[Finding]:
         in_grace = self._restarts.feed(reading)
         usual = self._usual()
-        high = not math.isfinite(loss) or loss > self._ratio * usual
-        if in_grace and not loss > self._restarts.began_at:
+        high = usual > 0 and (not math.isfinite(loss) or loss > self._ratio * usual)
+        if self._restarts.forgive(loss, in_grace):
             high = False
         if not high:
-            if math.isfinite(loss):
-                self._history.append(loss)
             self._streak.feed(reading.step, False)
+            # High ones that did not last are part of the noise; without them the history would be of low ones only.
+            self._history.extend([*self._high, loss] if math.isfinite(loss) else self._high)
             self._high.clear()
             return
         if math.isfinite(loss):
             self._high.append(loss)
         elif not self._high:  # NaN out of the blue is not an explosion
             return
-        length = self._streak.feed(reading.step, True)
-        agree = length >= self._patience and self._agree(usual)
-        if agree:
-            yield self._tell(self._streak.start, usual, median(sorted(self._high)))
-        if agree or length >= 2 * self._patience:  # the new normal, until the next one
-            self._history.clear()
+        few = len(self._history) < FEW
+        if self._streak.feed(reading.step, True) >= self._patience * (2 if few else 1):
+            if not few or self._agree(usual):
+                yield self._tell(self._streak.start, usual, median(sorted(self._high)))
+            self._history.clear()  # the new normal, until the next one
             self._history.extend(self._high)
             self._high.clear()
             self._streak.feed(reading.step, False)
@@ -79,8 +78,7 @@ class LossExplosion(Remembering):
         return values[-1] if len(values) < FEW else median(values)
 
     def _agree(self, usual: float) -> bool:
-        if len(self._history) >= FEW or usual <= 0:
-            return usual > 0
+        """Whether the exploded losses lie further from the history than they do from each other."""
         logs = [math.log(v) for v in self._high]
         mean = sum(logs) / len(logs)
         deviation = math.sqrt(sum((v - mean) ** 2 for v in logs) / len(logs))

@@ -12,6 +12,9 @@ from steadygrad.detect.memory import Remembering
 from steadygrad.facts import EpochEnd, Fact, Finding, Reading, Severity, Validation
 from steadygrad.stats import MAD_TO_SIGMA
 
+NOISE_POINTS = 12
+"""Validations from which the noise is taken: the first ones fall steeply."""
+
 
 class NonfiniteValidation(Remembering):
     """The validation loss is NaN or Inf."""
@@ -54,9 +57,9 @@ class NonfiniteEpoch(Remembering):
 class Overfitting(Remembering):
     """The validation loss rises while the training loss falls.
 
-    The seed's rule compares two epochs, so a single noisy one is a finding. Here the last `overfitting_patience`
-    validations must all be above the best, the last one by `overfitting_score` standard deviations of the noise, which
-    is taken from the second differences: a smooth fall and rise has small ones, noise has large ones.
+    The seed's rule compares two epochs, so a single noisy one is a finding. Here the best must be
+    `overfitting_patience` validations ago, and the median of the last three `overfitting_score` standard deviations
+    above the lowest such median. The noise is taken from the second differences: a smooth fall and rise has small ones.
     """
 
     name = "overfitting"
@@ -93,7 +96,7 @@ class Overfitting(Remembering):
             return
         self._steps.append(max(0, fact.step))
         learns = train is not None and best_train is not None and train < best_train
-        far = fact.loss - best > self._config.overfitting_score * _noise(self._validations)
+        far = _rise(self._validations) > self._config.overfitting_score * _noise(self._validations)
         if learns and far and len(self._steps) >= self._config.overfitting_patience and not self._told:
             self._told = True
             assert train is not None
@@ -114,10 +117,18 @@ class Overfitting(Remembering):
             )
 
 
+def _rise(values: Sequence[float]) -> float:
+    """How far the last median of three lies above the lowest one."""
+    points = list(values)
+    smooth = [median(sorted(points[i : i + 3])) for i in range(len(points) - 2)]
+    return smooth[-1] - min(smooth) if smooth else 0.0
+
+
 def _noise(values: Sequence[float]) -> float:
     """Standard deviation of the noise in a smooth curve; inf when there are too few points to say."""
-    points = list(values)
+    points = list(values)[-NOISE_POINTS:]
     if len(points) < 5:
         return math.inf
     second = sorted(abs(a - 2.0 * b + c) for a, b, c in zip(points, points[1:], points[2:]))
-    return MAD_TO_SIGMA * median(second) / math.sqrt(6.0)
+    mean = sum(second) / len(second)  # of few points, the median alone is too often small by chance
+    return max(MAD_TO_SIGMA * median(second), 1.2533 * mean) / math.sqrt(6.0)

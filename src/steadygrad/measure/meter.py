@@ -45,6 +45,15 @@ class Plan:
         self.addresses: list[int] = []
         self.dtypes: list[torch.dtype] = []
         self.triton: _triton.Plan | None = None
+        self.absent: list[tuple[str, Tensor]] = []
+
+    def find_missing(self) -> tuple[tuple[str, ...], float]:
+        """Trainable parameters without a gradient, and their share of the trainable elements; free where none is."""
+        missing = [(name, _gradients.numel(p)) for name, p in self.absent if p.requires_grad]
+        if not missing:
+            return (), 0.0
+        num_missing = sum(count for _, count in missing)
+        return tuple(name for name, _ in missing), num_missing / max(1, num_missing + sum(self.numels))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +113,7 @@ class Measurement:
         """The Reading of `numbers`, which is this packed vector on the host; `facts` are those the host knows."""
         num_nonfinite, num_nan = int(numbers[NUM_NONFINITE]), int(numbers[NUM_NAN])
         norm, scale = numbers[NORM], numbers[LOSS_SCALE]
+        missing, missing_share = self.plan.find_missing()
         return Reading(
             loss=numbers[LOSS] if self.has_loss else None,
             grad_norm=math.nan if num_nan else math.inf if num_nonfinite else norm,
@@ -113,6 +123,8 @@ class Measurement:
             clip_coefficient=numbers[COEFFICIENT],
             loss_scale=scale if scale > 0 else None,
             gradients=GradientTable(self.plan.names, self.plan.numels, numbers[HEADER : self.plan.length]),
+            missing=missing,
+            missing_share=missing_share,
             **facts,
         )
 
@@ -190,6 +202,7 @@ class Meter:
                 self._plans.clear()
             names = [name for name, yes in zip(self._names, present) if yes]
             plan = Plan(names, [p for p, yes in zip(self._parameters, present) if yes], there[0].device)
+            plan.absent = [(n, p) for n, p, yes in zip(self._names, self._parameters, present) if not yes]
             self._plans[present] = plan
         self._last = plan
         if self._implementation is Implementation.TRITON:

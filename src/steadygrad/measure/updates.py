@@ -6,6 +6,7 @@ Reads the weights twice and keeps a copy of them while the optimizer runs, so it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -41,6 +42,10 @@ class UpdateMeter:
         tiny = 1e-38
         ratios = {name: moved / max(norms[name], tiny) for name, moved in zip(self.names, numbers[count:])}
         return norms, ratios
+
+    def read_norm(self, numbers: Sequence[float]) -> float:
+        """The global L2 norm of what the optimizer added, from the same numbers."""
+        return math.hypot(*numbers[len(self.names) :])
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -1,26 +1,32 @@
-"""Tally: totals over the run, kept as Readings come by. Plain numbers, resumable."""
+"""Tally: totals over the run, kept as Readings and Outcomes come by. Plain numbers, bounded, resumable."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.facts import Reading
+from steadygrad.facts import NUM_COLUMNS, Action, Outcome, Reading
+
+MAX_NORMS = 4096
+"""Norms remembered for quantiles."""
 
 
-@dataclass(slots=True)
 class Tally:
     """Counts and sums; norms of non-finite steps are left out."""
 
-    num_steps: int = 0
-    num_skipped: int = 0
-    num_clipped: int = 0
-    num_dropped_microbatches: int = 0
-    num_measured: int = 0
-    norm_sum: float = 0.0
-    norm_max: float = 0.0
+    COUNTS = ("num_steps", "num_skipped", "num_clipped", "num_dropped_microbatches", "num_measured")
+
+    def __init__(self) -> None:
+        self.num_steps = self.num_skipped = self.num_clipped = self.num_dropped_microbatches = self.num_measured = 0
+        self.norm_sum = self.norm_max = 0.0
+        self.norms: deque[float] = deque(maxlen=MAX_NORMS)
+        self.dominated: Counter[str] = Counter()
+        """Parameter -> clipped steps in which its gradient was the largest."""
+        self.nonfinite: Counter[str] = Counter()
+        """Parameter -> steps in which its gradient was not finite."""
+        self.actions: Counter[str] = Counter()
+        """Action -> how often it was taken beyond the reflex."""
 
     def add(self, reading: Reading) -> None:
         """Count one judged step."""
@@ -28,21 +34,48 @@ class Tally:
         self.num_skipped += reading.skipped
         self.num_clipped += reading.clipped
         self.num_dropped_microbatches += reading.num_dropped_microbatches
-        if not reading.is_nonfinite:
-            self.num_measured += 1
-            self.norm_sum += reading.grad_norm
-            self.norm_max = max(self.norm_max, reading.grad_norm)
+        if reading.is_nonfinite:
+            self.nonfinite.update(list(reading.gradients.nonfinite()))
+            return
+        self.num_measured += 1
+        self.norm_sum += reading.grad_norm
+        self.norm_max = max(self.norm_max, reading.grad_norm)
+        self.norms.append(reading.grad_norm)
+        if reading.clipped and reading.gradients:
+            norms = reading.gradients.cells[::NUM_COLUMNS]
+            self.dominated[reading.gradients.names[norms.index(max(norms))]] += 1
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Count what was done about a finding."""
+        if outcome.action not in (Action.NONE, Action.CLIP, Action.SKIP):
+            self.actions[outcome.action.value] += 1
 
     @property
     def norm_mean(self) -> float:
         """Mean gradient norm of the finite steps; 0 before the first."""
         return self.norm_sum / max(1, self.num_measured)
 
+    def norm_quantile(self, share: float) -> float:
+        """The norm below which `share` of the remembered steps lie; 0 before the first."""
+        ordered = sorted(self.norms)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
     def state_dict(self) -> dict[str, Any]:
-        """The totals."""
-        return dataclasses.asdict(self)
+        """The totals, as plain numbers, lists and dicts."""
+        counts = {name: getattr(self, name) for name in self.COUNTS}
+        counters = {name: dict(getattr(self, name)) for name in ("dominated", "nonfinite", "actions")}
+        return {
+            **counts,
+            **counters,
+            "norm_sum": self.norm_sum,
+            "norm_max": self.norm_max,
+            "norms": list(self.norms),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the totals of `state_dict()`."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        for name in (*self.COUNTS, "norm_sum", "norm_max"):
+            setattr(self, name, state[name])
+        for name in ("dominated", "nonfinite", "actions"):
+            setattr(self, name, Counter(state[name]))
+        self.norms = deque(state["norms"], maxlen=MAX_NORMS)

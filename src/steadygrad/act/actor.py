@@ -1,0 +1,86 @@
+"""Actor: Verdict -> Outcome, for what goes beyond the reflex: learning rate, weight decay, rollback.
+
+A rollback puts the newest good snapshot back and then leaves out a window of data: the batches between the snapshot
+and now are not seen again, and the next few are refused, because what broke the run often lies in neighbouring data
+(PaLM went back about 100 steps and skipped 200 to 500 batches).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from steadygrad.act.outcome import UNTOUCHED, tell_reflex
+from steadygrad.act.rates import Rates
+from steadygrad.act.snapshots import Snapshots
+from steadygrad.config import Policy
+from steadygrad.facts import Action, Outcome, Reading, Verdict
+
+
+class Actor:
+    """Carries out verdicts, and keeps the snapshots that a rollback needs."""
+
+    def __init__(self, policy: Policy, *, rates: Rates, snapshots: Snapshots) -> None:
+        self._policy, self._rates, self._snapshots = policy, rates, snapshots
+        self._rolled_back = False
+        self.num_to_refuse = 0
+        """Batches, or steps where the loop does not use `guard.batches`, that are still to be left out."""
+
+    def carry_out(self, verdict: Verdict, reading: Reading | None) -> Outcome:
+        """Do it, and say what was before and after."""
+        if verdict.action is Action.SCALE_LR and verdict.factor is not None:
+            outcome = self._rates.scale_lr(verdict.factor)
+            self._rates.ramp_back(self._policy.ramp_back_steps)
+            return outcome
+        if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
+            return self._rates.scale_weight_decay(verdict.factor)
+        if verdict.action is Action.ROLLBACK:
+            return self._roll_back(reading)
+        if reading is not None:
+            return tell_reflex(verdict.action, reading)
+        return (
+            Outcome(action=Action.HALT, message="training was halted") if verdict.action is Action.HALT else UNTOUCHED
+        )
+
+    def _roll_back(self, reading: Reading | None) -> Outcome:
+        now = 0 if reading is None else reading.step + 1
+        if self._rolled_back:
+            return Outcome(action=Action.NONE, message="this step has already been rolled back")
+        if not self._snapshots.can_restore:
+            return Outcome(action=Action.NONE, message=f"could not roll back: {self._snapshots.describe()}")
+        then = self._snapshots.restore()
+        self._rates.before_step()  # the snapshot's learning rates get today's factor
+        self._rolled_back = True
+        self.num_to_refuse = self._snapshots.effective_skip(now)
+        return Outcome(
+            action=Action.ROLLBACK,
+            message=f"went back from step {now} to the state before step {then}; the next {self.num_to_refuse} batches "
+            "are left out",
+            before={"step": now},
+            after={"step": then},
+        )
+
+    def take_rolled_back(self) -> bool:
+        """Whether a rollback has happened since this was last asked."""
+        happened, self._rolled_back = self._rolled_back, False
+        return happened
+
+    def refuse_one(self) -> None:
+        """One batch of the window has been left out."""
+        self.num_to_refuse = max(0, self.num_to_refuse - 1)
+
+    def after_step(self, step: int, *, healthy: bool) -> list[str]:
+        """Tell rates and snapshots how the step went; returns why snapshots were dropped."""
+        if not healthy:
+            self._snapshots.unhealthy(step)
+            return []
+        self._rates.healthy_step()
+        return self._snapshots.healthy_step(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factors, and how much of the window is left."""
+        return {"rates": self._rates.state_dict(), "num_to_refuse": self.num_to_refuse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state of `state_dict()`."""
+        self._rates.load_state_dict(state["rates"])
+        self.num_to_refuse = int(state["num_to_refuse"])

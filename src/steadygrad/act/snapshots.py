@@ -1,0 +1,466 @@
+"""Snapshots: the whole training state -> copies in host memory -> the same state again, bit for bit.
+
+A snapshot holds parameters, buffers, optimizer state, whatever else was handed over (scheduler, scaler, EMA, clip
+state) and the random generators. Taking one never waits for the device: pinned blocks are reused, parameters and
+moments are copied on a side stream while the next forward runs, and whether all of it is finite is read later. One
+counts as good only when it is finite and enough healthy steps came after it; only a good one is ever put back.
+Memory is bounded. Gradients, the data position and the number of the step are not in here: they are the Guard's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.capture import Collector, Restorer, Source, State, collect_state
+from steadygrad.config import SnapshotConfig
+from steadygrad.errors import UsageError
+
+ALIGNMENT = 64
+"""Bytes; a multiple of every element's size."""
+BLOCK = 64 << 20
+"""Bytes of a block that many tensors share. torch rounds pinned memory up to a power of two: one block for each tensor
+would waste a third."""
+MIN_EVERY = 10
+"""Steps between two snapshots at the very start of a run."""
+
+
+class Stateful(Protocol):
+    """What can be handed over as an extra."""
+
+    def state_dict(self) -> Any:
+        """Everything that it remembers."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take it back."""
+
+
+# --- host memory ---------------------------------------------------------------------------------------------------
+
+
+class _Arena:
+    """Blocks of host memory that hold one snapshot after another."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._blocks: list[Tensor] = []
+        self.events: list[torch.cuda.Event] = []
+        """Copies into it that may be under way."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds."""
+        return sum(block.numel() for block in self._blocks)
+
+    def plan(self, sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+        """For each size its (block, offset), and the sizes of the blocks that would have to be added."""
+        used = [0] * len(self._blocks)
+        capacity = [block.numel() for block in self._blocks]
+        places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+        remaining = sum(map(_aligned, sizes))
+        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            size = _aligned(sizes[i])
+            block = next((b for b in range(len(used)) if used[b] + size <= capacity[b]), None)
+            if block is None:
+                block = len(used)
+                wanted = max(size, min(BLOCK, remaining))
+                capacity.append(1 << (wanted - 1).bit_length() if self._pinned else wanted)
+                used.append(0)
+            places[i] = (block, used[block])
+            used[block] += size
+            remaining -= size
+        return places, capacity[len(self._blocks) :]
+
+    def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A host tensor like each of these."""
+        for event in self.events:
+            if not event.query():  # a snapshot that was discarded at once may still be on its way in
+                event.synchronize()
+        self.events = []
+        places, added = self.plan([_num_bytes(tensor) for tensor in tensors])
+        self._blocks += [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in added]
+        return [_view(self._blocks[block], offset, tensor) for (block, offset), tensor in zip(places, tensors)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _view(block: Tensor, offset: int, like: Tensor) -> Tensor:
+    """Memory of `block` in dtype, shape and, where it has no gaps, strides of `like`: the copy is then one memcpy."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return block[offset : offset + _num_bytes(like)].view(like.dtype).as_strided(like.shape, strides)
+
+
+def _fits_a_block(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and tensor.numel() > 0
+
+
+# --- one snapshot --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Snapshot:
+    """A copy of the state before step `step`."""
+
+    step: int
+    state: State
+    arena: _Arena
+    hosts: list[Tensor]
+    devices: list[torch.device]
+    largest: Tensor
+    """The largest absolute value of each tensor that was looked at: not finite where the tensor is not."""
+    labels: list[tuple[str, bool]] = field(default_factory=list)
+    """Of each of these tensors the name, and whether it must be finite."""
+    finite: bool | None = None
+    num_healthy: int = 0
+    good: bool = False
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether everything is on the host."""
+        return all(event.query() for event in self.arena.events)
+
+    def wait(self) -> None:
+        """Wait for copies under way."""
+        for event in self.arena.events:
+            event.synchronize()
+
+    def values(self) -> Iterator[tuple[str, bool, bool]]:
+        """Each tensor that was looked at: its name, whether it must be finite, and whether it is."""
+        self.wait()
+        for (name, must_be_finite), largest in zip(self.labels, self.largest.tolist()):
+            yield name, must_be_finite, math.isfinite(largest)
+
+
+class Snapshots:
+    """A ring of snapshots of one training.
+
+    >>> model = nn.Linear(2, 1)
+    >>> snapshots = Snapshots(model, [torch.optim.SGD(model.parameters())], config=SnapshotConfig(good_after=1))
+    >>> snapshots.take(0), snapshots.healthy_step(0), snapshots.restore()
+    (True, [], 0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        extras: Mapping[str, Stateful] | None = None,
+        config: SnapshotConfig | None = None,
+    ) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._extras: dict[str, Any] = {name: extra for name, extra in (extras or {}).items() if extra is not None}
+        self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, whoever refers to them
+        self._config = config if config is not None else SnapshotConfig()
+        self._ring: list[_Snapshot] = []  # oldest first
+        self._spare: list[_Arena] = []
+        self._limit = self._config.keep
+        self._last_taken: int | None = None
+        self._restored: _Snapshot | None = None
+        self._in_trouble = False
+        self._were_finite: set[str] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
+        self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
+        """Why there are no snapshots; None when there are."""
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
+    def effective_every(self, step: int) -> int:
+        """Steps between snapshots at `step`: a fifth of the run so far, between 10 and `every`.
+
+        A run of 200 steps then takes about a dozen. Never so dense that the ring is full before its oldest is good.
+        """
+        patience = -(-self._config.good_after // max(1, self._limit - 1))
+        return max(min(self._config.every, max(MIN_EVERY, step // 5)), min(self._config.every, patience))
+
+    def effective_skip(self, step: int) -> int:
+        """Batches to leave out after a rollback at `step`: a twentieth of the run so far, at most `skip_batches`."""
+        return min(self._config.skip_batches, max(1, step // 20))
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
+        if self.off is not None or self._in_trouble or not self._has_place():
+            return False
+        return self._last_taken is None or step - self._last_taken >= self.effective_every(step)
+
+    # --- take -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, step: int) -> bool:
+        """Copy the state before step `step`; False when it was not: off, in trouble, or no place is free yet.
+
+        On CUDA the copies are under way when this returns. `before_optimizer()` must be called before anything changes
+        parameters, optimizer state or EMA; buffers may change at once.
+        """
+        if self.off is not None or self._in_trouble or not self._has_place():
+            return False
+        self.before_optimizer()
+        collector = Collector(self._shared)
+        state = collect_state(collector, self._model, self._optimizers, self._extras)
+        hosts = self._make_hosts(collector.sources)
+        if hosts is None:
+            return False
+        arena, copies, largest = hosts
+        snapshot = _Snapshot(step, state, arena, copies, [s.tensor.device for s in collector.sources], largest)
+        self._copy(snapshot, collector.sources)
+        self._ring.append(snapshot)
+        self._last_taken = step
+        return True
+
+    def before_optimizer(self) -> None:
+        """The device, not the host, waits for copies under way before it goes on to change what is being copied."""
+        for device, event, _ in self._under_way:
+            torch.cuda.current_stream(device).wait_event(event)
+        self._under_way = []
+
+    def _make_hosts(self, sources: list[Source]) -> tuple[_Arena, list[Tensor], Tensor] | None:
+        """A place on the host for each tensor and for the look at them; None when there is no memory for it."""
+        tensors = [source.tensor for source in sources]
+        largest = torch.empty(sum(map(_is_looked_at, sources)), dtype=torch.float64, device="meta")
+        wanted = [*filter(_fits_a_block, tensors), largest]
+        arena = self._find_arena(wanted)
+        if arena is None:
+            return None
+        try:
+            *copies, largest = arena.make_room(wanted)
+        except (RuntimeError, MemoryError) as error:
+            self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
+            return None
+        room = iter(copies)
+        # Sparse and other unusual tensors are copied by waiting: they are rare, and small.
+        return arena, [next(room) if _fits_a_block(t) else t.to("cpu", copy=True) for t in tensors], largest
+
+    def _copy(self, snapshot: _Snapshot, sources: list[Source]) -> None:
+        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if _fits_a_block(s.tensor)]
+        now = [(s, h) for s, h in pairs if not (s.late and s.tensor.is_cuda)]
+        _copy_and_look(snapshot, now)
+        for device in dict.fromkeys(s.tensor.device for s, _ in pairs if s.tensor.is_cuda):
+            late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
+            current = torch.cuda.current_stream(device)
+            if late:
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)
+                side = self._streams[device]
+                side.wait_stream(current)
+                with torch.cuda.stream(side):
+                    _copy_and_look(snapshot, late)
+                event = torch.cuda.Event()
+                event.record(side)
+                # Held until the device is ordered after the copy: freed memory would be given out again at once.
+                self._under_way.append((device, event, [s for s, _ in late]))
+                snapshot.arena.events.append(event)
+            done = torch.cuda.Event()
+            done.record(current)
+            snapshot.arena.events.append(done)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_held(self) -> int:
+        """Host memory that all snapshots take together."""
+        return sum(arena.num_bytes for arena in (*(s.arena for s in self._ring), *self._spare))
+
+    def _find_arena(self, tensors: Sequence[Tensor]) -> _Arena | None:
+        """Memory for one more snapshot, within the bound; None when the ring must keep what it has."""
+        sizes = [_num_bytes(tensor) for tensor in tensors]
+        pinned = any(tensor.is_cuda for tensor in tensors)
+        one = sum(_Arena(pinned=pinned).plan(sizes)[1])
+        if one > self._config.max_bytes:
+            self._switch_off(
+                f"one would take {_in_units(one)} of host memory, and SnapshotConfig.max_bytes allows "
+                f"{_in_units(self._config.max_bytes)}"
+            )
+            return None
+        self._limit = min(self._config.keep, self._config.max_bytes // max(1, one))
+        while len(self._ring) >= self._limit:
+            if not self._discard_one():
+                return None
+        while True:
+            arena = self._spare[-1] if self._spare else _Arena(pinned=pinned)
+            if self.bytes_held + sum(arena.plan(sizes)[1]) <= self._config.max_bytes:
+                self._spare = [spare for spare in self._spare if spare is not arena]
+                return arena
+            if self._spare:
+                self._spare.clear()  # blocks of another layout
+            elif not self._discard_one():
+                return None
+
+    def _has_place(self) -> bool:
+        return len(self._ring) < self._limit or self._find_victim() is not None
+
+    def _find_victim(self) -> _Snapshot | None:
+        """The oldest good one that has a newer good one; the only good one where there is room for one alone."""
+        good = [s for s in self._ring if s.good]
+        return good[0] if good and (len(good) > 1 or self._limit == 1) else None
+
+    def _discard_one(self) -> bool:
+        victim = self._find_victim()
+        if victim is not None:
+            self._discard(victim)
+        return victim is not None
+
+    def _discard(self, snapshot: _Snapshot) -> None:
+        self._ring.remove(snapshot)
+        self._spare.append(snapshot.arena)
+        if snapshot is self._restored:
+            self._restored = None
+
+    def _switch_off(self, reason: str) -> None:
+        self.off = reason
+        self.before_optimizer()
+        self._ring, self._spare, self._restored = [], [], None
+
+    # --- which ones are good ----------------------------------------------------------------------------------------
+
+    def healthy_step(self, step: int) -> list[str]:
+        """Step `step` was healthy. Returns why snapshots were dropped, one line for each that was not finite."""
+        self._in_trouble = False
+        reasons = []
+        for snapshot in [s for s in self._ring if not s.good]:
+            snapshot.num_healthy += step >= snapshot.step
+            enough = snapshot.num_healthy >= self._config.good_after
+            if snapshot.finite is None and (enough or snapshot.has_arrived):
+                bad = self._find_nonfinite(snapshot)
+                if bad:
+                    reasons.append(_tell_dropped(snapshot.step, bad))
+                    self._discard(snapshot)
+                    continue
+            snapshot.good = enough
+        return reasons
+
+    def unhealthy(self, step: int) -> None:
+        """Step `step` was not healthy: what is not good yet counts anew, and what was taken after it is dropped."""
+        self._in_trouble = True
+        for snapshot in [s for s in self._ring if not s.good]:
+            snapshot.num_healthy = 0
+            if snapshot.step > step:  # judged late: when it was taken, nobody knew
+                self._discard(snapshot)
+
+    def _find_nonfinite(self, snapshot: _Snapshot) -> list[str]:
+        """Names of what must be finite and is not; waits for the look if need be."""
+        bad = []
+        for name, must_be_finite, is_finite in snapshot.values():
+            if is_finite:
+                self._were_finite.add(name)
+            elif must_be_finite or name in self._were_finite:
+                bad.append(name)
+        snapshot.finite = not bad
+        return bad
+
+    # --- put back ---------------------------------------------------------------------------------------------------
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether `restore()` has something to put back."""
+        return self._choose(older=False) is not None
+
+    @property
+    def newest_good(self) -> int | None:
+        """The step of the newest good snapshot."""
+        return next((s.step for s in reversed(self._ring) if s.good), None)
+
+    @torch.no_grad()
+    def restore(self, *, older: bool = False) -> int:
+        """Put the newest good snapshot back, in place, and return its step; newer ones are discarded.
+
+        `older` goes further back than the restore before, or than the newest good one when there was none. While none
+        is good yet, the state before step 0 will do if it is finite: no training has harmed it. Gradients are left as
+        they are.
+        """
+        chosen = self._choose(older=older)
+        if chosen is None:
+            raise UsageError(self._explain_nothing(older=older))
+        self.before_optimizer()
+        chosen.wait()
+        restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared)
+        restorer.restore(self._optimizers, self._extras)
+        for snapshot in self._ring[self._ring.index(chosen) + 1 :]:
+            self._discard(snapshot)
+        self._restored, self._in_trouble = chosen, False
+        return chosen.step
+
+    def _choose(self, *, older: bool) -> _Snapshot | None:
+        good = [s for s in self._ring if s.good]
+        if not good:
+            untrained = [s for s in self._ring if s.step == 0 and not older]
+            return next((s for s in untrained if s.finite or (s.finite is None and not self._find_nonfinite(s))), None)
+        if not older:
+            return good[-1]
+        last = self._ring.index(self._restored if self._restored is not None else good[-1])
+        return next((s for s in reversed(self._ring[:last]) if s.good), None)
+
+    def _explain_nothing(self, *, older: bool) -> str:
+        if self.off is not None:
+            return f"there is no snapshot to restore: snapshots are off, because {self.off}."
+        if older and self.newest_good is not None:
+            return (
+                f"there is no good snapshot older than the one of step {self.newest_good}. Raise SnapshotConfig.keep, "
+                "or load a checkpoint from disk."
+            )
+        return (
+            f"there is no good snapshot to restore: {len(self._ring)} were taken, and none has "
+            f"{self._config.good_after} healthy steps after it yet. Lower SnapshotConfig.good_after or every, or load "
+            "a checkpoint from disk."
+        )
+
+    def describe(self) -> str:
+        """One sentence for a summary."""
+        if self.off is not None:
+            return f"no snapshots: {self.off}"
+        newest = "none good yet" if self.newest_good is None else f"newest good at step {self.newest_good}"
+        fewer = f", room for {self._limit} of {self._config.keep}" if self._limit < self._config.keep else ""
+        plural = "" if len(self._ring) == 1 else "s"
+        return f"{len(self._ring)} snapshot{plural} in {_in_units(self.bytes_held)} of host memory{fewer}, {newest}"
+
+
+def _copy_and_look(snapshot: _Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
+    """Queue the copies and one pass that finds what is not finite, on the stream that is current."""
+    if not pairs:
+        return
+    torch._foreach_copy_([h for _, h in pairs], [s.tensor for s, _ in pairs], non_blocking=True)
+    groups: dict[tuple[torch.device, torch.dtype], list[Source]] = {}
+    for source, _ in pairs:
+        if _is_looked_at(source):
+            groups.setdefault((source.tensor.device, source.tensor.dtype), []).append(source)
+    for group in groups.values():
+        norms = torch.stack(torch._foreach_norm([_as_real(s.tensor) for s in group], math.inf)).double()
+        start = len(snapshot.labels)
+        snapshot.largest[start : start + len(group)].copy_(norms, non_blocking=True)
+        snapshot.labels += [(s.name, s.must_be_finite) for s in group]
+
+
+def _is_looked_at(source: Source) -> bool:
+    tensor = source.tensor
+    return bool(source.name) and _fits_a_block(tensor) and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """The same values in a dtype that has a norm; float8 has none."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.element_size() == 1 else tensor
+
+
+def _tell_dropped(step: int, bad: list[str]) -> str:
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return f"the snapshot of step {step} was dropped, it is not finite: {', '.join(bad[:3])}{more}"
+
+
+def _in_units(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

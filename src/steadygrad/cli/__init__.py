@@ -1,0 +1,47 @@
+"""The command line: arguments in, text and an exit code out. The work is done by what lies below.
+
+Exit codes: 0 did its job; 1 found something (a command that looks for it says so in its help); 2 could not do it.
+click, rich and torch are loaded by the command that needs them, so that `steadygrad --help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from steadygrad.cli.exit_codes import DONE, FAILED
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    try:
+        import click
+    except ImportError:
+        print("steadygrad's command line needs click, which is not installed. Run: pip install click", file=sys.stderr)
+        return FAILED
+    from steadygrad.cli.commands import steadygrad
+    from steadygrad.errors import SteadygradError
+
+    try:
+        code = steadygrad.main(args=arguments, prog_name="steadygrad", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return FAILED
+    except click.Abort:
+        print("Interrupted.", file=sys.stderr)
+        return FAILED
+    except (SteadygradError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return FAILED
+    except ImportError as error:
+        print(f"Error: {error}. Run: pip install steadygrad, which brings what it needs.", file=sys.stderr)
+        return FAILED
+    except Exception:
+        # A defect of ours. Python's own exit code for it is 1, which would read as "found something".
+        import traceback
+
+        traceback.print_exc()
+        return FAILED
+    return code if isinstance(code, int) else DONE

@@ -1,0 +1,72 @@
+"""Console: lines, a table and a progress bar; with rich on a terminal, as plain text everywhere else.
+
+NO_COLOR is honoured (by rich). Plain text has no escape codes and no bar, and is never wrapped, so that it can be
+searched. A character that the terminal cannot show is replaced, not raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+
+Advance = Callable[[int, str], None]
+"""Moves a progress bar to so many steps done, with a text beside it."""
+
+
+class Console:
+    """Where a command writes to; standard output unless given."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = sys.stdout if file is None else file
+        self._rich = _open_rich(self._file)
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a person is looking: bars move, and colours may show."""
+        return self._rich is not None
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """One line; `style` is rich's ('bold', 'red') and shows on a terminal only."""
+        if self._rich is not None:
+            from rich.text import Text
+
+            self._rich.print(Text(text, style=style), soft_wrap=True)
+            return
+        encoding = getattr(self._file, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding), file=self._file, flush=True)
+
+    def show_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
+        """Aligned columns: the first to the left, the others to the right; a style for each row."""
+        widths = [max(map(len, column)) for column in zip(header, *rows)]
+        for row, style in zip([header, *rows], ["bold", *styles]):
+            cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+            self.say("  ".join([row[0].ljust(widths[0]), *cells[1:]]), style)
+
+    @contextlib.contextmanager
+    def track(self, title: str, total: int) -> Iterator[Advance]:
+        """A progress bar that disappears when it is done; nothing in plain text."""
+        if self._rich is None:
+            yield lambda *_: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, console=self._rich, transient=True) as progress:
+            task = progress.add_task("", total=total)
+            yield lambda done, text: progress.update(task, completed=done, description=text)
+
+
+def _open_rich(file: TextIO) -> RichConsole | None:
+    if not file.isatty():
+        return None
+    try:
+        from rich.console import Console as Rich
+    except ImportError:
+        return None
+    return Rich(file=file)

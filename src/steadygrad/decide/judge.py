@@ -1,0 +1,135 @@
+"""Judge: a Finding -> a Verdict, with escalation, budgets and cool-downs. Pure: no torch, no clock, no side effect.
+
+Order of authority: `on_nonfinite`, which the reflex has already carried out; the severity at which the policy halts;
+the table. A rung that the budget or the policy forbids gives way to the next one; where there is none left, a rollback
+that is not allowed any more halts the run, and everything else is left at what the reflex did. What a verdict asks for
+counts as done. An `info` is never acted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from steadygrad.config import Policy
+from steadygrad.decide.reflex import ABOUT_STEPS, decide
+from steadygrad.decide.table import Ladder, Rung, build_table
+from steadygrad.facts import Action, Finding, Reading, Severity, Verdict
+
+HYPERPARAMETERS = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY)
+"""Actions that change a hyperparameter, and have a cool-down: their effect takes a while to show."""
+
+
+class Judge:
+    """Decides what is done about findings, and knows what was done before."""
+
+    def __init__(self, policy: Policy | None = None, *, on_nonfinite: Action = Action.SKIP) -> None:
+        self._policy = policy if policy is not None else Policy()
+        self._on_nonfinite = on_nonfinite
+        self._table = build_table(self._policy)
+        self._budgets = {
+            Action.SKIP: self._policy.max_skips,
+            Action.SCALE_LR: self._policy.max_lr_changes,
+            Action.SCALE_WEIGHT_DECAY: self._policy.max_weight_decay_changes,
+            Action.ROLLBACK: self._policy.rollbacks_to_halt - 1,
+        }
+        self._taken: dict[str, list[int]] = {action.value: [] for action in self._budgets}
+        self._bad_step = -2
+        self._num_bad = 0
+        self._now = 0
+
+    def decide(self, finding: Finding, *, reading: Reading | None = None) -> Verdict:
+        """What to do about one Finding; `reading` is the step that was judged, None when there is none."""
+        self._now = max(self._now, finding.step if reading is None else reading.step)
+        reflex = decide(finding, reading, self._on_nonfinite)
+        halt_at = self._policy.halt_at
+        if reflex.action is Action.HALT:
+            return reflex
+        if halt_at is not None and finding.severity.rank >= halt_at.rank:
+            return Verdict(action=Action.HALT, reason=f"the policy halts at the first {halt_at.value}")
+        if finding.severity is Severity.INFO or not self._policy.act:
+            return reflex
+        ladder = self._table.get(finding.kind, ())
+        if finding.kind in ABOUT_STEPS:
+            return self._answer_step(finding.step, ladder, reflex)
+        return self._climb(ladder, reflex, f"{finding.kind} at step {finding.step}")
+
+    # --- the ladders ------------------------------------------------------------------------------------------------
+
+    def _answer_step(self, step: int, ladder: Ladder, reflex: Verdict) -> Verdict:
+        """One step was not finite: its loss and its gradient are one event."""
+        if step == self._bad_step:
+            return reflex
+        self._num_bad = self._num_bad + 1 if step == self._bad_step + 1 else 1
+        self._bad_step = step
+        if reflex.action is Action.SKIP:
+            if self._is_spent(Action.SKIP):
+                spent = f"{self._policy.max_skips} steps were skipped within {self._policy.budget_steps}, and one more"
+                return Verdict(action=Action.HALT, reason=spent)
+            self._take(Action.SKIP)
+        done = (Action.SKIP, Action.NONE)  # by the reflex
+        due = tuple(rung for rung in ladder if rung.after == self._num_bad and rung.action not in done)
+        verdict = self._climb(due, reflex, f"{self._num_bad} non-finite steps in a row")
+        if verdict.action is Action.ROLLBACK:
+            self._num_bad, self._bad_step = 0, -2  # what comes after is another stretch
+        return verdict
+
+    def _climb(self, ladder: Ladder, reflex: Verdict, why: str) -> Verdict:
+        """The first rung that nothing forbids."""
+        forbidden = ""
+        for rung in ladder:
+            forbidden = self._find_objection(rung)
+            if not forbidden:
+                self._take(rung.action)
+                return Verdict(action=rung.action, reason=why, factor=rung.factor)
+            if rung.action is Action.ROLLBACK:
+                return Verdict(action=Action.HALT, reason=f"{why}, and {forbidden}")
+            if self._is_cooling(rung.action):
+                break  # the last change has had no time to work: neither again nor more
+        return Verdict(action=reflex.action, reason=f"{why}, but {forbidden}") if forbidden else reflex
+
+    # --- budgets ----------------------------------------------------------------------------------------------------
+
+    def _find_objection(self, rung: Rung) -> str:
+        """Why this rung is not to be taken now; empty when it may be."""
+        if rung.action in HYPERPARAMETERS and not self._policy.change_hyperparameters:
+            return "the policy changes no hyperparameters"
+        if self._is_spent(rung.action):
+            count, name = self._budgets[rung.action], rung.action.value
+            return f"the budget of {count} x {name} in {self._policy.budget_steps} steps is spent"
+        if self._is_cooling(rung.action):
+            return f"the last {rung.action.value} is less than {self._policy.cooldown_steps} steps ago"
+        return ""
+
+    def _is_spent(self, action: Action) -> bool:
+        if action not in self._budgets:
+            return False
+        recent = [step for step in self._taken[action.value] if self._now - step < self._policy.budget_steps]
+        self._taken[action.value] = recent
+        return len(recent) >= self._budgets[action]
+
+    def _is_cooling(self, action: Action) -> bool:
+        steps = self._taken.get(action.value)
+        return action in HYPERPARAMETERS and bool(steps) and self._now - max(steps or [0]) < self._policy.cooldown_steps
+
+    def _take(self, action: Action) -> None:
+        if action in self._budgets:
+            self._taken[action.value].append(self._now)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was done so far, and the stretch of bad steps that may be going on."""
+        return {
+            "taken": {action: list(steps) for action, steps in self._taken.items()},
+            "bad_step": self._bad_step,
+            "num_bad": self._num_bad,
+            "now": self._now,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of `state_dict()`."""
+        for action in self._taken:
+            self._taken[action] = [int(step) for step in state["taken"].get(action, ())]
+        self._bad_step, self._num_bad = int(state["bad_step"]), int(state["num_bad"])
+        self._now = int(state["now"])

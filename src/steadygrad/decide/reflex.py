@@ -1,0 +1,21 @@
+"""The first answer: what the reflex has already done about a step, told as a Verdict. Stateless."""
+
+from __future__ import annotations
+
+from steadygrad.facts import Action, Finding, Reading, Severity, Verdict
+
+ABOUT_STEPS = frozenset({"nonfinite_loss", "nonfinite_gradient"})
+"""Kinds of finding that say that one step was not finite."""
+
+
+def decide(finding: Finding, reading: Reading | None, on_nonfinite: Action) -> Verdict:
+    """What the reflex did about one Finding: it skipped or sanitised on the device, before anything was judged."""
+    if finding.kind in ABOUT_STEPS:
+        if on_nonfinite is Action.HALT and finding.severity is not Severity.INFO:
+            return Verdict(action=Action.HALT, reason="on_nonfinite is RAISE")
+        if on_nonfinite is Action.SANITIZE and reading is not None and not reading.skipped:
+            return Verdict(action=Action.SANITIZE, reason="on_nonfinite is SANITIZE")
+        return Verdict(action=Action.SKIP, reason="a non-finite step must not reach a weight")
+    if reading is not None and reading.clipped and finding.step == reading.step:
+        return Verdict(action=Action.CLIP, reason="the norm is above the clip threshold")
+    return Verdict(action=Action.NONE, reason="told, not acted on")

@@ -1,0 +1,54 @@
+"""The policy table: from the kind of a finding to the actions that answer it, mildest first.
+
+Kinds that are not here are told and not acted on: a spike, a dead layer or a slow trend needs a person, and acting on
+them by default would change healthy runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from steadygrad.config import Policy
+from steadygrad.facts import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """One action of a ladder."""
+
+    action: Action
+    factor: float | None = None
+    """For `scale_lr` and `scale_weight_decay`."""
+    after: int = 1
+    """Non-finite steps in a row at which it is due; 1 for findings that are not about a step."""
+
+
+Ladder = tuple[Rung, ...]
+
+
+def build_table(policy: Policy) -> Mapping[str, Ladder]:
+    """The ladders of a policy by the kind of finding; the user's own answers take the place of ours."""
+    lower = Rung(action=Action.SCALE_LR, factor=policy.lr_factor)
+    lower_much = Rung(action=Action.SCALE_LR, factor=policy.explosion_lr_factor)
+    decay_more = Rung(action=Action.SCALE_WEIGHT_DECAY, factor=policy.weight_decay_factor)
+    go_back = Rung(action=Action.ROLLBACK)
+    bad_step = (
+        Rung(action=Action.SKIP),
+        Rung(action=Action.SCALE_LR, factor=policy.lr_factor, after=policy.nonfinite_steps_to_scale_lr),
+        Rung(action=Action.ROLLBACK, after=policy.nonfinite_steps_to_rollback),
+    )
+    table: dict[str, Ladder] = {
+        "nonfinite_loss": bad_step,
+        "nonfinite_gradient": bad_step,
+        "nonfinite_parameter": (go_back,),
+        "nonfinite_buffer": (go_back,),
+        "nonfinite_epoch": (lower,),
+        "nonfinite_validation": (lower,),
+        "loss_explosion": (lower_much, go_back),
+        "divergence": (lower, go_back),
+        "overfitting": (decay_more,),
+    }
+    usual = {Action.SCALE_LR: lower, Action.SCALE_WEIGHT_DECAY: decay_more}
+    own = {kind: (usual.get(action, Rung(action=action)),) for kind, action in policy.actions.items()}
+    return table | own

@@ -1,0 +1,201 @@
+"""ActivationWatch: one forward of a model -> an ActivationScan: dead units, saturated outputs, an output that is stuck.
+
+Forward hooks stand only while the watch is entered; each reduces an output to a few numbers on its own device, keeps
+neither the output nor its graph, and waits for nothing. A module called several times counts by its last call. Inside
+compiled graphs, functional transforms and dispatch modes (selective checkpointing counts the ops it sees) nothing is
+looked at. A failure ends the look, never the training. Reads only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.hooks import RemovableHandle
+
+from steadygrad.facts import ActivationScan, ActivationStats
+from steadygrad.measure.rows import PIECE, PendingRows, is_readable, send_rows
+from steadygrad.measure.transfer import Transfer
+
+SATURATED = 0.99
+"""How far from the middle of its range, as a share of the way to the bound, an element counts as saturated."""
+FEWEST_ELEMENTS = 2
+"""Elements of a unit below which being zero says nothing about it."""
+BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
+    nn.Tanh: (-1.0, 1.0),
+    nn.Softsign: (-1.0, 1.0),
+    nn.Sigmoid: (0.0, 1.0),
+    nn.Hardsigmoid: (0.0, 1.0),
+}
+"""The ranges of stock modules; those of Hardtanh and ReLU6 are read from the module."""
+RELU_LIKE = (nn.ReLU, nn.ReLU6, nn.Threshold, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
+CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.RNNBase)
+OUTPUT = "output:"
+"""Row of the model's own output; no module has a colon in its name."""
+
+
+class PendingActivations:
+    """A look at one forward whose numbers are on their way."""
+
+    def __init__(self, rows: PendingRows) -> None:
+        self._rows = rows
+
+    def read(self, step: int) -> ActivationScan:
+        """The numbers, as those of `step`."""
+        rows = self._rows.read()
+        spread, size = rows.pop(OUTPUT, (None, None))
+        modules = {name: ActivationStats(**_describe(row[0], row[1])) for name, row in rows.items()}
+        return ActivationScan(step=step, modules=modules, output_std=spread, output_scale=size)
+
+
+class ActivationWatch:
+    """Enter it around one forward, then ask.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
+    >>> watch = ActivationWatch(model)
+    >>> with watch:
+    ...     output = model(torch.zeros(3, 2))
+    >>> list(watch.read(step=0).modules)
+    ['1']
+    """
+
+    def __init__(self, model: nn.Module, *, transfer: Transfer | None = None) -> None:
+        self._model, self._transfer = model, transfer
+        self._handles: list[RemovableHandle] = []
+        self._rows: dict[str, Tensor] = {}
+        self._pending = PendingRows()
+        self._channels_first_dims = 4
+
+    def __enter__(self) -> Self:
+        self._rows, self._pending = {}, PendingRows()
+        self._channels_first_dims = 4  # images, until a module says otherwise
+        if self._handles or _is_compiled(self._model):
+            return self
+        for name, module in self._model.named_modules():
+            if isinstance(module, CHANNELS_FIRST + CHANNELS_LAST) or _is_activation(module):
+                self._handles.append(module.register_forward_hook(functools.partial(self._observe, name)))
+        self._handles.append(self._model.register_forward_hook(functools.partial(self._observe, OUTPUT)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._remove_hooks()
+        try:
+            self._pending = send_rows(self._rows, self._transfer)
+        except Exception:  # looking must never end the training that it looks at
+            self._pending = PendingRows()
+        self._rows = {}
+
+    @property
+    def pending(self) -> PendingActivations:
+        """What the last entered forward showed, to be read later; entering the watch again does not touch it."""
+        return PendingActivations(self._pending)
+
+    def read(self, step: int) -> ActivationScan:
+        """What the last entered forward showed, as that of `step`."""
+        return self.pending.read(step)
+
+    def _observe(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not module.training or _get_current_dispatch_mode() is not None:
+            return
+        try:
+            with torch.no_grad():
+                self._admit(name, module, output)
+        except Exception:
+            self._remove_hooks()
+            self._rows = {}
+
+    def _admit(self, name: str, module: nn.Module, output: Any) -> None:
+        values = find_output(output)
+        if values is None:
+            return
+        if name == OUTPUT:
+            if len(values) > 1:
+                self._rows[name] = _measure_spread(values)
+            return
+        dim = self._find_unit_dim(module, values.dim())
+        if _is_activation(module):
+            self._rows[name] = torch.stack([_measure_dead(module, values, dim), _measure_saturated(module, values)])
+
+    def _find_unit_dim(self, module: nn.Module, num_dims: int) -> int:
+        """1 or the last: an activation follows what ran before it."""
+        if isinstance(module, CHANNELS_FIRST):
+            self._channels_first_dims = num_dims
+        elif isinstance(module, CHANNELS_LAST):
+            self._channels_first_dims = 0
+        return 1 if num_dims == self._channels_first_dims else num_dims - 1
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def find_output(output: Any) -> Tensor | None:
+    """The floating-point tensor that a module puts out: `logits` by name, else the first that is no scalar."""
+    if isinstance(output, Mapping):
+        output = [output["logits"]] if "logits" in output else list(output.values())
+    values = output if isinstance(output, list | tuple) else [output]
+    fitting = (v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim() and v.numel())
+    return next((v.detach() for v in fitting if is_readable(v)), None)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+
+
+def _is_activation(module: nn.Module) -> bool:
+    return isinstance(module, RELU_LIKE) or _find_bounds(module) is not None
+
+
+def _find_bounds(module: nn.Module) -> tuple[float, float] | None:
+    if isinstance(module, nn.Hardtanh):  # ReLU6 too
+        return float(module.min_val), float(module.max_val)
+    return next((bounds for kind, bounds in BOUNDS.items() if isinstance(module, kind)), None)
+
+
+def _measure_dead(module: nn.Module, values: Tensor, dim: int) -> Tensor:
+    """Share of units that are zero throughout; NaN where units make no sense: float64 scalar."""
+    num_units = values.shape[dim]
+    if not isinstance(module, RELU_LIKE) or values.dim() < 2 or values.numel() < FEWEST_ELEMENTS * num_units:
+        return values.new_full((), torch.nan, dtype=torch.float64)
+    others = [d for d in range(values.dim()) if d != dim]
+    # Two reductions rather than one over a mask: no temporary as large as the output.
+    return ((values.amax(others) == 0) & (values.amin(others) == 0)).double().mean()
+
+
+def _measure_saturated(module: nn.Module, values: Tensor) -> Tensor:
+    """Share of elements near a bound; NaN for unbounded modules: float64 scalar."""
+    bounds = _find_bounds(module)
+    if bounds is None or not bounds[0] < bounds[1]:
+        return values.new_full((), torch.nan, dtype=torch.float64)
+    middle, half = (bounds[0] + bounds[1]) / 2, (bounds[1] - bounds[0]) / 2
+    pieces = values.chunk(-(-values.numel() // PIECE))
+    counts = [((piece.float() - middle).abs() >= SATURATED * half).sum() for piece in pieces]
+    return torch.stack(counts).sum().double() / values.numel()
+
+
+def _measure_spread(values: Tensor) -> Tensor:
+    """Standard deviation over the batch, averaged over the rest, and root mean square: float64 [2]."""
+    values = _thin_out(values)
+    values = values if values.dtype is torch.float64 else values.float()
+    scale = torch.linalg.vector_norm(values, dtype=torch.float64) / values.numel() ** 0.5
+    return torch.stack([values.std(0, correction=0).mean(dtype=torch.float64), scale])
+
+
+def _thin_out(values: Tensor) -> Tensor:
+    """At most about PIECE elements, by strides: a language model's logits would not fit twice."""
+    for dim in (*range(values.dim() - 1, 0, -1), 0):
+        stride = min(-(-values.numel() // PIECE), max(1, values.shape[dim] // 2))
+        if stride > 1:
+            values = values[(slice(None),) * dim + (slice(None, None, stride),)]
+    return values
+
+
+def _describe(dead: float, saturated: float) -> dict[str, float]:
+    """The shares that are numbers."""
+    shares = {"dead_share": dead, "saturated_share": saturated}
+    return {name: share for name, share in shares.items() if share == share}

@@ -1,0 +1,180 @@
+"""GraphWatch: the first forward and its loss -> a GraphScan: mistakes that the program itself shows.
+
+A torch function mode sees each call of the user's code with its arguments: shapes that broadcast by accident, a
+softmax of a softmax. The loss's graph then shows which leaves it was made from. Marks on tensors are weak and live as
+long as the watch is entered. Where anything is compiled no mode is entered (it would be traced into the graph), nor
+where an eval-mode attention layer would leave its fast path because of it. Whatever fails gives an empty scan, never
+an exception. Reads only; the cost falls on the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from steadygrad.facts import Broadcast, GraphScan
+from steadygrad.measure.accidents import Accidents
+from steadygrad.measure.subjects import Subjects
+
+FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules that look for a torch function mode, and then take another path in eval mode."""
+MAX_NODES = 1_000_000
+"""Nodes of the loss's graph that are visited."""
+MAX_DEPTH = 8
+"""Containers inside containers that are searched for parameters."""
+
+OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has: what is registered there is not hidden."""
+
+
+class GraphWatch:
+    """Enter it around the first forward, then ask with the loss.
+
+    >>> model = nn.Linear(3, 1)
+    >>> from steadygrad.measure.subjects import find_subjects
+    >>> watch = GraphWatch(find_subjects(model, torch.optim.SGD(model.parameters())))
+    >>> with watch:
+    ...     loss = (model(torch.ones(4, 3)) - torch.ones(4)).square().mean()
+    >>> [(found.left, found.right) for found in watch.read(0, loss).broadcasts]
+    [((4, 1), (4,))]
+    """
+
+    def __init__(self, subjects: Subjects) -> None:
+        self._subjects = subjects
+        self._mode: _Mode | None = None
+        self._stack = contextlib.ExitStack()
+        self._broadcasts: tuple[Broadcast, ...] = ()
+        self._double_softmaxes: tuple[str, ...] = ()
+
+    def __enter__(self) -> Self:
+        try:
+            if self._mode is None and _may_enter(self._subjects.model):
+                buffers = {id(b) for b in self._subjects.model.buffers()}
+                self._mode = _Mode(Accidents(constants=buffers))
+        except Exception:
+            self._mode = None
+        if self._mode is not None:
+            self._stack.enter_context(self._mode)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            self._stack.close()
+            self._broadcasts = tuple(mode.accidents.broadcasts)
+            self._double_softmaxes = tuple(mode.accidents.double_softmaxes)
+
+    def read(self, step: int, loss: Tensor | None) -> GraphScan:
+        """What was seen while entered, and what `loss` was made from; before or after its backward."""
+        try:
+            return GraphScan(
+                step=step,
+                hidden=() if loss is None else _find_hidden(self._subjects, loss),
+                unoptimized=self._subjects.unoptimized,
+                foreign=self._subjects.foreign,
+                broadcasts=self._broadcasts,
+                double_softmaxes=self._double_softmaxes,
+                anomaly_mode=torch.is_anomaly_enabled(),
+            )
+        except Exception:
+            return GraphScan(step=step)
+
+
+class _Mode(TorchFunctionMode):
+    """Shows each call to `accidents` after it was made; one failure there ends the looking."""
+
+    def __init__(self, accidents: Accidents) -> None:
+        super().__init__()
+        self.accidents = accidents
+        self._broken = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._broken or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if torch.is_grad_enabled():  # what is made without a graph is marked all the same
+            self._try(self.accidents.before, func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._try(self.accidents.after, func, args, kwargs, result)
+        return result
+
+    def _try(self, look: Callable[..., None], *call: Any) -> None:
+        try:
+            if not self._broken:
+                look(*call)
+        except Exception:
+            self._broken = True
+
+
+def _may_enter(model: nn.Module) -> bool:
+    """Whether a mode would go unnoticed."""
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return False
+        if isinstance(module, FAST_PATHS) and not module.training:
+            return False
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # holds the backend of every torch.compile in this process
+    return not any(callable(backend) for backend in getattr(dynamo, "cached_backends", {}).values())
+
+
+def _find_hidden(subjects: Subjects, loss: Tensor) -> tuple[str, ...]:
+    """Leaves of the graph that nobody trains, under the names of the containers that hide them."""
+    known = {id(p) for p in subjects.model.parameters()} | {id(p) for _, p in subjects.named}
+    unknown = {id(leaf) for leaf in find_leaves(loss) if id(leaf) not in known}
+    if not unknown:
+        return ()
+    names: dict[int, str] = {}
+    for name, tensor in _find_contained(subjects.model):
+        if id(tensor) in unknown:
+            names.setdefault(id(tensor), name)
+    return tuple(names.values())
+
+
+def find_leaves(loss: Tensor) -> list[Tensor]:
+    """The leaves that require a gradient and that `loss` was made from."""
+    leaves: list[Tensor] = []
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        new = {following for following, _ in node.next_functions} - seen
+        seen |= new
+        waiting += new
+    return leaves
+
+
+def _find_contained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in the plain lists, tuples and dicts that modules keep as attributes."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, list | tuple | dict) and attribute not in OWN:
+                yield from _search(value, f"{path}.{attribute}" if path else attribute, seen, MAX_DEPTH)
+
+
+def _search(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif id(value) in seen or not depth:
+        return
+    elif isinstance(value, nn.Module):
+        seen.add(id(value))
+        for name, parameter in value.named_parameters():
+            yield f"{path}.{name}", parameter
+        for name, inner in _find_contained(value):
+            yield f"{path}.{name}", inner
+    elif isinstance(value, list | tuple | Mapping):
+        seen.add(id(value))
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _search(item, f"{path}.{key}", seen, depth - 1)

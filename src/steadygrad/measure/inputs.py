@@ -1,0 +1,145 @@
+"""The batch that a training step was given -> an InputScan: what its tensors look like, whatever they are nested in.
+
+Each tensor becomes five numbers on its own device, sent with one asynchronous copy, so a look waits for nothing on
+CUDA; it reads the batch a few times, which suits every N steps and incidents. What cannot be read is left out, and
+nothing that goes wrong here reaches the training. Reads only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.facts import InputScan, InputStats
+from steadygrad.measure.rows import PendingRows, is_readable, send_rows, split_flat
+from steadygrad.measure.transfer import Transfer
+
+MAX_TENSORS = 32
+"""Tensors of a batch that are looked at."""
+MAX_DEPTH = 8
+"""Containers inside containers that are opened; a batch that contains itself ends there."""
+IGNORE_INDEX = -100
+"""What torch's losses leave out by default."""
+PLAIN_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class PendingScan:
+    """A look at a batch whose numbers are on their way."""
+
+    def __init__(self, rows: PendingRows, shapes: Mapping[str, tuple[int, bool]]) -> None:
+        self._rows, self._shapes = rows, shapes
+
+    def read(self, step: int) -> InputScan:
+        """The numbers, as those of the batch of `step`."""
+        rows = self._rows.read()
+        tensors = {path: _describe(*shape, rows[path]) for path, shape in self._shapes.items()}
+        return InputScan(step=step, tensors=tensors)
+
+
+def scan_inputs(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, transfer: Transfer | None = None
+) -> PendingScan:
+    """Look at the tensors in the arguments of a training step.
+
+    A single positional argument is the batch, and paths start inside it; else they start with the argument's position
+    or keyword.
+
+    >>> scan_inputs([{"x": torch.tensor([1.0, float("nan")])}]).read(0).tensors["x"].num_nonfinite
+    1
+    """
+    rows: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, bool]] = {}
+    try:
+        for path, tensor in _find_tensors(args, kwargs or {}):
+            if len(rows) == MAX_TENSORS:
+                break
+            if path not in rows and is_readable(tensor):
+                rows[path] = _measure(tensor)
+                shapes[path] = (tensor.numel(), tensor.is_floating_point() or tensor.is_complex())
+        return PendingScan(send_rows(rows, transfer), shapes)
+    except Exception:  # looking must never end the training that it looks at; a batch of its own kind, or no memory
+        return PendingScan(PendingRows(), {})
+
+
+def _find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    if len(args) == 1 and not kwargs:
+        yield from _walk(args[0], "", MAX_DEPTH)
+    else:
+        yield from _walk([*args], "", MAX_DEPTH)
+        yield from _walk(kwargs, "", MAX_DEPTH)
+
+
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path or "0", value
+    elif depth:
+        for key, item in _open(value):
+            yield from _walk(item, f"{path}.{key}" if path else str(key), depth - 1)
+
+
+def _open(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The parts of a container, named. Modules, arrays and strings are none."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip(value._fields, value)
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            yield one.name, getattr(value, one.name, None)
+    elif isinstance(getattr(value, "data", None), Mapping):  # transformers' BatchEncoding is a UserDict
+        yield from value.data.items()
+
+
+@torch.no_grad()
+def _measure(tensor: Tensor) -> Tensor:
+    """num_nonfinite, max_abs, num_zeros, num_ignored, num_binary: float64 [5] on the tensor's device."""
+    if not tensor.numel():
+        return torch.zeros(5, dtype=torch.float64, device=tensor.device)
+    is_floating = tensor.is_floating_point() or tensor.is_complex()
+    measure = _measure_floats if is_floating else _measure_integers
+    table = torch.stack([measure(piece) for piece in split_flat(tensor)])  # [pieces, 5]
+    sums, largest = table.sum(0), table[:, 1].amax()
+    return torch.stack([sums[0], largest, sums[2], sums[3], sums[4]])
+
+
+def _measure_floats(x: Tensor) -> Tensor:
+    x = x if x.dtype in PLAIN_FLOATS else x.float()  # float8 has few operators
+    finite = x.isfinite()
+    values = torch.where(finite, x, 0.0)
+    num_zeros = (x == 0).sum()
+    ignored = num_zeros.new_zeros(())
+    return _row((~finite).sum(), _max_abs(values), num_zeros, ignored, num_zeros + (x == 1).sum())
+
+
+def _measure_integers(x: Tensor) -> Tensor:
+    x = x.to(torch.int64)  # unsigned ones have few operators, and uint8 cannot be compared with -100
+    num_zeros = (x == 0).sum()
+    nonfinite = num_zeros.new_zeros(())
+    return _row(nonfinite, _max_abs(x), num_zeros, (x == IGNORE_INDEX).sum(), num_zeros + (x == 1).sum())
+
+
+def _max_abs(x: Tensor) -> Tensor:
+    return torch.maximum(x.amax().double(), -x.amin().double())  # abs() of the smallest integer is itself
+
+
+def _row(*numbers: Tensor) -> Tensor:
+    return torch.stack([number.double() for number in numbers])
+
+
+def _describe(numel: int, is_floating: bool, row: Sequence[float]) -> InputStats:
+    nonfinite, max_abs, zeros, ignored, binary = row
+    return InputStats(
+        numel=numel,
+        num_nonfinite=int(nonfinite),
+        max_abs=max_abs,
+        num_zeros=int(zeros),
+        num_ignored=int(ignored),
+        is_floating=is_floating,
+        is_binary=0 < numel == int(binary),
+    )

@@ -1,0 +1,107 @@
+"""Lookout: what is looked at now and then, beside the gradients of every step.
+
+Every `MeasureConfig.scan_every` steps: the batch, the activations, the weights, Adam's ratio. On the first step: the
+graph. After a bad step: the batch and the weights that made it. Looks are queued without a wait and read when the step
+is judged. Reads only; a look that fails is a look that saw nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from steadygrad.config import MeasureConfig
+from steadygrad.facts import Fact, GraphScan, Reading
+from steadygrad.measure.activations import ActivationWatch
+from steadygrad.measure.graph import GraphWatch
+from steadygrad.measure.inputs import PendingScan, scan_inputs
+from steadygrad.measure.leading import PendingRms, measure_adam_rms
+from steadygrad.measure.states import ParameterWatch, PendingParameterScan
+from steadygrad.measure.subjects import Subjects
+
+
+@dataclass(slots=True)
+class Looks:
+    """What was queued for one step."""
+
+    batch: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    """The arguments of the step's last microbatch, for a look after the fact."""
+    inputs: PendingScan | None = None
+    activations: bool = False
+    graph: GraphScan | None = None
+    weights: PendingParameterScan | None = None
+    rms: PendingRms | None = None
+
+
+class Lookout:
+    """Queues looks while a step runs, and turns them into facts when it is judged."""
+
+    def __init__(self, subjects: Subjects, config: MeasureConfig) -> None:
+        self._subjects, self._every = subjects, config.scan_every
+        self._weights = ParameterWatch(subjects)
+        self._activations = ActivationWatch(subjects.model)
+        self._graph: GraphWatch | None = GraphWatch(subjects) if self._every else None
+        self._first: list[Fact] = []
+        self._has_begun = False
+
+    def _is_due(self, step: int) -> bool:
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def begin(self) -> None:
+        """Before the first step: are the weights good that we are given?"""
+        if not self._has_begun:
+            self._has_begun = True
+            if self._every:
+                self._first.append(self._weights.scan(-1))
+
+    @contextlib.contextmanager
+    def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Around the user's function."""
+        looks.batch = (args, kwargs)
+        due = self._is_due(step) and looks.inputs is None
+        with contextlib.ExitStack() as stack:
+            if self._graph is not None:
+                stack.enter_context(self._graph)
+            if due:
+                looks.inputs = scan_inputs(args, kwargs)
+                looks.activations = True
+                stack.enter_context(self._activations)
+            yield
+
+    def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
+        """Before the first backward, once."""
+        if self._graph is not None:
+            looks.graph, self._graph = self._graph.read(step, loss), None
+
+    def after_optimizer(self, step: int, looks: Looks) -> None:
+        """While the gradients are still there."""
+        if self._is_due(step):
+            looks.rms = measure_adam_rms(self._subjects.optimizers, self._subjects.named)
+            looks.weights = self._weights.begin()
+
+    def read(self, reading: Reading, looks: Looks) -> list[Fact]:
+        """The facts around a judged step; after a bad one the batch and the weights are looked at now."""
+        self._weights.note_step(reading)
+        facts, self._first = self._first, []
+        step = reading.step
+        if looks.graph is not None:
+            facts.append(looks.graph)
+        if looks.inputs is not None:
+            facts.append(looks.inputs.read(step))
+        elif reading.is_nonfinite and looks.batch is not None:
+            facts.append(scan_inputs(*looks.batch).read(step))
+        if looks.activations:
+            facts.append(self._activations.read(step))
+        if looks.weights is not None:
+            facts.append(looks.weights.read(step))
+        elif reading.is_nonfinite:
+            facts.append(self._weights.scan(step))
+        return facts
+
+    def forget(self) -> None:
+        """The weights were replaced."""
+        self._weights.forget()

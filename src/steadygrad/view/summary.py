@@ -1,0 +1,69 @@
+"""Totals and incidents -> one screen of text for the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from steadygrad.facts import Action, Incident
+from steadygrad.record.tally import Tally
+
+SHOWN = 8
+"""Incidents listed; the rest are counted."""
+
+
+def summarise(
+    tally: Tally, incidents: Sequence[Incident], *, max_norm: float | None = None, extra: Sequence[str] = ()
+) -> str:
+    """The whole run in a few lines: steps, clipping, what was done, worst layers, the incidents."""
+    steps = max(1, tally.num_steps)
+    lines = [
+        f"steps      {tally.num_steps}, {tally.num_skipped} skipped ({tally.num_skipped / steps:.1%})"
+        + (f", {tally.num_dropped_microbatches} microbatches dropped" if tally.num_dropped_microbatches else ""),
+        f"norm       mean {tally.norm_mean:.4g}, median {tally.norm_quantile(0.5):.4g}, "
+        f"95 % below {tally.norm_quantile(0.95):.4g}, max {tally.norm_max:.4g}",
+        _tell_clipping(tally, max_norm),
+        _tell_actions(tally),
+    ]
+    if tally.nonfinite:
+        worst = ", ".join(f"{name} ({count}x)" for name, count in tally.nonfinite.most_common(3))
+        lines.append(f"non-finite {worst}")
+    lines += extra
+    lines += _list_incidents(incidents)
+    return "\n".join(lines)
+
+
+def _tell_clipping(tally: Tally, max_norm: float | None) -> str:
+    share = tally.num_clipped / max(1, tally.num_steps - tally.num_skipped)
+    line = f"clipped    {tally.num_clipped} steps ({share:.1%})"
+    if tally.dominated:
+        name, count = tally.dominated.most_common(1)[0]
+        line += f", led by {name} in {count}"
+    suggestion = tally.norm_quantile(0.95)
+    if tally.norms and suggestion > 0:
+        now = "" if max_norm is None else f" (now {max_norm:g})"
+        line += f"; a threshold of {suggestion:.2g}{now} would have clipped one step in twenty"
+    return line
+
+
+def _tell_actions(tally: Tally) -> str:
+    names = {
+        Action.SCALE_LR: "learning-rate changes",
+        Action.SCALE_WEIGHT_DECAY: "weight-decay changes",
+        Action.ROLLBACK: "rollbacks",
+        Action.SANITIZE: "sanitised steps",
+    }
+    done = [f"{tally.actions[action.value]} {name}" for action, name in names.items() if tally.actions[action.value]]
+    return "actions    " + (", ".join(done) if done else "none beyond skipping and clipping")
+
+
+def _list_incidents(incidents: Sequence[Incident]) -> list[str]:
+    if not incidents:
+        return ["incidents  none"]
+    lines = [f"incidents  {len(incidents)}"]
+    for incident in incidents[-SHOWN:]:
+        finding = incident.finding
+        lines.append(f"  step {finding.step}: {finding.kind} ({finding.severity}): {finding.message}")
+        lines.append(f"    {incident.verdict.action}: {incident.outcome.message}")
+    if len(incidents) > SHOWN:
+        lines.append(f"  and {len(incidents) - SHOWN} before these")
+    return lines

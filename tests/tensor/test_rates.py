@@ -1,0 +1,345 @@
+"""A factor on the learning rate holds under every schedule, shows in the groups, and is undone bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from steadygrad.act.rates import Rates
+from steadygrad.errors import UsageError
+from steadygrad.facts import Action
+
+NUM_STEPS, SCALED_AT, UNDONE_AT = 24, 7, 16
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def make_sequential(o: torch.optim.Optimizer) -> Any:
+    warmup, cosine = schedules.LinearLR(o, 0.1, total_iters=10), schedules.CosineAnnealingLR(o, T_max=9)
+    return schedules.SequentialLR(o, [warmup, cosine], milestones=[10])
+
+
+def make_chained(o: torch.optim.Optimizer) -> Any:
+    return schedules.ChainedScheduler([schedules.ConstantLR(o, 0.3, total_iters=9), schedules.ExponentialLR(o, 0.9)])
+
+
+SCHEDULES: dict[str, Make] = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.95),
+    "StepLR": lambda o: schedules.StepLR(o, step_size=4, gamma=0.5),
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [3, 9, 12], gamma=0.5),
+    "LinearLR": lambda o: schedules.LinearLR(o, 0.1, total_iters=12),
+    "PolynomialLR": lambda o: schedules.PolynomialLR(o, total_iters=30),
+    "ExponentialLR": lambda o: schedules.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, T_max=9),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, T_0=5),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, max_lr=0.5, total_steps=NUM_STEPS + 2),
+    "CyclicLR": lambda o: schedules.CyclicLR(o, base_lr=0.01, max_lr=0.3, step_size_up=4),
+    "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, factor=0.5, patience=1),
+    "SequentialLR": make_sequential,
+    "ChainedScheduler": make_chained,
+}
+every_schedule = pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES.keys())
+
+
+def make_optimizer(*, tensor: bool = False) -> torch.optim.Optimizer:
+    torch.manual_seed(0)
+    first, second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))
+    rates = [torch.tensor(0.1), torch.tensor(0.03)] if tensor else [0.1, 0.03]
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": rates[0]}, {"params": [second], "lr": rates[1]}]
+    return torch.optim.AdamW(groups, weight_decay=0.02, capturable=False, foreach=False)
+
+
+class Run:
+    """An optimizer under a schedule, whose rates are written down as the optimizer step sees them."""
+
+    def __init__(self, make: Make, *, handed: bool = False, tensor: bool = False) -> None:
+        self.optimizer = make_optimizer(tensor=tensor)
+        self.scheduler = make(self.optimizer)
+        self.rates = Rates([self.optimizer])
+        self.handed = handed
+        self.trace: list[list[float]] = []
+        self.momenta: list[Any] = []
+
+    def look(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def step(self) -> None:
+        self.rates.before_step()
+        self.trace.append(self.look())
+        self.momenta.append([group["betas"] for group in self.optimizer.param_groups])
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        self.optimizer.step()
+        with self.rates.around_scheduler() if self.handed else contextlib.nullcontext():
+            if isinstance(self.scheduler, schedules.ReduceLROnPlateau):
+                self.scheduler.step(1.0)
+            else:
+                self.scheduler.step()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+
+def scaled(trace: list[list[float]], factor: float) -> list[list[float]]:
+    return [[lr * factor for lr in row] for row in trace]
+
+
+@pytest.mark.parametrize("handed", [True, False], ids=["handed", "not handed"])
+@every_schedule
+def test_the_factor_holds_and_is_undone_bit_for_bit(make: Make, handed: bool) -> None:
+    plain, run = Run(make), Run(make, handed=handed)
+    plain.steps(NUM_STEPS)
+
+    run.steps(SCALED_AT)
+    run.rates.scale_lr(0.5)
+    run.steps(4)
+    run.rates.scale_lr(0.2)
+    run.steps(UNDONE_AT - SCALED_AT - 4)
+    run.rates.undo()
+    run.steps(NUM_STEPS - UNDONE_AT)
+
+    again = SCALED_AT + 4
+    assert run.trace[:SCALED_AT] == plain.trace[:SCALED_AT]
+    assert run.trace[SCALED_AT:again] == scaled(plain.trace[SCALED_AT:again], 0.5)
+    assert run.trace[again:UNDONE_AT] == scaled(plain.trace[again:UNDONE_AT], 0.5 * 0.2)
+    assert run.trace[UNDONE_AT:] == plain.trace[UNDONE_AT:]
+    assert run.momenta == plain.momenta
+    assert len({tuple(row) for row in plain.trace}) > 2, "the schedule must move for this to mean anything"
+
+
+@every_schedule
+def test_a_tensor_rate_stays_the_same_tensor(make: Make) -> None:
+    plain, run = Run(make, tensor=True), Run(make, tensor=True)
+    plain.steps(NUM_STEPS)
+    tensors = [group["lr"] for group in run.optimizer.param_groups]
+
+    run.steps(SCALED_AT)
+    run.rates.scale_lr(0.5)  # a power of two: exact in float32 as well
+    run.steps(UNDONE_AT - SCALED_AT)
+    run.rates.undo()
+    run.steps(NUM_STEPS - UNDONE_AT)
+
+    assert run.trace[SCALED_AT:UNDONE_AT] == scaled(plain.trace[SCALED_AT:UNDONE_AT], 0.5)
+    assert run.trace[:SCALED_AT] + run.trace[UNDONE_AT:] == plain.trace[:SCALED_AT] + plain.trace[UNDONE_AT:]
+    assert all(group["lr"] is tensor for group, tensor in zip(run.optimizer.param_groups, tensors))
+
+
+@pytest.mark.parametrize("handed", [True, False], ids=["handed", "not handed"])
+@every_schedule
+def test_a_resumed_run_has_the_same_rates(make: Make, handed: bool) -> None:
+    run = Run(make, handed=handed)
+    run.steps(SCALED_AT)
+    run.rates.scale_lr(0.3)
+    run.rates.ramp_back(9)
+    run.steps(3)
+    run.rates.healthy_step()
+    saved = copy.deepcopy((run.optimizer.state_dict(), run.rates.state_dict()))
+    schedule = run.scheduler.state_dict()
+    if make is not SCHEDULES["LambdaLR"] and make is not SCHEDULES["CyclicLR"]:
+        schedule = pickle.loads(pickle.dumps(schedule))  # nothing of ours may have got into it
+    schedule = copy.deepcopy(schedule)
+
+    resumed = Run(make, handed=handed)
+    resumed.optimizer.load_state_dict(saved[0])
+    resumed.scheduler.load_state_dict(schedule)
+    resumed.rates.load_state_dict(saved[1])
+    for one in (run, resumed):
+        one.trace.clear()
+        for _ in range(12):
+            one.step()
+            one.rates.healthy_step()
+
+    assert resumed.trace == run.trace
+    assert resumed.rates.factor == run.rates.factor == 1.0
+
+
+def test_a_loop_that_assigns_its_rates_is_scaled_too() -> None:
+    optimizer = make_optimizer()
+    rates = Rates([optimizer])
+    seen = []
+    for step in range(12):
+        lr = 0.1 if step < 6 else 0.05  # halves: just what a factor of 0.5 had written before
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if step == 3:
+            rates.scale_lr(0.5)
+        if step == 9:
+            rates.undo()
+        rates.before_step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == [0.1] * 3 + [0.1 * 0.5] * 3 + [0.05 * 0.5] * 3 + [0.05] * 3
+
+
+def test_a_scheduler_made_after_the_factor_is_found() -> None:
+    optimizer, reference = make_optimizer(), make_optimizer()
+    rates = Rates([optimizer])
+    rates.scale_lr(0.5)
+    with rates.around_scheduler():
+        late = schedules.ExponentialLR(optimizer, 0.9)
+    plain = schedules.ExponentialLR(reference, 0.9)
+    optimizer.param_groups[0]["lr"] = 0.1  # an assignment makes it look around
+    for _ in range(5):
+        rates.before_step()
+        optimizer.step()
+        reference.step()
+        late.step()
+        plain.step()
+    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] * 0.5
+
+
+@every_schedule
+def test_a_scheduler_is_wrapped_once_and_let_go(make: Make) -> None:
+    run = Run(make)
+    original = type(run.scheduler)
+    before = set(run.scheduler.state_dict())
+
+    run.rates.scale_lr(0.5)
+    wrapped = type(run.scheduler)
+    run.rates.scale_lr(0.5)
+
+    assert type(run.scheduler) is wrapped is not original
+    assert isinstance(run.scheduler, original)
+    assert set(run.scheduler.state_dict()) == before
+    assert type(copy.deepcopy(run.scheduler)) is original
+    run.rates.undo()
+    assert type(run.scheduler) is original
+
+
+def test_closing_lets_go_of_the_schedulers() -> None:
+    run = Run(SCHEDULES["ExponentialLR"])
+    run.rates.scale_lr(0.5)
+    run.rates.close()
+    assert type(run.scheduler) is schedules.ExponentialLR
+    assert run.look() == [0.1 * 0.5, 0.03 * 0.5]
+
+
+def test_schedulers_of_other_optimizers_are_left_alone() -> None:
+    run, other = Run(SCHEDULES["StepLR"]), Run(SCHEDULES["StepLR"])
+    run.rates.scale_lr(0.5)
+    assert type(other.scheduler) is schedules.StepLR
+
+
+def test_the_climb_is_linear_and_ends_exactly() -> None:
+    plain, run = Run(SCHEDULES["CosineAnnealingLR"]), Run(SCHEDULES["CosineAnnealingLR"])
+    plain.steps(12)
+    run.rates.ramp_back(5)
+    run.rates.scale_lr(0.1)
+    factors = []
+    for _ in range(12):
+        run.step()
+        factors.append(run.rates.factor)
+        run.rates.healthy_step()
+    wanted = [0.1 + 0.9 * (k / 5) for k in range(5)]
+    assert factors == wanted + [1.0] * 7
+    assert run.trace == [[lr * f for lr in row] for row, f in zip(plain.trace, factors)]
+    assert run.trace[5:] == plain.trace[5:]
+    assert type(run.scheduler) is schedules.CosineAnnealingLR
+
+
+def test_a_new_factor_starts_the_climb_anew() -> None:
+    rates = Rates([make_optimizer()])
+    rates.ramp_back(4)
+    rates.scale_lr(0.5)
+    rates.healthy_step()
+    rates.healthy_step()
+    assert rates.factor == 0.75
+    rates.scale_lr(0.5)
+    seen = [rates.factor]
+    for _ in range(5):
+        rates.healthy_step()
+        seen.append(rates.factor)
+    assert seen == [0.375, 0.53125, 0.6875, 0.84375, 1.0, 1.0]
+
+
+def test_without_a_ramp_the_factor_stays() -> None:
+    rates = Rates([make_optimizer()])
+    rates.scale_lr(0.5)
+    rates.healthy_step()
+    assert rates.factor == 0.5
+
+
+def test_the_outcome_tells_each_group_where_they_differ() -> None:
+    rates = Rates([make_optimizer()])
+    outcome = rates.scale_lr(0.5)
+    assert outcome.action is Action.SCALE_LR
+    assert outcome.before == {"lr.0": 0.1, "lr.1": 0.03}
+    assert outcome.after == {"lr.0": 0.1 * 0.5, "lr.1": 0.03 * 0.5}
+    decay = rates.scale_weight_decay(1.5)
+    assert decay.action is Action.SCALE_WEIGHT_DECAY
+    assert (decay.before, decay.after) == ({"weight_decay": 0.02}, {"weight_decay": 0.02 * 1.5})
+
+
+def test_no_weight_decay_is_told_as_no_change() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    outcome = Rates([optimizer]).scale_weight_decay(1.5)
+    assert "nothing was changed" in outcome.message
+    assert outcome.before == outcome.after == {"weight_decay": 0}
+
+
+def test_weight_decay_is_undone_and_survives_a_loop_that_assigns_it() -> None:
+    optimizer = make_optimizer()
+    rates = Rates([optimizer])
+    rates.scale_weight_decay(1.5)
+    optimizer.param_groups[0]["weight_decay"] = 0.04
+    rates.before_step()
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.04 * 1.5, 0.02 * 1.5]
+    rates.undo()
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.04, 0.02]
+
+
+def test_a_group_added_later_gets_the_factor() -> None:
+    optimizer = make_optimizer()
+    rates = Rates([optimizer])
+    rates.scale_lr(0.5)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.7})
+    rates.before_step()
+    assert optimizer.param_groups[2]["lr"] == 0.7 * 0.5
+    rates.undo()
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.03, 0.7]
+
+
+def test_quiet_rates_touch_nothing() -> None:
+    optimizer = make_optimizer()
+    before = [group["lr"] for group in optimizer.param_groups]
+    rates = Rates([optimizer])
+    rates.before_step()
+    with rates.around_scheduler():
+        pass
+    rates.healthy_step()
+    assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, before))
+
+
+def test_several_optimizers_share_the_factor() -> None:
+    first, second = make_optimizer(), make_optimizer()
+    scheduler = schedules.StepLR(second, step_size=1, gamma=0.1)
+    rates = Rates([first, second])
+    rates.scale_lr(0.5)
+    second.step()
+    scheduler.step()
+    assert first.param_groups[0]["lr"] == 0.1 * 0.5
+    assert second.param_groups[0]["lr"] == 0.1 * 0.1 * 0.5
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
+def test_a_factor_that_cannot_be_meant_is_refused(factor: float) -> None:
+    with pytest.raises(UsageError, match="finite number above 0"):
+        Rates([make_optimizer()]).scale_lr(factor)
+
+
+def test_a_state_of_other_groups_is_refused() -> None:
+    rates = Rates([make_optimizer()])
+    rates.scale_lr(0.5)
+    other = Rates([torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)])
+    with pytest.raises(UsageError, match="2 parameter groups"):
+        other.load_state_dict(rates.state_dict())

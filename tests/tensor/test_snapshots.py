@@ -1,0 +1,463 @@
+"""Rolling back is exact: what comes after it is the run that never had the batches in between."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from training import assert_same, make_batches, snapshot
+
+from steadygrad.act.rates import Rates
+from steadygrad.act.snapshots import Snapshots
+from steadygrad.config import GuardConfig, SnapshotConfig
+from steadygrad.errors import ConfigError, UsageError
+
+Make = Callable[[Any], torch.optim.Optimizer]
+EAGER = SnapshotConfig(good_after=1)
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
+}
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+class Training:
+    """A small training with all that moves: batch norm, dropout, scheduler, scaler, EMA, three random generators."""
+
+    def __init__(self, make: Make, config: SnapshotConfig = EAGER) -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        layers = (nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 3))
+        self.model = nn.Sequential(*layers)
+        self.optimizer = make(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
+        self.rates = Rates([self.optimizer])
+        extras = {"scheduler": self.scheduler, "scaler": self.scaler, "ema": self.ema, "rates": self.rates}
+        self.snapshots = Snapshots(self.model, [self.optimizer], extras=extras, config=config)
+
+    def train(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for x, y in batches:
+            noisy = x + random.gauss(0, 0.01) + float(numpy.random.normal(0, 0.01))
+            self.scaler.scale(nn.functional.cross_entropy(self.model(noisy), y)).backward()
+            self.rates.before_step()
+            self.snapshots.before_optimizer()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            with self.rates.around_scheduler():
+                self.scheduler.step()
+            self.ema.update_parameters(self.model)
+
+    def look(self) -> dict[str, Tensor]:
+        parts = snapshot(self.model, self.optimizer, self.ema, self.scaler, self.scheduler)
+        generators = {"rng": torch.get_rng_state(), "python": torch.tensor(hash(random.getstate()))}
+        return parts | generators | {"numpy": torch.from_numpy(numpy.random.get_state()[1].astype("int64"))}
+
+
+@every_optimizer
+def test_training_on_from_a_snapshot_is_the_run_that_never_had_the_batches(make: Make) -> None:
+    batches = make_batches(14)
+    rolled = Training(make)
+    rolled.train(batches[:5])
+    assert rolled.snapshots.take(5)
+    at_snapshot = rolled.look()
+    rolled.train(batches[5:9])
+    rolled.rates.scale_lr(0.5)
+    rolled.snapshots.healthy_step(5)
+    after = rolled.look()
+    assert any(not torch.equal(after[k], at_snapshot[k]) for k in after), "it must have something to undo"
+    assert rolled.snapshots.restore() == 5
+    assert_same(rolled.look(), at_snapshot)
+    assert rolled.look().keys() == at_snapshot.keys()
+    rolled.train(batches[9:])
+    result = rolled.look()
+
+    clean = Training(make)
+    clean.train(batches[:5] + batches[9:])
+    assert_same(result, clean.look())
+
+
+@every_optimizer
+def test_state_that_the_optimizer_gained_later_is_removed_again(make: Make) -> None:
+    training = Training(make)
+    at_start = training.look()
+    assert training.snapshots.take(0)
+    num_entries = [len(entry) for entry in training.optimizer.state.values()]
+    training.train(make_batches(3))
+    training.snapshots.healthy_step(0)
+    training.snapshots.restore()
+    assert [len(entry) for entry in training.optimizer.state.values()] == num_entries
+    assert training.look().keys() == at_start.keys()
+    assert_same(training.look(), at_start)
+
+
+def test_objects_stay_the_same() -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    training.train(make_batches(2))
+    training.snapshots.take(2)
+    parameters, buffers = list(training.model.parameters()), list(training.model.buffers())
+    moments = [value for entry in training.optimizer.state.values() for value in entry.values()]
+    group = training.optimizer.param_groups[0]
+    training.train(make_batches(2))
+    training.snapshots.healthy_step(2)
+    training.snapshots.restore()
+    assert all(a is b for a, b in zip(parameters, training.model.parameters()))
+    assert all(a is b for a, b in zip(buffers, training.model.buffers()))
+    now = [value for entry in training.optimizer.state.values() for value in entry.values()]
+    assert all(a is b for a, b in zip(moments, now))
+    assert training.optimizer.param_groups[0] is group
+    assert "params" in group
+
+
+def test_a_snapshot_can_be_restored_again_and_again() -> None:
+    training = Training(OPTIMIZERS["AdamW"])
+    training.train(make_batches(4))
+    training.snapshots.take(4)
+    at_snapshot = training.look()
+    training.snapshots.healthy_step(4)
+    for _ in range(3):
+        training.train(make_batches(3))
+        assert training.snapshots.restore() == 4
+        assert_same(training.look(), at_snapshot)
+
+
+def test_the_factor_on_the_rates_goes_back_with_the_rest() -> None:
+    training = Training(OPTIMIZERS["SGD"])
+    training.rates.scale_lr(0.5)
+    training.train(make_batches(2))
+    training.snapshots.take(2)
+    lr = training.optimizer.param_groups[0]["lr"]
+    training.rates.scale_lr(0.1)
+    training.train(make_batches(2))
+    training.snapshots.healthy_step(2)
+    training.snapshots.restore()
+    training.rates.before_step()
+    assert training.rates.factor == 0.5
+    assert training.optimizer.param_groups[0]["lr"] == lr == 0.1 * 0.9**2 * 0.5
+
+
+class Odd(nn.Module):
+    """Tied and empty parameters, complex ones, a shared buffer, a sparse one, an absent one, a mask of -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.empty = nn.Parameter(torch.empty(0))
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.short = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        shared = torch.ones(3)
+        self.register_buffer("left", shared)
+        self.register_buffer("right", shared)
+        self.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
+        self.register_buffer("absent", None)
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.register_buffer("expanded", torch.arange(3.0).expand(2, 3))
+
+
+def test_odd_tensors_come_back() -> None:
+    model = Odd()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p is not model.empty], lr=0.1)
+    snapshots = Snapshots(model, [optimizer], config=EAGER)
+    assert snapshots.take(0)
+    before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    strides = model.image.stride()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    model.left.add_(1)
+    model.graph = torch.ones(3, 3).to_sparse()
+    model.absent = torch.ones(2)
+    assert snapshots.healthy_step(0) == [], "a mask of -inf is no fault"
+
+    assert snapshots.restore() == 0
+
+    assert torch.equal(model.graph.to_dense(), before.pop("graph").to_dense())
+    for name, value in before.items():
+        assert torch.equal(
+            model.get_parameter(name) if name in dict(model.named_parameters()) else getattr(model, name), value
+        )
+    assert model.second.weight is model.first.weight
+    assert model.left is model.right
+    assert model.absent is None
+    assert model.image.stride() == strides
+    assert not optimizer.state
+
+
+def test_an_optimizer_state_in_another_dtype_is_not_cast() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["average"] = torch.full((3,), 1 / 3)
+    optimizer.state[weight]["nested"] = {"list": [torch.ones(2), 7], "text": "kept"}
+    model = nn.ParameterList([weight])
+    snapshots = Snapshots(model, [optimizer], config=EAGER)
+    snapshots.take(0)
+    optimizer.state[weight]["average"].zero_()
+    optimizer.state[weight]["nested"]["list"][0].zero_()
+    optimizer.state[weight]["later"] = 1
+    snapshots.healthy_step(0)
+    snapshots.restore()
+    assert torch.equal(optimizer.state[weight]["average"], torch.full((3,), 1 / 3))
+    assert torch.equal(optimizer.state[weight]["nested"]["list"][0], torch.ones(2))
+    assert optimizer.state[weight]["nested"]["text"] == "kept"
+    assert "later" not in optimizer.state[weight]
+
+
+# --- which ones are good -------------------------------------------------------------------------------------------
+
+
+def make_snapshots(config: SnapshotConfig, size: int = 8) -> tuple[nn.Linear, Snapshots]:
+    model = nn.Linear(size, size)
+    return model, Snapshots(model, [torch.optim.SGD(model.parameters(), lr=0.1)], config=config)
+
+
+def test_a_snapshot_is_good_only_after_enough_healthy_steps_beyond_it() -> None:
+    _, snapshots = make_snapshots(SnapshotConfig(good_after=3))
+    snapshots.take(5)
+    for step, good in ((4, None), (5, None), (6, None), (7, 5)):  # step 4 came before it and does not count
+        snapshots.healthy_step(step)
+        assert snapshots.newest_good == good
+
+
+def test_trouble_makes_it_count_anew_and_leaves_good_ones_good() -> None:
+    _, snapshots = make_snapshots(SnapshotConfig(good_after=2))
+    snapshots.take(1)
+    snapshots.healthy_step(1)
+    snapshots.healthy_step(2)
+    snapshots.take(3)
+    snapshots.healthy_step(3)
+    snapshots.unhealthy(4)
+    assert snapshots.newest_good == 1
+    snapshots.healthy_step(5)
+    assert snapshots.newest_good == 1
+    snapshots.healthy_step(6)
+    assert snapshots.newest_good == 3
+
+
+def test_one_taken_in_trouble_never_becomes_good() -> None:
+    _, snapshots = make_snapshots(SnapshotConfig(good_after=1))
+    snapshots.take(3)
+    snapshots.unhealthy(2)  # judged late: step 2 was bad before the snapshot was taken
+    assert not snapshots.due(1000)
+    assert not snapshots.take(4), "the last step was not healthy"
+    for step in range(3, 9):
+        snapshots.healthy_step(step)
+    assert snapshots.newest_good is None
+    assert snapshots.take(9)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["parameter", "moment", "buffer", "ema"])
+def test_a_poisoned_snapshot_never_becomes_good(poison: float, where: str) -> None:
+    training = Training(OPTIMIZERS["AdamW"], SnapshotConfig(good_after=1))
+    training.train(make_batches(2))
+    training.snapshots.take(2)
+    assert training.snapshots.healthy_step(2) == []
+    targets = {
+        "parameter": training.model[0].weight.data,
+        "moment": training.optimizer.state[training.model[0].weight]["exp_avg_sq"],
+        "buffer": training.model[1].running_var,
+        "ema": training.ema.module[0].bias.data,
+    }
+    targets[where].view(-1)[-1] = poison
+    training.snapshots.take(3)
+    reasons = training.snapshots.healthy_step(3)
+    assert len(reasons) == 1
+    assert "snapshot of step 3 was dropped" in reasons[0]
+    assert training.snapshots.newest_good == 2
+
+
+def test_a_poisoned_start_is_nothing_to_go_back_to() -> None:
+    model, snapshots = make_snapshots(SnapshotConfig())
+    model.weight.data[0, 0] = math.nan
+    snapshots.take(0)
+    assert not snapshots.can_restore
+    with pytest.raises(UsageError, match="no good snapshot to restore"):
+        snapshots.restore()
+
+
+def test_the_untrained_state_will_do_while_none_is_good() -> None:
+    model, snapshots = make_snapshots(SnapshotConfig(good_after=20))
+    before = model.weight.detach().clone()
+    snapshots.take(0)
+    model.weight.data.add_(1)
+    assert snapshots.newest_good is None
+    assert snapshots.restore() == 0
+    assert torch.equal(model.weight, before)
+
+
+def test_a_later_state_that_is_not_good_will_not_do() -> None:
+    _, snapshots = make_snapshots(SnapshotConfig(good_after=20))
+    snapshots.take(7)
+    snapshots.healthy_step(7)
+    with pytest.raises(UsageError, match="20 healthy steps"):
+        snapshots.restore()
+
+
+def fill(snapshots: Snapshots, model: nn.Linear, steps: Iterable[int]) -> None:
+    """A snapshot at each step, whose weights hold the step's number; each but the last becomes good."""
+    for step in steps:
+        model.weight.data.fill_(step)
+        snapshots.take(step)
+        if step != 9:
+            snapshots.healthy_step(step)
+
+
+def test_older_goes_further_back_each_time() -> None:
+    model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=5))
+    fill(snapshots, model, (1, 2, 3, 9))
+    assert snapshots.restore() == 3
+    assert snapshots.restore() == 3
+    assert snapshots.restore(older=True) == 2
+    assert model.weight[0, 0] == 2
+    assert snapshots.restore(older=True) == 1
+    with pytest.raises(UsageError, match="no good snapshot older than the one of step 1"):
+        snapshots.restore(older=True)
+    assert model.weight[0, 0] == 1
+    assert snapshots.restore() == 1, "newer ones are gone"
+
+
+def test_older_than_the_last_restore_although_a_newer_one_became_good() -> None:
+    model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=5))
+    fill(snapshots, model, (1, 2))
+    assert snapshots.restore() == 2
+    fill(snapshots, model, (3,))
+    assert snapshots.restore(older=True) == 1
+
+
+# --- when, and how much memory -------------------------------------------------------------------------------------
+
+
+def test_the_ring_keeps_the_newest_and_never_gives_up_the_last_good_one() -> None:
+    model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=3))
+    fill(snapshots, model, range(1, 7))
+    held = snapshots.bytes_held
+    assert held == 3 * (8 * 8 * 4 + 64 + 64)  # weight, bias and two numbers for the look, each on 64 bytes
+    assert snapshots.describe() == "3 snapshots in 1.1 KiB of host memory, newest good at step 6"
+    for step in range(10, 20):  # none of these becomes good
+        snapshots.take(step)
+    assert snapshots.newest_good == 6
+    assert snapshots.bytes_held == held, "memory is reused"
+
+
+def test_memory_is_bounded_and_fewer_are_kept() -> None:
+    one = (64 * 64 + 64) * 4 + 64  # weight, bias and two numbers for the look
+    model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=3, max_bytes=2 * one + 100), size=64)
+    fill(snapshots, model, range(1, 8))
+    assert one * 2 <= snapshots.bytes_held <= 2 * one + 100
+    assert "room for 2 of 3" in snapshots.describe()
+    assert snapshots.restore() == 7
+    assert snapshots.restore(older=True) == 6
+
+
+def test_with_room_for_one_it_is_replaced() -> None:
+    model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=1))
+    fill(snapshots, model, range(1, 5))
+    assert snapshots.restore() == 4
+    assert model.weight[0, 0] == 4
+
+
+def test_when_none_fits_they_are_off_and_say_so() -> None:
+    _, snapshots = make_snapshots(SnapshotConfig(max_bytes=100))
+    assert not snapshots.take(0)
+    assert not snapshots.due(1000)
+    assert snapshots.bytes_held == 0
+    assert "one would take 384 bytes" in snapshots.describe()
+    with pytest.raises(UsageError, match=r"snapshots are off, because one would take .*max_bytes"):
+        snapshots.restore()
+
+
+def test_optimizer_state_that_comes_later_counts() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    snapshots = Snapshots(model, [optimizer], config=SnapshotConfig(max_bytes=40_000))
+    assert snapshots.take(0)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    for step in range(30):
+        snapshots.healthy_step(step)
+    assert not snapshots.take(30)
+    assert snapshots.off is not None
+    assert snapshots.bytes_held == 0
+
+
+def test_switched_off_takes_nothing() -> None:
+    _, snapshots = make_snapshots(SnapshotConfig(enabled=False))
+    assert not snapshots.due(0)
+    assert not snapshots.take(0)
+    assert "enabled is False" in snapshots.describe()
+
+
+def test_a_short_run_has_a_useful_ring() -> None:
+    _, snapshots = make_snapshots(SnapshotConfig())
+    taken = []
+    for step in range(2000):
+        if snapshots.due(step):
+            assert snapshots.take(step)
+            taken.append(step)
+        snapshots.healthy_step(step)
+        if step >= 40:
+            assert step - (snapshots.newest_good or 0) <= 20 + max(10, step // 4), "never far to go back"
+    assert taken[:4] == [0, 10, 20, 30]
+    assert 8 <= sum(step < 200 for step in taken) <= 16
+    assert {b - a for a, b in zip(taken[-5:], taken[-4:])} == {100}
+    assert [snapshots.effective_skip(step) for step in (0, 200, 2000, 10_000)] == [1, 10, 100, 200]
+
+
+def test_an_extra_that_refers_to_the_optimizer_does_not_copy_it() -> None:
+    class Holds:
+        """Its state refers to the optimizer, which must not be copied with it."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+            self.loaded: Any = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"optimizer": self.optimizer, "values": {1, 2}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loaded = state
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    extra = Holds(optimizer)
+    snapshots = Snapshots(model, [optimizer], extras={"extra": extra}, config=EAGER)
+    snapshots.take(0)
+    snapshots.healthy_step(0)
+    snapshots.restore()
+    assert extra.loaded["optimizer"] is optimizer
+    assert extra.loaded["values"] == {1, 2}
+
+
+@pytest.mark.parametrize("field", ["every", "keep", "good_after", "max_bytes", "skip_batches"])
+def test_a_setting_that_cannot_be_meant_is_named(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"SnapshotConfig.{field}"):
+        SnapshotConfig(**{field: 0})
+
+
+def test_the_settings_are_read_from_plain_values() -> None:
+    config = GuardConfig.from_dict({"snapshots": {"every": 50, "enabled": False}})
+    assert config.snapshots == SnapshotConfig(every=50, enabled=False)
+    assert GuardConfig.from_dict(config.to_dict()) == config
+    assert copy.deepcopy(config) == config

@@ -1,0 +1,85 @@
+"""README and docs: every Python block runs, prints what it says, links lead somewhere, numbers are the measured ones.
+
+The blocks of a file run in order in one namespace, in a directory of their own. A comment `#> text` is what the block
+prints at that place: all of them together must be all that it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def find_blocks(text: str) -> list[str]:
+    """The Python blocks, each behind as many empty lines as come before it, so that tracebacks name the right line."""
+    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in BLOCK.finditer(text)]
+
+
+@pages
+def test_every_python_block_runs_and_prints_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STEADYGRAD", raising=False)
+    namespace: dict[str, object] = {"__name__": "docs"}
+    blocks = find_blocks(page.read_text(encoding="utf-8"))
+    assert blocks
+    for block in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, str(page), "exec"), namespace)
+        assert printed.getvalue().splitlines() == re.findall(r"#> (.*)$", block, re.MULTILINE)
+
+
+@pages
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= set(linked)
+
+
+def test_the_readme_shows_the_numbers_of_the_benchmarks() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"<!-- numbers -->\n\n(.*)\n<!-- /numbers -->", readme, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == load_tables().render_numbers(), "run: python benchmarks/tables.py"
+
+
+def test_the_tables_change_with_the_results(tmp_path: Path) -> None:
+    tables = load_tables()
+    machine = '{"gpu": "A GPU", "torch": "2.11.0", "python": "3.12.3"}'
+    times = '{"plain": 10.0, "Guard": 10.149}'
+    results = '{"B=4": {"base": "plain", "milliseconds": ' + times + "}}"
+    (tmp_path / "whole_step_cuda.json").write_text(f'{{"machine": {machine}, "results": {results}}}')
+
+    rendered = tables.render_numbers(tmp_path)
+
+    assert "| Guard | 10.15 (1.01) |" in rendered
+    assert "A GPU, torch 2.11.0, Python 3.12.3: `python benchmarks/whole_step.py --device cuda`" in rendered
+
+
+def load_tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

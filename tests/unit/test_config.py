@@ -1,0 +1,435 @@
+"""Settings: a wrong value fails at once, and the error names the field, the value and what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steadygrad import (
+    Action,
+    AdaGC,
+    AdaptiveUnitClip,
+    AutoClip,
+    ClipValue,
+    ConfigError,
+    DetectConfig,
+    FixedNorm,
+    GuardConfig,
+    Incident,
+    MeasureConfig,
+    Precision,
+    RecordConfig,
+    SteadygradError,
+    ZClip,
+)
+from steadygrad.config import ClipStrategy, Implementation, Interval
+
+NAN, INF = math.nan, math.inf
+
+STRATEGIES: list[ClipStrategy] = [
+    FixedNorm(max_norm=0.5),
+    ClipValue(value=0.25),
+    ZClip(alpha=0.9, z=3.0, warmup=7, max_norm=None, eps=1e-5),
+    AutoClip(percentile=25.0, window=64),
+    AdaptiveUnitClip(ratio=0.02, eps=1e-4, exclude=("head", "embed.weight")),
+    AdaGC(relative=1.2, beta=0.9, warmup=11, max_norm=2.0),
+]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.kind)
+
+
+# --- wrong values ---------------------------------------------------------------------------------------------------
+
+BAD_VALUES: list[tuple[type, str, list[Any], str]] = [
+    # class, field, values to refuse, advice to find in the message
+    (FixedNorm, "max_norm", [0, 0.0, -1.0, NAN, -INF, None, "1.0", True], "clip=None"),
+    (ClipValue, "value", [0, -0.5, NAN, None, "1.0"], "Use 1.0"),
+    (ZClip, "alpha", [0, 1, 1.5, -0.1, NAN, None, "0.97"], "0.97"),
+    (ZClip, "z", [0, -2.5, NAN, None, "2.5"], "2.5"),
+    (ZClip, "warmup", [1, 0, -3], "25"),
+    (ZClip, "max_norm", [0, -1.0, NAN, "1.0"], "Use 1.0"),
+    (ZClip, "eps", [0, -1e-6, NAN, None], "1e-6"),
+    (AutoClip, "percentile", [-1, 101, NAN, None, "10"], "10"),
+    (AutoClip, "window", [1, 0, -4096], "4096"),
+    (AdaptiveUnitClip, "ratio", [0, -0.01, NAN, None], "0.01"),
+    (AdaptiveUnitClip, "eps", [0, -1e-3, NAN, None], "1e-3"),
+    (AdaGC, "relative", [0, -1.05, NAN, None], "1.05"),
+    (AdaGC, "beta", [0, 1, 2, -0.98, NAN, None], "0.98"),
+    (AdaGC, "warmup", [0, -1], "100"),
+    (AdaGC, "max_norm", [0, -1, NAN, None], "Use 1.0"),
+    (MeasureConfig, "parameters_every", [-1], "0 switches it off"),
+    (RecordConfig, "steps_every", [0, -1], "Use 1"),
+    (RecordConfig, "layers_every", [-1], "0 switches it off"),
+    (DetectConfig, "window", [7, 0, -128], "128"),
+    (DetectConfig, "min_values", [1, 129], "32"),
+    (DetectConfig, "exploding_norm", [0, -100.0, NAN], "100"),
+    (GuardConfig, "clip", ["fixed_norm", 1.0, FixedNorm, {"kind": "fixed_norm"}], "clip=FixedNorm(max_norm=1.0)"),
+    (GuardConfig, "on_nonfinite", ["clip", Action.ROLLBACK, "none"], "SKIP is the safe choice"),
+    (GuardConfig, "sanitize_value", [NAN, INF, -INF, None, "0", True], "Use 0.0"),
+    (GuardConfig, "on_incident", [3, "print"], "called with each Incident"),
+    (GuardConfig, "measure", [None, {}, RecordConfig()], "MeasureConfig"),
+    (GuardConfig, "detect", [None, {}], "DetectConfig"),
+    (GuardConfig, "record", [None, {}], "RecordConfig"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "advice"),
+    [
+        pytest.param(cls, field, value, advice, id=f"{cls.__name__}.{field}={value!r}")
+        for cls, field, values, advice in BAD_VALUES
+        for value in values
+    ],
+)
+def test_a_bad_value_is_refused_with_field_value_and_advice(cls: type, field: str, value: Any, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cls(**{field: value})
+    message = str(caught.value)
+    assert message.startswith(f"{cls.__name__}.{field} must ")
+    assert re.search(rf"got .*{re.escape(str(value) if isinstance(value, str) else repr(value)[:12])}", message)
+    assert advice in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "options"),
+    [
+        ("on_nonfinite", "ignore", ("skip", "sanitize", "raise")),
+        ("on_nonfinite", None, ("skip", "sanitize", "raise")),
+        ("on_nonfinite", 5, ("skip", "sanitize", "raise")),
+        ("autocast", "bf17", ("bf16", "fp16", "fp32")),
+        ("scheduler_interval", "batch", ("step", "epoch")),
+    ],
+)
+def test_a_word_that_is_not_known_is_refused_with_the_words_that_are(
+    field: str, value: Any, options: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GuardConfig(**{field: value})
+    message = str(caught.value)
+    assert message.startswith(f"GuardConfig.{field}")
+    assert f"got {value!r}" in message
+    assert all(option in message for option in options)
+
+
+def test_a_config_error_is_a_value_error_and_ours() -> None:
+    with pytest.raises(ValueError) as caught:
+        FixedNorm(max_norm=0)
+    assert isinstance(caught.value, SteadygradError)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FixedNorm(max_norm=INF),  # measure, never clip
+        lambda: FixedNorm(max_norm=1),
+        lambda: ZClip(max_norm=None),
+        lambda: AutoClip(percentile=0),
+        lambda: AutoClip(percentile=100),
+        lambda: AdaptiveUnitClip(exclude=["head"]),  # type: ignore[arg-type]
+        lambda: MeasureConfig(parameters_every=0),
+        lambda: RecordConfig(steps_every=1, layers_every=0),
+        lambda: GuardConfig(clip=None),
+        lambda: GuardConfig(sanitize_value=-1),
+        lambda: GuardConfig(on_incident=print),
+    ],
+)
+def test_the_edges_of_what_can_be_meant_are_accepted(make: Any) -> None:
+    assert dataclasses.is_dataclass(make())
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", [Action.RAISE, Action.HALT, "raise", "RAISE", "halt"])
+def test_raise_can_be_written_in_every_way(word: Any) -> None:
+    assert GuardConfig(on_nonfinite=word).on_nonfinite is Action.RAISE is Action.HALT
+
+
+@pytest.mark.parametrize("word", ["skip", "SKIP", "sanitize", Action.SANITIZE])
+def test_words_become_members(word: Any) -> None:
+    assert isinstance(GuardConfig(on_nonfinite=word).on_nonfinite, Action)
+
+
+def test_precision_and_interval_are_read_from_text() -> None:
+    config = GuardConfig(autocast="bf16", scheduler_interval="epoch")  # type: ignore[arg-type]
+    assert config.autocast is Precision.BF16
+    assert config.scheduler_interval is Interval.EPOCH
+
+
+def test_what_a_list_gives_is_kept_as_a_tuple() -> None:
+    names = ["head"]
+    settings = AdaptiveUnitClip(exclude=names)  # type: ignore[arg-type]
+    names.append("tail")
+    assert settings.exclude == ("head",)
+
+
+# --- value objects --------------------------------------------------------------------------------------------------
+
+VALUE_OBJECTS = [*STRATEGIES, MeasureConfig(), DetectConfig(), RecordConfig(), GuardConfig()]
+every_object = pytest.mark.parametrize("thing", VALUE_OBJECTS, ids=lambda thing: type(thing).__name__)
+
+
+@every_object
+def test_settings_cannot_be_changed(thing: Any) -> None:
+    before = copy.deepcopy(thing)
+    for field in dataclasses.fields(thing):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, field.name, getattr(thing, field.name))
+    assert thing == before
+
+
+@every_object
+def test_settings_are_keyword_only(thing: Any) -> None:
+    assert all(field.kw_only for field in dataclasses.fields(thing))
+    first = dataclasses.fields(thing)[0]
+    with pytest.raises(TypeError, match="positional"):
+        type(thing)(getattr(thing, first.name))
+
+
+@every_object
+def test_every_setting_has_a_default(thing: Any) -> None:
+    assert isinstance(type(thing)(), type(thing))
+
+
+def test_settings_are_compared_by_value_and_changed_by_replacing() -> None:
+    config = GuardConfig(clip=ZClip())
+    assert config == GuardConfig(clip=ZClip())
+    assert config != GuardConfig()
+    assert dataclasses.replace(config, clip=None).clip is None
+    with pytest.raises(ConfigError):
+        dataclasses.replace(FixedNorm(), max_norm=-1.0)
+
+
+def test_the_default_clips_by_norm_one_and_skips() -> None:
+    config = GuardConfig()
+    assert config.clip == FixedNorm(max_norm=1.0)
+    assert config.on_nonfinite is Action.SKIP
+    assert config.sanitize_value == 0.0
+    assert config.drop_bad_microbatches is False
+    assert config.autocast is None
+
+
+# --- plain values and back ------------------------------------------------------------------------------------------
+
+
+@every_strategy
+def test_every_strategy_survives_the_way_through_plain_values(strategy: ClipStrategy) -> None:
+    config = GuardConfig(
+        clip=strategy,
+        on_nonfinite=Action.SANITIZE,
+        sanitize_value=0.5,
+        drop_bad_microbatches=True,
+        autocast=Precision.BF16,
+        scheduler_interval=Interval.EPOCH,
+        measure=MeasureConfig(implementation=Implementation.REFERENCE, parameters_every=10),
+        detect=DetectConfig(exploding_norm=50.0, window=64),
+        record=RecordConfig(steps_every=2, layers_every=0),
+    )
+    plain = json.loads(json.dumps(config.to_dict(), allow_nan=False))
+    assert plain["clip"]["kind"] == strategy.kind
+    assert GuardConfig.from_dict(plain) == config
+
+
+def test_kinds_are_unique() -> None:
+    assert len({strategy.kind for strategy in STRATEGIES}) == len(STRATEGIES) == len(ClipStrategy.__args__)
+
+
+def test_no_clipping_and_the_default_survive_too() -> None:
+    for config in (GuardConfig(clip=None), GuardConfig()):
+        assert GuardConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_what_is_not_given_keeps_its_default() -> None:
+    assert GuardConfig.from_dict({}) == GuardConfig()
+    assert GuardConfig.from_dict({"clip": {"kind": "zclip", "z": 3}}).clip == ZClip(z=3.0)
+
+
+def test_callables_are_left_out_of_plain_values() -> None:
+    called: list[Incident] = []
+    plain = GuardConfig(on_incident=called.append).to_dict()
+    json.dumps(plain)
+    assert GuardConfig.from_dict(plain).on_incident is None
+
+
+def test_words_are_written_as_their_values() -> None:
+    plain = GuardConfig(on_nonfinite=Action.RAISE, autocast=Precision.FP16).to_dict()
+    assert (plain["on_nonfinite"], plain["autocast"]) == ("halt", "fp16")
+
+
+# --- plain values that are wrong ------------------------------------------------------------------------------------
+
+
+def refuse(values: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        GuardConfig.from_dict(values)
+    return str(caught.value)
+
+
+def test_every_unknown_and_wrong_field_is_named_in_one_error() -> None:
+    message = refuse(
+        {
+            "clipp": {"kind": "zclip"},
+            "on_nonfinite": "ignore",
+            "autocast": "bf17",
+            "drop_bad_microbatches": "yes",
+            "measure": {"implementation": "cuda", "parametersevery": 3},
+            "record": {"steps_every": 1.5},
+            "detect": 7,
+            "clip": {"kind": "zclip", "alfa": 0.9, "warmup": "many"},
+        }
+    )
+    assert message.startswith("10 wrong field(s):")
+    for where, found in {
+        "clipp": "unknown",
+        "on_nonfinite": "'ignore'",
+        "autocast": "'bf17'",
+        "drop_bad_microbatches": "'yes'",
+        "measure.implementation": "'cuda'",
+        "measure.parametersevery": "unknown",
+        "record.steps_every": "1.5",
+        "detect": "7",
+        "clip.alfa": "unknown",
+        "clip.warmup": "'many'",
+    }.items():
+        lines = [line for line in message.splitlines() if line.strip().startswith(f"{where}: ")]
+        assert len(lines) == 1, where
+        assert found in lines[0]
+
+
+def test_an_unknown_field_is_told_with_the_fields_there_are() -> None:
+    message = refuse({"record": {"every": 3}})
+    assert "record.every: unknown; RecordConfig has layers_every, steps_every" in message
+
+
+def test_a_value_out_of_range_is_told_with_its_place() -> None:
+    message = refuse({"clip": {"kind": "fixed_norm", "max_norm": 0}, "record": {"steps_every": 0}})
+    assert "clip: FixedNorm.max_norm must be above 0, got 0.0" in message
+    assert "record: RecordConfig.steps_every must be at least 1, got 0" in message
+
+
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}, {"kind": None}, {"kind": "agc"}, {"kind": 3}])
+def test_a_strategy_without_a_known_kind_is_told_the_kinds(clip: dict[str, Any]) -> None:
+    message = refuse({"clip": clip})
+    assert (
+        f"clip.kind: must be one of fixed_norm, value, zclip, autoclip, adaptive_unit, adagc, got {clip.get('kind')!r}"
+        in message
+    )
+
+
+@pytest.mark.parametrize("clip", ["zclip", 1.0, ["zclip"], True])
+def test_a_strategy_that_is_no_mapping_is_refused(clip: Any) -> None:
+    assert f"clip: must be a mapping of fields, got {clip!r}" in refuse({"clip": clip})
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"clip": {"kind": "zclip", "warmup": 25.0}}, "clip.warmup: must be int, got 25.0"),
+        ({"clip": {"kind": "zclip", "warmup": True}}, "clip.warmup: must be int, got True"),
+        ({"clip": {"kind": "fixed_norm", "max_norm": True}}, "clip.max_norm: must be float, got True"),
+        ({"clip": {"kind": "fixed_norm", "max_norm": "much"}}, "clip.max_norm: must be float, got 'much'"),
+        ({"clip": {"kind": "fixed_norm", "max_norm": None}}, "clip.max_norm: must be float, got None"),
+        ({"clip": {"kind": "adaptive_unit", "exclude": "head"}}, "clip.exclude: must be tuple, got 'head'"),
+        ({"drop_bad_microbatches": 1}, "drop_bad_microbatches: must be bool, got 1"),
+        ({"on_incident": "print"}, "on_incident: must be Callable, got 'print'"),
+        ({"detect": None}, "detect: must be a mapping of fields, got None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_told_with_the_right_one(values: dict[str, Any], told: str) -> None:
+    assert told in refuse(values)
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e-3", 1e-3), ("1E+2", 100.0), ("inf", INF), (" 0.5 ", 0.5)])
+def test_numbers_that_yaml_reads_as_text_are_numbers(text: str, number: float) -> None:
+    assert GuardConfig.from_dict({"clip": {"kind": "fixed_norm", "max_norm": text}}).clip == FixedNorm(max_norm=number)
+
+
+def test_nan_written_as_text_is_still_refused() -> None:
+    assert "max_norm must be above 0, got nan" in refuse({"clip": {"kind": "fixed_norm", "max_norm": "nan"}})
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+YAML = """
+clip:
+  kind: adagc
+  relative: 1.1
+  warmup: 50
+on_nonfinite: raise
+autocast: bf16
+sanitize_value: 1e-3   # YAML 1.1 reads this as text
+measure: {implementation: foreach, parameters_every: 100}
+record:
+  layers_every: 0
+"""
+TOML = """
+on_nonfinite = "raise"
+autocast = "bf16"
+sanitize_value = 1e-3
+
+[clip]
+kind = "adagc"
+relative = 1.1
+warmup = 50
+
+[measure]
+implementation = "foreach"
+parameters_every = 100
+
+[record]
+layers_every = 0
+"""
+FROM_FILE = GuardConfig(
+    clip=AdaGC(relative=1.1, warmup=50),
+    on_nonfinite=Action.RAISE,
+    autocast=Precision.BF16,
+    sanitize_value=1e-3,
+    measure=MeasureConfig(implementation=Implementation.FOREACH, parameters_every=100),
+    record=RecordConfig(layers_every=0),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.yaml", YAML), ("a.yml", YAML), ("a.toml", TOML)])
+@pytest.mark.parametrize("as_text", [False, True], ids=["Path", "str"])
+def test_a_file_gives_the_settings_it_says(name: str, text: str, as_text: bool, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    assert GuardConfig.load(str(path) if as_text else path) == FROM_FILE
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("wrong.yaml", "clip: {kind: zclip, alfa: 1}\nrekord: 1\n", ("clip.alfa", "rekord", "2 wrong field")),
+        ("wrong.toml", "rekord = 1\n[clip]\nkind = 'zclip'\nalfa = 1\n", ("clip.alfa", "rekord", "2 wrong field")),
+        ("broken.yaml", "clip: [", ("not valid YAML",)),
+        ("broken.toml", "clip = [", ("not valid TOML",)),
+        ("empty.yaml", "", ("must hold a mapping", "NoneType")),
+        ("list.yaml", "- 1\n- 2\n", ("must hold a mapping", "list")),
+        ("config.json", "{}", ("'.json' is not known", ".toml")),
+    ],
+)
+def test_a_wrong_file_is_told_by_its_name(name: str, text: str, told: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        GuardConfig.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert all(part in str(caught.value) for part in told)
+
+
+def test_a_missing_file_is_told_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        GuardConfig.load(tmp_path / "nowhere.yaml")
+
+
+def test_an_empty_toml_file_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "empty.toml"
+    path.touch()
+    assert GuardConfig.load(path) == GuardConfig()

@@ -1,0 +1,457 @@
+"""The run directory: what stands in its files, when it is on disk, and that a broken sink never costs a training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad import FixedNorm, Guard, GuardConfig, RecordConfig, __version__
+from steadygrad.facts import (
+    Action,
+    Cause,
+    Finding,
+    GradientTable,
+    Incident,
+    Outcome,
+    Severity,
+    StepRecord,
+    Verdict,
+)
+from steadygrad.record import Recorder, RunDirectory
+from steadygrad.testing import poison_batches
+
+FILES = ["incidents.jsonl", "layers.jsonl", "run.json", "steps.jsonl", "train.log"]
+
+
+def read_json(line: str) -> Any:
+    """One value of strict JSON: a bare NaN or Infinity, which most parsers refuse, is an error here too."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON: {line}")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def read_lines(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8")
+    assert text == "" or text.endswith("\n")
+    return [read_json(line) for line in text.splitlines()]
+
+
+def open_run(path: Path) -> RunDirectory:
+    return RunDirectory(path, config={"clip": None}, parameters=["a", "b"], versions={"steadygrad": "9.9"})
+
+
+def make_record(**changes: Any) -> StepRecord:
+    healthy = {
+        "step": 0,
+        "loss": 2.5,
+        "grad_norm": 0.25,
+        "clip_coefficient": 1.0,
+        "clipped": False,
+        "skipped": False,
+        "num_nonfinite": 0,
+        "learning_rates": (0.1, 0.01),
+        "loss_scale": None,
+        "num_microbatches": 1,
+        "num_dropped_microbatches": 0,
+        "time_seconds": 1.5,
+    }
+    return StepRecord(**{**healthy, **changes})
+
+
+def make_incident(severity: Severity = Severity.ERROR, **changes: Any) -> Incident:
+    finding = Finding(
+        kind="nonfinite_loss",
+        severity=severity,
+        step=4,
+        message="the loss is nan",
+        advice="Look for log(0).",
+        evidence={"loss": math.nan, "norms": [1.0, math.inf, -math.inf], "parameter": "größe.weight"},
+    )
+    return Incident(
+        **{
+            "step": 4,
+            "finding": finding,
+            "verdict": Verdict(action=Action.SKIP, reason="it must not reach a weight"),
+            "outcome": Outcome(action=Action.SKIP, message="the step was skipped", before={"grad_norm": math.nan}),
+            **changes,
+        }
+    )
+
+
+# --- a small training -----------------------------------------------------------------------------------------------
+
+
+def make_model() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(4, 2)
+
+
+def make_batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(8, 4, generator=generator) for _ in range(count)]
+
+
+def train(count: int, *, bad: set[int] = frozenset(), **settings: Any) -> tuple[nn.Linear, Guard]:  # type: ignore[assignment]
+    model = make_model()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    for batch in poison_batches(make_batches(count), at=bad):
+        guard.step(lambda x: model(x).square().mean(), batch)
+    return model, guard
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_holds_its_files_and_nothing_else(tmp_path: Path) -> None:
+    _, guard = train(3, bad={1}, run_dir=tmp_path / "deep" / "run")
+    guard.close()
+    assert sorted(path.name for path in (tmp_path / "deep" / "run").iterdir()) == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+
+
+def test_run_json_tells_config_versions_machine_and_parameters(tmp_path: Path) -> None:
+    config = GuardConfig(clip=FixedNorm(max_norm=0.5))
+    _, guard = train(0, run_dir=tmp_path, config=config)
+    guard.close()
+    run = read_json((tmp_path / "run.json").read_text(encoding="utf-8"))
+    assert set(run) == {"started", "config", "versions", "machine", "parameters"}
+    assert GuardConfig.from_dict(run["config"]) == config
+    assert run["versions"]["steadygrad"] == __version__
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert run["machine"]["num_cpus"] == os.cpu_count()
+    assert run["parameters"] == ["weight", "bias"]
+
+
+def test_a_step_is_one_line_of_strict_json(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.write_step(make_record())
+    run.write_step(make_record(step=1, loss=math.nan, grad_norm=math.inf, skipped=True, num_nonfinite=3))
+    run.write_step(make_record(step=2, loss=None, grad_norm=-math.inf, loss_scale=1024.0))
+    run.close()
+    healthy = {
+        "step": 0,
+        "loss": 2.5,
+        "grad_norm": 0.25,
+        "clip_coefficient": 1.0,
+        "clipped": False,
+        "skipped": False,
+        "num_nonfinite": 0,
+        "learning_rates": [0.1, 0.01],
+        "loss_scale": None,
+        "num_microbatches": 1,
+        "num_dropped_microbatches": 0,
+        "time_seconds": 1.5,
+    }
+    assert read_lines(tmp_path / "steps.jsonl") == [
+        healthy,
+        {**healthy, "step": 1, "loss": "nan", "grad_norm": "inf", "skipped": True, "num_nonfinite": 3},
+        {**healthy, "step": 2, "loss": None, "grad_norm": "-inf", "loss_scale": 1024.0},
+    ]
+
+
+def test_what_stands_for_nan_and_inf_is_read_back_by_float(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.write_step(make_record(loss=math.nan, grad_norm=-math.inf))
+    run.close()
+    line = read_lines(tmp_path / "steps.jsonl")[0]
+    assert math.isnan(float(line["loss"]))
+    assert float(line["grad_norm"]) == -math.inf
+
+
+def test_a_number_survives_its_way_through_the_file(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.write_step(make_record(loss=0.1 + 0.2, grad_norm=1e-300))
+    run.close()
+    line = read_lines(tmp_path / "steps.jsonl")[0]
+    assert (line["loss"], line["grad_norm"]) == (0.1 + 0.2, 1e-300)
+
+
+def test_layers_are_name_to_norm_largest_nonfinite_and_zeros(tmp_path: Path) -> None:
+    table = GradientTable(("a", "b"), (4, 3), [1.5, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 1.0, 1.0])
+    run = open_run(tmp_path)
+    run.write_layers(7, table)
+    run.close()
+    assert read_lines(tmp_path / "layers.jsonl") == [
+        {"step": 7, "gradients": {"a": [1.5, 1.0, 0, 0.25], "b": [0.0, 0.0, 2, 0.333333]}}
+    ]
+
+
+def test_an_incident_is_one_line_with_everything_about_it(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.write_incident(make_incident())
+    cause = Cause(kind="nan", phase="forward", op="aten.sqrt", line=41, inputs=("[0, 1]",))
+    run.write_incident(make_incident(cause=cause))
+    run.close()
+    first, second = read_lines(tmp_path / "incidents.jsonl")
+    assert first == {
+        "step": 4,
+        "finding": {
+            "kind": "nonfinite_loss",
+            "severity": "error",
+            "step": 4,
+            "message": "the loss is nan",
+            "advice": "Look for log(0).",
+            "evidence": {"loss": "nan", "norms": [1.0, "inf", "-inf"], "parameter": "größe.weight"},
+        },
+        "verdict": {"action": "skip", "reason": "it must not reach a weight", "factor": None},
+        "outcome": {"action": "skip", "message": "the step was skipped", "before": {"grad_norm": "nan"}, "after": {}},
+        "cause": None,
+    }
+    assert second["cause"]["op"] == "aten.sqrt"
+    assert second["cause"]["inputs"] == ["[0, 1]"]
+
+
+def test_the_log_tells_the_same_in_greppable_text(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.write_step(make_record())
+    run.write_step(make_record(step=1, clipped=True, clip_coefficient=0.125, learning_rates=(0.1,)))
+    run.write_step(make_record(step=2, loss=math.nan, grad_norm=math.inf, skipped=True))
+    run.write_step(make_record(step=3, loss=None, grad_norm=-math.inf, learning_rates=()))
+    run.close()
+    assert (tmp_path / "train.log").read_text(encoding="utf-8").splitlines() == [
+        "step=0 loss=2.5 grad_norm=0.25 lr=0.1,0.01",
+        "step=1 loss=2.5 grad_norm=0.25 lr=0.1 clipped=0.125",
+        "step=2 loss=NaN grad_norm=Inf lr=0.1,0.01 skipped",
+        "step=3 loss=- grad_norm=-Inf lr=",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("severity", "level"),
+    [
+        (Severity.INFO, "INFO"),
+        (Severity.WARNING, "WARNING"),
+        (Severity.ERROR, "ERROR"),
+        (Severity.CRITICAL, "ERROR"),
+    ],
+)
+def test_an_incident_is_one_line_of_the_log_with_its_level(severity: Severity, level: str, tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.write_incident(make_incident(severity))
+    run.close()
+    assert (tmp_path / "train.log").read_text(encoding="utf-8") == (
+        f"{level} step=4 nonfinite_loss: the loss is nan | action=skip: the step was skipped | Look for log(0).\n"
+    )
+
+
+def test_a_training_leaves_its_story_in_the_files(tmp_path: Path) -> None:
+    _, guard = train(4, bad={2}, run_dir=tmp_path)
+    guard.close()
+
+    steps = read_lines(tmp_path / "steps.jsonl")
+    assert [(s["step"], s["skipped"]) for s in steps] == [(0, False), (1, False), (2, True), (3, False)]
+    assert (steps[2]["loss"], steps[2]["grad_norm"]) == ("nan", "nan")
+    assert steps[3]["loss"] == guard.last.loss  # type: ignore[union-attr]
+    incidents = read_lines(tmp_path / "incidents.jsonl")
+    assert [(i["step"], i["finding"]["kind"]) for i in incidents] == [(i.step, i.finding.kind) for i in guard.incidents]
+    assert {i["step"] for i in incidents} == {2}
+    assert [line["step"] for line in read_lines(tmp_path / "layers.jsonl")] == [0, 2]
+    log = (tmp_path / "train.log").read_text(encoding="utf-8").splitlines()
+    assert "step=2 loss=NaN grad_norm=NaN lr=0.1 skipped" in log
+    assert sum(line.startswith("ERROR step=2 nonfinite_") for line in log) == len(incidents)
+
+
+def test_steps_are_written_as_often_as_the_config_says_and_skips_always(tmp_path: Path) -> None:
+    config = GuardConfig(record=RecordConfig(steps_every=3, layers_every=0))
+    _, guard = train(8, bad={4}, run_dir=tmp_path, config=config)
+    guard.close()
+    assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [0, 3, 4, 6]
+    assert read_lines(tmp_path / "layers.jsonl") == []
+
+
+# --- when it is on disk ---------------------------------------------------------------------------------------------
+
+
+def test_an_incident_is_on_disk_before_the_call_returns(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.write_step(make_record())
+    run.write_incident(make_incident())
+    try:
+        code = "import sys; print(sys.stdin.read() or open(sys.argv[1], encoding='utf-8').read(), end='')"
+        seen = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "incidents.jsonl")],
+            capture_output=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+            stdin=subprocess.DEVNULL,
+            check=True,
+        ).stdout
+        assert read_json(seen)["finding"]["kind"] == "nonfinite_loss"
+        assert "ERROR step=4" in (tmp_path / "train.log").read_text(encoding="utf-8")
+        assert len(read_lines(tmp_path / "steps.jsonl")) == 1  # what led to it is there as well
+    finally:
+        run.close()
+
+
+def test_the_incident_is_on_disk_before_on_incident_is_called(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def look(incident: Incident) -> None:
+        seen.append(len(read_lines(tmp_path / "incidents.jsonl")))
+
+    _, guard = train(3, bad={1}, run_dir=tmp_path, config=GuardConfig(on_incident=look))
+    guard.close()
+    assert seen == list(range(1, len(guard.incidents) + 1))
+
+
+def test_a_process_that_dies_leaves_its_incidents_behind(tmp_path: Path) -> None:
+    code = f"""
+import os
+from steadygrad.facts import Action, Finding, Incident, Outcome, Severity, Verdict
+from steadygrad.record import RunDirectory
+run = RunDirectory({str(tmp_path)!r}, config={{}}, parameters=[], versions={{}})
+finding = Finding(kind="k", severity=Severity.ERROR, step=0, message="m")
+incident = Incident(step=0, finding=finding, verdict=Verdict(action=Action.SKIP, reason="r"),
+                    outcome=Outcome(action=Action.SKIP, message="o"))
+run.write_incident(incident)
+os._exit(9)  # nothing is closed or flushed on the way out
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    assert [line["finding"]["kind"] for line in read_lines(tmp_path / "incidents.jsonl")] == ["k"]
+
+
+def test_steps_are_held_back_for_a_bounded_while_only(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    for step in range(RunDirectory.FLUSH_EVERY):
+        run.write_step(make_record(step=step))
+    assert len(read_lines(tmp_path / "steps.jsonl")) == RunDirectory.FLUSH_EVERY
+    run.write_step(make_record(step=RunDirectory.FLUSH_EVERY, skipped=True))
+    assert len(read_lines(tmp_path / "steps.jsonl")) == RunDirectory.FLUSH_EVERY + 1
+    run.close()
+
+
+# --- a directory that already holds a run ---------------------------------------------------------------------------
+
+
+def test_an_existing_run_is_continued_and_not_overwritten(tmp_path: Path) -> None:
+    _, first = train(3, bad={1}, run_dir=tmp_path)
+    first.close()
+    before = {name: (tmp_path / name).read_text(encoding="utf-8") for name in FILES if name != "run.json"}
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+
+    _, second = train(2, bad={0}, run_dir=tmp_path)
+    second.close()
+
+    for name, text in before.items():
+        now = (tmp_path / name).read_text(encoding="utf-8")
+        assert now.startswith(text)
+        assert len(now) > len(text)
+    assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [0, 1, 2, 0, 1]
+    assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, guard = train(3, bad={1}, run_dir=None)
+    guard.close()
+    assert guard.incidents
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- sinks that break -----------------------------------------------------------------------------------------------
+
+
+class MemorySink:
+    """Keeps what it is given; breaks in the calls named in `broken`."""
+
+    def __init__(self, *broken: str) -> None:
+        self.broken = broken
+        self.calls: list[str] = []
+        self.kept: list[Any] = []
+
+    def _take(self, call: str, value: Any) -> None:
+        self.calls.append(call)
+        if call in self.broken:
+            raise OSError(28, "No space left on device")
+        self.kept.append(value)
+
+    def write_step(self, record: StepRecord) -> None:
+        self._take("write_step", record.step)
+
+    def write_layers(self, step: int, gradients: GradientTable) -> None:
+        self._take("write_layers", dict(gradients))
+
+    def write_incident(self, incident: Incident) -> None:
+        self._take("write_incident", incident)
+
+    def close(self) -> None:
+        self._take("close", None)
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_trained_alike(left: nn.Module, right: nn.Module) -> None:
+    for a, b in zip(left.parameters(), right.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("call", ["write_step", "write_layers", "write_incident"])
+def test_a_broken_sink_is_told_once_and_switched_off_while_others_go_on(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy, _ = train(6, bad={1, 3})
+    broken, other = MemorySink(call), MemorySink()
+
+    model, guard = train(6, bad={1, 3}, sinks=[broken, other])
+    guard.close()
+
+    assert_trained_alike(model, healthy)
+    assert broken.calls.count(call) == 1
+    assert broken.calls[-1] in (call, "close")
+    assert [kept for kept in other.kept if isinstance(kept, int)] == list(range(6))
+    assert sum(isinstance(kept, Incident) for kept in other.kept) == len(guard.incidents) > 0
+    assert other.calls[-1] == "close"
+    told = errors_of(caplog)
+    assert len(told) == 1
+    assert "MemorySink" in told[0]
+    assert "No space left on device" in told[0]
+    assert "training goes on" in told[0]
+
+
+def test_a_sink_that_breaks_on_close_does_not_keep_the_others_open(caplog: pytest.LogCaptureFixture) -> None:
+    broken, other = MemorySink("close"), MemorySink()
+    recorder = Recorder([broken, other])
+    recorder.close()
+    recorder.close()
+    assert other.calls == ["close"]
+    assert len(errors_of(caplog)) == 1
+
+
+def test_without_the_recorder_a_broken_sink_would_end_the_training() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        MemorySink("write_step").write_step(make_record())
+
+
+def test_a_directory_deleted_under_a_training_does_not_touch_it(tmp_path: Path) -> None:
+    healthy, _ = train(4, bad={2})
+    model = make_model()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run")
+    for step, batch in enumerate(poison_batches(make_batches(4), at={2})):
+        if step == 1:
+            shutil.rmtree(tmp_path / "run")
+        guard.step(lambda x: model(x).square().mean(), batch)
+    guard.close()
+    assert_trained_alike(model, healthy)
+    assert {incident.step for incident in guard.incidents} == {2}
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,204 @@
+"""Rules about what is looked at now and then: batches, activations, weights, buffers, the program."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from rule_traces import findings_of, reading, rule_named
+
+from steadygrad.facts import (
+    ActivationScan,
+    ActivationStats,
+    Broadcast,
+    Fact,
+    GraphScan,
+    InputScan,
+    InputStats,
+    ParameterScan,
+    Severity,
+)
+
+
+def batch(step: int, **tensors: InputStats) -> InputScan:
+    return InputScan(step=step, tensors=tensors)
+
+
+NAN_INPUT = InputStats(numel=8, num_nonfinite=1)
+FULL_MASK = InputStats(numel=8, num_zeros=3, is_binary=True)
+EMPTY_MASK = InputStats(numel=8, num_zeros=8, is_binary=True)
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan_first", [True, False])
+def test_a_nonfinite_input_is_blamed_whether_the_scan_comes_before_or_after_the_reading(scan_first: bool) -> None:
+    pair: list[Fact] = [batch(5, x=NAN_INPUT), reading(5, math.nan)]
+
+    said = findings_of(rule_named("nonfinite_input"), pair if scan_first else pair[::-1])
+
+    assert [(f.step, f.severity, f.evidence["tensors"]) for f in said] == [(5, Severity.ERROR, ["x"])]
+
+
+def test_a_nonfinite_input_of_a_healthy_step_is_an_info() -> None:
+    facts: list[Fact] = [f for t in range(50) for f in (batch(t, mask=NAN_INPUT), reading(t))]
+
+    said = findings_of(rule_named("nonfinite_input"), facts)
+
+    assert [(f.step, f.severity) for f in said] == [(0, Severity.INFO)]
+
+
+def test_a_tensor_that_is_nonfinite_at_healthy_steps_is_not_blamed_for_a_bad_one() -> None:
+    facts: list[Fact] = [f for t in range(9) for f in (batch(t, mask=NAN_INPUT), reading(t))]
+    facts += [batch(9, mask=NAN_INPUT, x=NAN_INPUT), reading(9, math.nan)]
+
+    said = [f for f in findings_of(rule_named("nonfinite_input"), facts) if f.severity is Severity.ERROR]
+
+    assert [f.evidence["tensors"] for f in said] == [["x"]]
+
+
+def test_a_scan_is_not_paired_with_the_reading_of_another_step() -> None:
+    facts: list[Fact] = [reading(4, math.nan), batch(5, x=NAN_INPUT), reading(6, math.nan)]
+
+    assert findings_of(rule_named("nonfinite_input"), facts) == []
+
+
+@pytest.mark.parametrize("loss", [math.nan, 0.0])
+def test_a_mask_that_is_empty_for_once_is_found_when_the_loss_shows_it(loss: float) -> None:
+    facts: list[Fact] = [f for t in range(3) for f in (reading(t), batch(t, mask=FULL_MASK))]
+    facts += [reading(3, loss), batch(3, mask=EMPTY_MASK)]
+
+    assert [f.step for f in findings_of(rule_named("all_labels_masked"), facts)] == [3]
+
+
+def test_a_mask_that_is_empty_at_a_healthy_step_means_something_else() -> None:
+    facts: list[Fact] = [f for t in range(9) for f in (reading(t), batch(t, m=EMPTY_MASK if t % 3 else FULL_MASK))]
+
+    assert findings_of(rule_named("all_labels_masked"), facts) == []
+
+
+def test_returns_that_are_all_zero_are_not_a_mask() -> None:
+    returns = InputStats(numel=8, max_abs=1.3)
+    facts: list[Fact] = [f for t in range(5) for f in (reading(t), batch(t, returns=returns))]
+    facts += [reading(5, math.nan), batch(5, returns=InputStats(numel=8, num_zeros=8, is_binary=True))]
+
+    assert findings_of(rule_named("all_labels_masked"), facts) == []
+
+
+def test_token_ids_are_no_outliers_and_a_first_batch_cannot_be_one() -> None:
+    ids: list[Fact] = [
+        batch(t, ids=InputStats(numel=8, max_abs=50_000.0 if t == 30 else 9.0, is_floating=False)) for t in range(31)
+    ]
+
+    assert findings_of(rule_named("outlier_input"), ids) == []
+    assert findings_of(rule_named("outlier_input"), [batch(0, x=InputStats(numel=8, max_abs=1e9))]) == []
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "field"), [("dead_activation", "dead_share"), ("saturated_activation", "saturated_share")]
+)
+def test_a_module_that_was_always_so_is_an_info_told_once(rule: str, field: str) -> None:
+    facts: list[Fact] = [
+        ActivationScan(step=t, modules={"act": ActivationStats(**{field: 0.9})}) for t in range(0, 900, 10)
+    ]
+
+    said = findings_of(rule_named(rule), facts)
+
+    assert [(f.step, f.severity) for f in said] == [(0, Severity.INFO)]
+
+
+def test_one_look_with_dead_units_is_no_warning() -> None:
+    shares = [0.1, 0.1, 0.9, 0.1, 0.1]
+    facts: list[Fact] = [
+        ActivationScan(step=t, modules={"act": ActivationStats(dead_share=share)}) for t, share in enumerate(shares)
+    ]
+
+    assert all(f.severity is Severity.INFO for f in findings_of(rule_named("dead_activation"), facts))
+
+
+def test_an_output_that_never_differed_is_an_info() -> None:
+    facts: list[Fact] = [ActivationScan(step=t, output_std=0.0, output_scale=1.0) for t in range(5)]
+
+    assert [f.severity for f in findings_of(rule_named("constant_output"), facts)] == [Severity.INFO]
+
+
+# --- weights and buffers ---------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_starts_at_infinity_is_healthy_until_it_was_finite() -> None:
+    facts: list[Fact] = [
+        ParameterScan(step=-1, nonfinite_buffers={"low": 1}),
+        ParameterScan(step=5, nonfinite_buffers={"low": 1}),
+        ParameterScan(step=6),
+    ]
+    rule = rule_named("nonfinite_buffer")
+
+    assert findings_of(rule, facts) == []
+    assert [f.step for f in findings_of(rule, [ParameterScan(step=7, nonfinite_buffers={"low": 1})])] == [7]
+
+
+def test_a_parameter_that_stays_nonfinite_is_told_once_and_again_after_it_was_healed() -> None:
+    bad = {"w": 1}
+    facts: list[Fact] = [ParameterScan(step=t, nonfinite_parameters=bad if t != 3 else {}) for t in range(6)]
+
+    assert [f.step for f in findings_of(rule_named("nonfinite_parameter"), facts)] == [0, 4]
+
+
+def test_a_parameter_that_moved_before_and_stands_still_is_an_info() -> None:
+    facts: list[Fact] = [
+        ParameterScan(step=t, unchanged=("w",) if t == 0 or t > 3 else (), num_changed=5) for t in range(12)
+    ]
+
+    said = findings_of(rule_named("unchanged_parameter"), facts)
+
+    assert [(f.step, f.severity) for f in said] == [(4, Severity.INFO)]
+
+
+def test_a_run_in_which_nothing_moves_is_no_stuck_parameter() -> None:
+    facts: list[Fact] = [ParameterScan(step=t, unchanged=("v", "w"), num_changed=0) for t in range(12)]
+
+    assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), facts)] == [Severity.INFO]
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scan", "severity"),
+    [
+        (GraphScan(step=0, unoptimized=("backbone.w",)), Severity.INFO),
+        (GraphScan(step=0, unoptimized=("head.w",), foreign=("optimizer0.group0.3",)), Severity.WARNING),
+        (GraphScan(step=0, hidden=("layers[0].weight",)), Severity.WARNING),
+    ],
+)
+def test_parameters_left_out_on_purpose_are_an_info_and_a_lost_layer_is_a_warning(
+    scan: GraphScan, severity: Severity
+) -> None:
+    said = findings_of(rule_named("unregistered_layers"), [scan, scan])
+
+    assert [f.severity for f in said] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "silent"),
+    [
+        ((32, 1), (32,), True),
+        ((32,), (32, 1), True),
+        ((16, 1), (64,), False),  # positions times frequencies
+        ((8, 1, 4), (1, 8, 4), False),  # an outer difference that names its axes
+        ((1, 1), (1,), False),
+        ((32, 10), (10,), False),  # a bias
+    ],
+)
+def test_a_broadcast_is_silent_when_it_pairs_every_sample_with_every_other(
+    left: tuple[int, ...], right: tuple[int, ...], silent: bool
+) -> None:
+    scan = GraphScan(step=0, broadcasts=(Broadcast(op="sub", left=left, right=right, where="train.py:7"),))
+
+    said = findings_of(rule_named("silent_broadcast"), [scan, scan])
+
+    assert [f.severity for f in said] == [Severity.WARNING] * silent

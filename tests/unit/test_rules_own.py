@@ -1,0 +1,89 @@
+"""A user's own rules, and rules that are switched off."""
+
+from __future__ import annotations
+
+import pytest
+from rule_traces import reading
+
+from steadygrad.config import DetectConfig, GuardConfig
+from steadygrad.detect import Detector, Rule, rule, standard_rules
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Finding, Reading, Severity, Validation
+
+
+@rule("loss_is_a_multiple_of_seven", severity=Severity.INFO, advice="Do not worry.")
+def loss_is_a_multiple_of_seven(reading: Reading) -> str | None:
+    if reading.loss is not None and reading.loss % 7 == 0:
+        return f"the loss {reading.loss:g} is a multiple of seven"
+    return None
+
+
+def test_a_rule_of_ones_own_takes_five_lines_and_is_asked_with_the_others() -> None:
+    detector = Detector(standard_rules(DetectConfig(rules=(loss_is_a_multiple_of_seven,))))
+
+    said = [f for step in range(10) for f in detector.observe(reading(step, float(step + 1)))]
+
+    assert [(f.kind, f.step, f.severity, f.message, f.advice) for f in said] == [
+        ("loss_is_a_multiple_of_seven", 6, Severity.INFO, "the loss 7 is a multiple of seven", "Do not worry.")
+    ]
+
+
+def test_a_rule_of_ones_own_may_return_a_whole_finding() -> None:
+    made = Finding(kind="mine", severity=Severity.ERROR, step=2, message="look")
+
+    @rule("mine")
+    def mine(reading: Reading) -> Finding | None:
+        return made if reading.step == 3 else None
+
+    assert [f for step in range(5) for f in mine.observe(reading(step))] == [made]
+
+
+def test_a_rule_made_of_a_function_sees_readings_only_and_can_still_be_called() -> None:
+    assert list(loss_is_a_multiple_of_seven.observe(Validation(step=1, epoch=0, loss=7.0))) == []
+    assert loss_is_a_multiple_of_seven(reading(0, 14.0)) == "the loss 14 is a multiple of seven"
+
+
+def test_a_rule_can_be_switched_off_by_its_name() -> None:
+    names = [r.name for r in standard_rules(DetectConfig(off=("loss_spike", "loss_plateau")))]
+
+    assert "loss_spike" not in names
+    assert "loss_explosion" in names
+
+
+def test_an_unknown_name_to_switch_off_is_an_error_that_lists_the_names() -> None:
+    with pytest.raises(ConfigError, match=r"names no rule: los_spike\. There are .*loss_spike"):
+        standard_rules(DetectConfig(off=("los_spike",)))
+
+
+def test_something_that_is_no_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"DetectConfig\.rules must hold rules"):
+        DetectConfig(rules=(len,))
+
+
+def test_a_configuration_with_own_rules_is_written_without_them() -> None:
+    config = GuardConfig(detect=DetectConfig(rules=(loss_is_a_multiple_of_seven,), off=("loss_plateau",)))
+
+    again = GuardConfig.from_dict(config.to_dict())
+
+    assert again.detect.rules == ()
+    assert again.detect.off == ("loss_plateau",)
+
+
+def test_a_class_with_the_four_members_is_a_rule_too() -> None:
+    class EveryTenth:
+        name = "every_tenth"
+
+        def observe(self, fact: object) -> list[Finding]:
+            due = isinstance(fact, Reading) and fact.step % 10 == 9
+            return [Finding(kind=self.name, severity=Severity.INFO, step=9, message="ten more")] if due else []
+
+        def state_dict(self) -> dict[str, object]:
+            return {}
+
+        def load_state_dict(self, state: object) -> None:
+            pass
+
+    own: Rule = EveryTenth()
+    detector = Detector([own])
+
+    assert len([f for step in range(20) for f in detector.observe(reading(step))]) == 2
