@@ -218,7 +218,7 @@ class MeasureConfig:
 
     scan_every: int = 100
     """Steps between two looks at the batch, the activations, the weights and Adam's ratio (a few passes over the
-    weights, no wait); the first step's graph is looked at too. 0: only after a bad step, at its batch and the weights."""
+    weights, no wait); the first step's graph is looked at too. 0: only after a bad step."""
 
     def __post_init__(self) -> None:
         _require(self.scan_every >= 0, self, "scan_every", "not be negative", "0 switches it off.")

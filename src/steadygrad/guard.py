@@ -127,6 +127,7 @@ class Guard:
         threshold = getattr(self.config.clip, "max_norm", None)
         detector = Detector(standard_rules(self.config.detect, clip_threshold=threshold))
         extras = {"scheduler": scheduler, "scaler": scaler, "ema": ema, "clip": self._clipper, "detect": detector}
+        extras |= {"rates": self._rates}
         self._snapshots = Snapshots(
             self._subjects.model, self._optimizers, extras=_keep_stateful(extras), config=self.config.snapshots
         )
@@ -181,10 +182,11 @@ class Guard:
         if self._batches.num == 0 and not self._off:
             self._begin_step(has_forward=callable(subject) and not isinstance(subject, Tensor))
         result = self._forward(subject, args, kwargs)
-        self._batches.num += 1
         if self._actor.num_to_refuse:
+            self._batches.num += 1
             return detach(result)
         loss = find_loss(result) if result is not subject else check_loss(result)
+        self._batches.num += 1
         if not self._off:
             self._lookout.look_at_graph(self._next_step, self._looks, loss)
         if self.config.drop_bad_microbatches and not self._off:
@@ -332,7 +334,7 @@ class Guard:
         reading = m.read(numbers, step=self._next_step, skipped=True, learning_rates=())
         for finding in (*NonfiniteLoss().observe(reading), *NonfiniteGradient().observe(reading)):
             self._judgement.conclude(
-                dataclasses.replace(finding, message=f"microbatch {self._batches.num}: {finding.message}"),
+                dataclasses.replace(finding, message=f"microbatch {self._batches.num - 1}: {finding.message}"),
                 Verdict(action=Action.SKIP, reason="drop_bad_microbatches is on"),
                 Outcome(action=Action.SKIP, message="the microbatch was left out"),
             )

@@ -127,7 +127,9 @@ def test_a_bad_loss_with_good_gradients_is_skipped_too(device: str) -> None:
 
     assert_same(before, snapshot(model, optimizer))
     assert [i.finding.kind for i in guard.incidents] == ["nonfinite_loss"]
-    assert guard.last is not None and guard.last.skipped and guard.last.num_nonfinite == 0
+    assert guard.last is not None
+    assert guard.last.skipped
+    assert guard.last.num_nonfinite == 0
 
 
 @every_device
@@ -261,4 +263,5 @@ def test_buffers_that_change_without_a_trace_are_put_back(form: str, device: str
         guard.step(fn, batch) if form == "fn" else guard.step(fn(batch))
         if step in (2, 4):
             assert_same(before, snapshot(model))
-    assert model.seen.isfinite().all() and model.seen.any()
+    assert model.seen.isfinite().all()
+    assert model.seen.any()

@@ -156,6 +156,27 @@ def test_the_factor_on_the_rates_goes_back_with_the_rest() -> None:
     assert training.optimizer.param_groups[0]["lr"] == lr == 0.1 * 0.9**2 * 0.5
 
 
+@pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW tensor lr"]], ids=["number", "tensor"])
+def test_the_factors_of_today_can_be_kept_and_count_once(make: Make) -> None:
+    training, plain = Training(make), Training(make)
+    plain.train(make_batches(2))
+    training.rates.scale_lr(0.5)
+    training.train(make_batches(2))
+    training.snapshots.take(2)
+    training.train(make_batches(1))
+    training.rates.scale_lr(0.5)
+    training.train(make_batches(1))
+    training.snapshots.healthy_step(2)
+    with training.rates.keep_factors():
+        training.snapshots.restore()
+    training.rates.before_step()
+    assert training.rates.factor == 0.25
+    unscaled = plain.optimizer.param_groups[0]["lr"]
+    assert training.optimizer.param_groups[0]["lr"] == unscaled * 0.25
+    training.rates.undo()
+    assert training.optimizer.param_groups[0]["lr"] == unscaled
+
+
 class Odd(nn.Module):
     """Tied and empty parameters, complex ones, a shared buffer, a sparse one, an absent one, a mask of -inf."""
 

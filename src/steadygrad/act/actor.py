@@ -20,7 +20,8 @@ class Actor:
     """Carries out verdicts, and keeps the snapshots that a rollback needs."""
 
     def __init__(self, policy: Policy, *, rates: Rates, snapshots: Snapshots) -> None:
-        self._policy, self._rates, self._snapshots = policy, rates, snapshots
+        self._rates, self._snapshots = rates, snapshots
+        rates.ramp_back(policy.ramp_back_steps)
         self._rolled_back = False
         self.num_to_refuse = 0
         """Batches, or steps where the loop does not use `guard.batches`, that are still to be left out."""
@@ -28,9 +29,7 @@ class Actor:
     def carry_out(self, verdict: Verdict, reading: Reading | None) -> Outcome:
         """Do it, and say what was before and after."""
         if verdict.action is Action.SCALE_LR and verdict.factor is not None:
-            outcome = self._rates.scale_lr(verdict.factor)
-            self._rates.ramp_back(self._policy.ramp_back_steps)
-            return outcome
+            return self._rates.scale_lr(verdict.factor)
         if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
             return self._rates.scale_weight_decay(verdict.factor)
         if verdict.action is Action.ROLLBACK:
@@ -47,8 +46,8 @@ class Actor:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
         if not self._snapshots.can_restore:
             return Outcome(action=Action.NONE, message=f"could not roll back: {self._snapshots.describe()}")
-        then = self._snapshots.restore()
-        self._rates.before_step()  # the snapshot's learning rates get today's factor
+        with self._rates.keep_factors():  # the schedule goes back, what was decided since does not
+            then = self._snapshots.restore()
         self._rolled_back = True
         self.num_to_refuse = self._snapshots.effective_skip(now)
         return Outcome(

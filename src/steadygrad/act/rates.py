@@ -257,6 +257,15 @@ class Rates:
                 self._lr.apply()
                 self._decay.apply()
 
+    @contextlib.contextmanager
+    def keep_factors(self) -> Iterator[None]:
+        """Around a rollback that loads an older state of these rates: the schedule goes back, the factors stay."""
+        lr, decay, climb = self._lr.factor, self._decay.factor, self._climb
+        yield
+        self._change(self._lr, lr)
+        self._change(self._decay, decay)
+        self._climb = climb
+
     def state_dict(self) -> dict[str, Any]:
         """Factors, the schedule's own values, and how far a climb is. The optimizers hold the scaled values."""
         climb = self._climb

@@ -71,7 +71,7 @@ class Judge:
         due = tuple(rung for rung in ladder if rung.after == self._num_bad and rung.action not in done)
         verdict = self._climb(due, reflex, f"{self._num_bad} non-finite steps in a row")
         if verdict.action is Action.ROLLBACK:
-            self._num_bad, self._bad_step = 0, -2  # what comes after is another stretch
+            self._num_bad = 0  # what comes after is another stretch
         return verdict
 
     def _climb(self, ladder: Ladder, reflex: Verdict, why: str) -> Verdict:

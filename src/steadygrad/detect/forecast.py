@@ -28,8 +28,9 @@ EARLY = 256
 """Values after which the limit comes near its final height; below, it grows with (EARLY / n) ** 1.5."""
 EARLY_FACTOR = 3.0
 """The most that little history raises the limit."""
-TAIL_POWER, TAIL_FACTOR = 3.0, 4.0
-"""The limit is the second largest score, times its heaviness to this power, at most this factor."""
+TAIL_POWER, TAIL_SHARE = 3.0, 2e-5
+"""The limit is the second largest score, times its heaviness to this power, at most as far as a tail with the index
+of Student's t with 3 degrees of freedom reaches with this share of its values."""
 TAIL_START = 64
 """Values before which scores say nothing about the tail: the spread is still that of the steepest decay."""
 TAIL_BLOCK = 2048
@@ -69,7 +70,8 @@ class Tail(Remembering):
             return 0.0
         expected = _GAUSS.inv_cdf(1.0 - 2.0 / self.count)
         heaviness = max(1.0, top[1] / expected)
-        return float(top[1] * min(heaviness**TAIL_POWER, TAIL_FACTOR))
+        farthest = (2.0 / (self.count * TAIL_SHARE)) ** (1.0 / 3.0)
+        return float(top[1] * min(heaviness**TAIL_POWER, farthest))
 
 
 class Forecast(Remembering):

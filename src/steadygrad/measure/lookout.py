@@ -16,7 +16,7 @@ from torch import Tensor
 
 from steadygrad.config import MeasureConfig
 from steadygrad.facts import Fact, GraphScan, Reading
-from steadygrad.measure.activations import ActivationWatch
+from steadygrad.measure.activations import ActivationWatch, PendingActivations
 from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import PendingRms, measure_adam_rms
@@ -31,7 +31,7 @@ class Looks:
     batch: tuple[Sequence[Any], Mapping[str, Any]] | None = None
     """The arguments of the step's last microbatch, for a look after the fact."""
     inputs: PendingScan | None = None
-    activations: bool = False
+    activations: PendingActivations | None = None
     graph: GraphScan | None = None
     weights: PendingParameterScan | None = None
     rms: PendingRms | None = None
@@ -68,9 +68,10 @@ class Lookout:
                 stack.enter_context(self._graph)
             if due:
                 looks.inputs = scan_inputs(args, kwargs)
-                looks.activations = True
                 stack.enter_context(self._activations)
             yield
+        if due:
+            looks.activations = self._activations.pending
 
     def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
         """Before the first backward, once."""
@@ -94,8 +95,8 @@ class Lookout:
             facts.append(looks.inputs.read(step))
         elif reading.is_nonfinite and looks.batch is not None:
             facts.append(scan_inputs(*looks.batch).read(step))
-        if looks.activations:
-            facts.append(self._activations.read(step))
+        if looks.activations is not None:
+            facts.append(looks.activations.read(step))
         if looks.weights is not None:
             facts.append(looks.weights.read(step))
         elif reading.is_nonfinite:

@@ -149,5 +149,5 @@ def _hash_piece(piece: Tensor) -> Tensor:
     if piece.dtype is torch.bool:
         piece = piece.to(torch.int8)
     bits = piece.view(INTEGERS[piece.element_size()])
-    mixed = bits.to(torch.int64).mul_(MULTIPLIER)
+    mixed = bits.to(torch.int64) * MULTIPLIER  # not in place: the bits of a float64 are the parameter itself
     return mixed.bitwise_xor_(mixed >> 32).sum()

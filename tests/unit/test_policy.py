@@ -1,0 +1,322 @@
+"""The policy: what is done about a finding, how it escalates, and where it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from rule_traces import poisoned, reading
+
+from steadygrad.config import GuardConfig, Policy
+from steadygrad.decide import Judge, build_table
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Action, Finding, Reading, Severity, Verdict
+
+
+def finding(kind: str, step: int, severity: Severity = Severity.ERROR) -> Finding:
+    return Finding(kind=kind, severity=severity, step=step, message="made up")
+
+
+def bad_steps(judge: Judge, steps: range | list[int]) -> list[Verdict]:
+    """A NaN loss with NaN gradients at each of the steps: the verdict on the first finding of each."""
+    verdicts = []
+    for step in steps:
+        bad = poisoned(step, math.nan)
+        verdicts.append(judge.decide(finding("nonfinite_loss", step), reading=bad))
+        second = judge.decide(finding("nonfinite_gradient", step), reading=bad)
+        assert second.action is Action.SKIP, "loss and gradient of one step are one event"
+    return verdicts
+
+
+def actions(verdicts: list[Verdict]) -> list[Action]:
+    return [verdict.action for verdict in verdicts]
+
+
+# --- escalation ------------------------------------------------------------------------------------------------------
+
+
+def test_single_nonfinite_steps_only_skip() -> None:
+    assert set(actions(bad_steps(Judge(), [3, 10, 12, 30, 55]))) == {Action.SKIP}
+
+
+def test_three_in_a_row_halve_the_learning_rate_and_ten_roll_back() -> None:
+    verdicts = bad_steps(Judge(), range(20, 30))
+
+    assert actions(verdicts) == [
+        *[Action.SKIP] * 2,
+        Action.SCALE_LR,
+        *[Action.SKIP] * 6,
+        Action.ROLLBACK,
+    ]
+    assert verdicts[2].factor == 0.5
+    assert verdicts[2].reason == "3 non-finite steps in a row"
+
+
+def test_the_third_rollback_halts() -> None:
+    verdicts = bad_steps(Judge(), range(40))
+
+    taken = [(step, v.action) for step, v in enumerate(verdicts) if v.action is not Action.SKIP]
+
+    assert taken[:4] == [(2, Action.SCALE_LR), (9, Action.ROLLBACK), (19, Action.ROLLBACK), (29, Action.HALT)]
+    assert "rollback" in verdicts[29].reason
+
+
+def test_rollbacks_that_lie_far_apart_do_not_halt() -> None:
+    judge = Judge()
+
+    for start in range(0, 10_000, 1000):
+        assert actions(bad_steps(judge, range(start, start + 10)))[-1] is Action.ROLLBACK
+
+
+def test_a_good_step_ends_the_stretch() -> None:
+    verdicts = bad_steps(Judge(), [1, 2, 4, 5, 7, 8])
+
+    assert set(actions(verdicts)) == {Action.SKIP}
+
+
+@pytest.mark.parametrize("kind", ["nonfinite_validation", "nonfinite_epoch"])
+def test_a_nonfinite_epoch_or_validation_halves_the_learning_rate(kind: str) -> None:
+    verdict = Judge().decide(finding(kind, 99))
+
+    assert (verdict.action, verdict.factor) == (Action.SCALE_LR, 0.5)
+
+
+def test_a_loss_explosion_lowers_the_learning_rate_tenfold() -> None:
+    verdict = Judge().decide(finding("loss_explosion", 99), reading=reading(107))
+
+    assert (verdict.action, verdict.factor) == (Action.SCALE_LR, 0.1)
+
+
+def test_overfitting_raises_the_weight_decay() -> None:
+    verdict = Judge().decide(finding("overfitting", 99, Severity.WARNING))
+
+    assert (verdict.action, verdict.factor) == (Action.SCALE_WEIGHT_DECAY, 1.5)
+
+
+def test_nonfinite_weights_are_rolled_back() -> None:
+    assert Judge().decide(finding("nonfinite_parameter", 5, Severity.CRITICAL)).action is Action.ROLLBACK
+
+
+@pytest.mark.parametrize("kind", ["loss_spike", "dead_units", "rising_norm", "somebody_elses"])
+def test_what_is_not_in_the_table_is_told_and_not_acted_on(kind: str) -> None:
+    assert Judge().decide(finding(kind, 5, Severity.WARNING), reading=reading(5)).action is Action.NONE
+
+
+def test_an_info_is_never_acted_on() -> None:
+    judge = Judge()
+
+    for step in range(20):
+        verdict = judge.decide(finding("nonfinite_gradient", step, Severity.INFO), reading=poisoned(step, math.inf))
+        assert verdict.action is Action.SKIP
+    assert judge.decide(finding("loss_explosion", 30, Severity.INFO)).action is Action.NONE
+
+
+def test_a_finding_about_a_clipped_step_tells_the_clip() -> None:
+    verdict = Judge().decide(
+        finding("exploding_gradient", 5, Severity.INFO), reading=reading(5, 1.0, 50.0, clip_coefficient=0.02)
+    )
+
+    assert verdict.action is Action.CLIP
+
+
+# --- budgets and cool-downs ------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_is_not_lowered_twice_within_the_cool_down() -> None:
+    judge = Judge(Policy(cooldown_steps=100))
+
+    first = judge.decide(finding("loss_explosion", 100))
+    second = judge.decide(finding("loss_explosion", 199))
+    third = judge.decide(finding("loss_explosion", 200))
+
+    assert actions([first, second, third]) == [Action.SCALE_LR, Action.NONE, Action.SCALE_LR]
+    assert "less than 100 steps ago" in second.reason
+
+
+def test_explosions_beyond_the_budget_roll_back_and_then_halt() -> None:
+    judge = Judge(Policy(max_lr_changes=2, cooldown_steps=10, budget_steps=1000))
+
+    verdicts = [judge.decide(finding("loss_explosion", 50 * i)) for i in range(5)]
+
+    assert actions(verdicts) == [
+        Action.SCALE_LR,
+        Action.SCALE_LR,
+        Action.ROLLBACK,
+        Action.ROLLBACK,
+        Action.HALT,
+    ]
+
+
+def test_weight_decay_beyond_the_budget_is_left_alone_and_said_so() -> None:
+    judge = Judge(Policy(max_weight_decay_changes=1, cooldown_steps=10))
+    judge.decide(finding("overfitting", 0))
+
+    verdict = judge.decide(finding("overfitting", 500))
+
+    assert verdict.action is Action.NONE
+    assert "the budget of 1 x scale_weight_decay in 1000 steps is spent" in verdict.reason
+
+
+def test_a_budget_is_there_again_after_its_window() -> None:
+    judge = Judge(Policy(max_weight_decay_changes=1, budget_steps=1000))
+    judge.decide(finding("overfitting", 0))
+
+    assert judge.decide(finding("overfitting", 1000)).action is Action.SCALE_WEIGHT_DECAY
+
+
+def test_more_skips_than_the_budget_halt() -> None:
+    judge = Judge(Policy(max_skips=5))
+
+    verdicts = bad_steps_until_halt(judge, range(0, 40, 4))
+
+    assert actions(verdicts) == [*[Action.SKIP] * 5, Action.HALT]
+    assert "5 steps were skipped within 1000" in verdicts[-1].reason
+
+
+def bad_steps_until_halt(judge: Judge, steps: range) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    for step in steps:
+        verdicts.append(judge.decide(finding("nonfinite_loss", step), reading=poisoned(step, math.nan)))
+        if verdicts[-1].action is Action.HALT:
+            break
+    return verdicts
+
+
+# --- the ready-made policies -----------------------------------------------------------------------------------------
+
+
+def test_observe_only_tells_what_the_reflex_did() -> None:
+    judge = Judge(Policy.observe())
+
+    assert set(actions(bad_steps(judge, range(40)))) == {Action.SKIP}
+    for kind in ("loss_explosion", "nonfinite_parameter", "overfitting"):
+        assert judge.decide(finding(kind, 50)).action is Action.NONE
+
+
+def test_strict_halts_at_the_first_finding_above_info() -> None:
+    judge = Judge(Policy.strict())
+
+    assert judge.decide(finding("loss_spike", 1, Severity.INFO)).action is Action.NONE
+    assert judge.decide(finding("loss_spike", 2, Severity.WARNING)).action is Action.HALT
+
+
+def test_patient_never_changes_a_hyperparameter() -> None:
+    judge = Judge(Policy.patient())
+
+    verdicts = bad_steps(judge, range(30)) + [
+        judge.decide(finding(kind, 2000)) for kind in ("loss_explosion", "nonfinite_validation", "overfitting")
+    ]
+
+    assert set(actions(verdicts)) == {Action.SKIP, Action.ROLLBACK, Action.HALT, Action.NONE}
+    assert actions(verdicts)[-3:] == [Action.ROLLBACK, Action.NONE, Action.NONE]
+
+
+# --- on_nonfinite ----------------------------------------------------------------------------------------------------
+
+
+def test_raise_halts_at_a_nonfinite_step_whatever_the_policy() -> None:
+    for policy in (Policy(), Policy.observe(), Policy.patient()):
+        judge = Judge(policy, on_nonfinite=Action.RAISE)
+        assert judge.decide(finding("nonfinite_loss", 3), reading=poisoned(3, math.nan)).action is Action.HALT
+
+
+def test_raise_does_not_halt_while_a_loss_scale_is_searched() -> None:
+    judge = Judge(on_nonfinite=Action.HALT)
+
+    verdict = judge.decide(finding("nonfinite_gradient", 3, Severity.INFO), reading=poisoned(3, math.inf))
+
+    assert verdict.action is Action.SKIP
+
+
+def test_sanitized_steps_escalate_too_and_spend_no_skips() -> None:
+    judge = Judge(Policy(max_skips=1), on_nonfinite=Action.SANITIZE)
+
+    verdicts = [
+        judge.decide(finding("nonfinite_gradient", step), reading=reading(step, num_nonfinite=3)) for step in range(4)
+    ]
+
+    assert actions(verdicts) == [Action.SANITIZE, Action.SANITIZE, Action.SCALE_LR, Action.SANITIZE]
+
+
+# --- the user's own answers ------------------------------------------------------------------------------------------
+
+
+def test_own_answers_take_the_place_of_the_table() -> None:
+    judge = Judge(Policy(actions={"loss_spike": Action.ROLLBACK, "overfitting": "none", "divergence": "halt"}))  # type: ignore[dict-item]
+
+    assert judge.decide(finding("loss_spike", 1)).action is Action.ROLLBACK
+    assert judge.decide(finding("overfitting", 1)).action is Action.NONE
+    assert judge.decide(finding("divergence", 1)).action is Action.HALT
+
+
+def test_an_own_answer_of_none_to_bad_steps_leaves_the_skip() -> None:
+    judge = Judge(Policy(actions={"nonfinite_loss": Action.NONE, "nonfinite_gradient": Action.NONE}))
+
+    assert set(actions(bad_steps(judge, range(20)))) == {Action.SKIP}
+
+
+def test_the_table_is_one_place_and_holds_the_numbers_of_the_policy() -> None:
+    table = build_table(Policy(lr_factor=0.25, nonfinite_steps_to_rollback=7))
+
+    assert [(r.action, r.factor, r.after) for r in table["nonfinite_loss"]] == [
+        (Action.SKIP, None, 1),
+        (Action.SCALE_LR, 0.25, 3),
+        (Action.ROLLBACK, None, 7),
+    ]
+
+
+# --- state and settings ----------------------------------------------------------------------------------------------
+
+
+def test_a_judge_that_was_saved_and_restored_decides_the_same() -> None:
+    whole, first = Judge(), Judge()
+    expected = bad_steps(whole, range(28))
+
+    said = bad_steps(first, range(15))
+    second = Judge()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    said += bad_steps(second, range(15, 28))
+
+    assert said == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_a_judge_needs_no_reading() -> None:
+    given: Reading | None = None
+
+    assert Judge().decide(finding("nonfinite_validation", 3), reading=given).action is Action.SCALE_LR
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr_factor": 1.5}, r"Policy\.lr_factor must be below 1, got 1\.5"),
+        ({"weight_decay_factor": 0.5}, r"Policy\.weight_decay_factor must be above 1"),
+        ({"max_skips": 0}, r"Policy\.max_skips must be a whole number above 0, got 0"),
+        ({"cooldown_steps": 1.5}, r"Policy\.cooldown_steps must be a whole number"),
+        ({"ramp_back_steps": 0}, r"Policy\.ramp_back_steps must be a whole number above 0"),
+        ({"halt_at": "loud"}, r"Policy\.halt_at: must be one of info, warning, error, critical"),
+        ({"nonfinite_steps_to_scale_lr": 10}, r"must be below nonfinite_steps_to_rollback"),
+        ({"actions": {"loss_spike": "skip"}}, r"Policy\.actions\['loss_spike'\] cannot be 'skip'"),
+        ({"actions": {"loss_spike": "dance"}}, r"Policy\.actions\['loss_spike'\]: must be one of none"),
+    ],
+)
+def test_a_wrong_setting_is_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Policy(**wrong)
+
+
+def test_a_policy_is_read_from_plain_values_and_written_back() -> None:
+    values = {"policy": {"actions": {"loss_spike": "rollback"}, "halt_at": "critical", "ramp_back_steps": 200}}
+
+    config = GuardConfig.from_dict(values)
+
+    assert config.policy.actions == {"loss_spike": Action.ROLLBACK}
+    assert config.policy.halt_at is Severity.CRITICAL
+    assert GuardConfig.from_dict(config.to_dict()) == config
+
+
+def test_the_ramp_back_is_off_by_default() -> None:
+    assert Policy().ramp_back_steps is None
