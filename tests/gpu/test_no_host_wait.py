@@ -30,7 +30,7 @@ def make(clip: ClipStrategy | None = None, **kwargs: object) -> tuple[nn.Module,
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.GELU(), nn.Linear(512, 256)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    config = GuardConfig(clip=clip, measure=MeasureConfig(parameters_every=3))
+    config = GuardConfig(clip=clip, measure=MeasureConfig(parameters_every=3, scan_every=7))
     return model, Guard(model, optimizer, config=config, **kwargs)  # type: ignore[arg-type]
 
 
@@ -119,3 +119,14 @@ def test_device_memory_stays_within_a_mebibyte_and_a_thousandth_of_the_gradients
     held = torch.cuda.memory_allocated() - before
     gradients = sum(p.numel() * 4 for p in model.parameters())
     assert held <= (1 << 20) + gradients // 1000
+
+
+def test_snapshots_and_scans_fall_into_the_fifty_steps_without_a_sync() -> None:
+    model, guard = make(FixedNorm())
+    fn = loss_of(model)
+    x = torch.randn(64, 256, device="cuda")
+    for _ in range(58):
+        guard.step(fn, x)
+    guard.flush()
+    assert guard._snapshots.newest_good is not None, "the ring was in use while nothing was waited for"
+    assert guard.findings == [] or all(f.severity.value == "info" for f in guard.findings)
