@@ -285,7 +285,7 @@ class FlowThresholds:
     """Steps in a row that a warning needs: a layer that starts at zero passes nothing back for one step."""
     dead_share: float = 0.7
     """Share of zeros in a gradient, or of units that never fire, that is called dead; AUTOTRAINER."""
-    dead_rise: float = 0.5
+    dead_rise: float = 0.4
     """How much more than the parameter's own usual share it must be for a warning: an embedding is always sparse."""
     dead_patience: int = 10
     """Steps in a row that a finding needs."""

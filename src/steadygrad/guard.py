@@ -372,7 +372,9 @@ class Guard:
         self._reflex.expects_clipping = reading.clipped
         if looks.rms is not None and not reading.skipped:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
-        healthy = self._judgement.judge(reading, self._lookout.read(reading, looks))
+        with self._buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
+            facts = self._lookout.read(reading, looks)  # a late judgement comes after the next forward
+        healthy = self._judgement.judge(reading, facts)
         if self._actor.take_rolled_back():
             self._buffers.refresh(everything=True)
             self._lookout.forget()

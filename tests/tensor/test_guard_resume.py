@@ -107,12 +107,17 @@ def test_without_its_clip_state_a_resumed_run_would_part() -> None:
     assert not torch.equal(whole.model[0].weight, second.model[0].weight)
 
 
-def test_a_bad_step_right_after_loading_leaves_the_loaded_buffers() -> None:
+@pytest.mark.parametrize("form", ["fn", "loss"])
+def test_a_bad_step_right_after_loading_leaves_the_loaded_state(form: str) -> None:
     first, second = Run(FixedNorm()), Run(FixedNorm())
     batches = make_batches(6)
     first.train(batches[:4])
     second.train(batches[4:5])
     second.load(first.save())
-    second.train(poison_batches(batches[5:], at={0}))
+    [bad] = poison_batches(batches[5:], at={0})
+    if form == "fn":
+        second.guard.step(loss_of(second.model), bad)
+    else:
+        second.guard.step(loss_of(second.model)(bad))
     assert last_of(second.guard).skipped
     assert_same(snapshot(first.model, first.optimizer), snapshot(second.model, second.optimizer))

@@ -22,6 +22,7 @@ from steadygrad import (
     Incident,
     Severity,
 )
+from steadygrad.config import Policy
 from steadygrad.testing import corrupt_weight, poison_batches, poison_gradient, poison_loss
 
 # --- what a step gives back -----------------------------------------------------------------------------------------
@@ -221,17 +222,19 @@ def test_a_scheduler_by_epoch_moves_at_the_end_of_one() -> None:
     assert guard.stats()["epoch"] == 1
 
 
-def test_a_nonfinite_validation_loss_steers_no_scheduler_and_is_told() -> None:
+def test_a_nonfinite_validation_loss_is_told_and_never_reaches_the_scheduler() -> None:
     model = make_model()
     optimizer = sgd(model, lr=1.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-    guard = Guard(model, optimizer, scheduler=scheduler)
-    guard.validate(1.0)
+    guard = Guard(model, optimizer, scheduler=scheduler, config=GuardConfig(policy=Policy.observe()))
+    for loss in (1.0, math.nan, math.inf):
+        guard.validate(loss)
+        assert optimizer.param_groups[0]["lr"] == 1.0
     guard.end_epoch()
-    guard.validate(math.nan)
-    assert [f.kind for f in guard.findings] == ["nonfinite_validation"]
-    assert guard.findings[0].severity is Severity.ERROR
-    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert scheduler.best == 1.0  # the last finite one
+    found = [f for f in guard.findings if f.kind == "nonfinite_validation"]
+    assert found
+    assert {f.severity for f in found} == {Severity.ERROR}
 
 
 # --- stats and health -----------------------------------------------------------------------------------------------
@@ -345,24 +348,42 @@ def test_a_bad_buffer_shows_in_the_model() -> None:
 # --- findings -------------------------------------------------------------------------------------------------------
 
 
-def test_a_nan_weight_is_a_critical_finding_that_names_it() -> None:
+def train_into_a_nan_weight(policy: Policy) -> tuple[Guard, dict[str, Tensor], dict[str, Tensor]]:
+    """A training whose weight is corrupted before its second step; its state before and after the corruption."""
     model = make_model()
-    optimizer = sgd(model)
-    guard = Guard(model, optimizer)
-    guard.step(loss_of(model), make_batches(1)[0])
+    optimizer = sgd(model, momentum=0.9)
+    guard = Guard(model, optimizer, config=GuardConfig(policy=policy))
+    batches = make_batches(2)
+    healthy = snapshot(model, optimizer)
+    guard.step(loss_of(model), batches[0])
     corrupt_weight(model[2].weight)
-    before = snapshot(model, optimizer)
-
-    guard.step(loss_of(model), make_batches(2)[1])
+    corrupted = {key: value.nan_to_num(7.0) for key, value in snapshot(model, optimizer).items()}
+    guard.step(loss_of(model), batches[1])
     guard.flush()
+    now = snapshot(model, optimizer)
+    return guard, (corrupted if not policy.act else healthy), now
 
+
+@pytest.mark.parametrize("policy", [Policy(), Policy.observe()], ids=["default", "observe"])
+def test_a_nan_weight_is_a_critical_finding_that_names_it(policy: Policy) -> None:
+    guard, _, _ = train_into_a_nan_weight(policy)
     found = [f for f in guard.findings if f.kind == "nonfinite_parameter"]
     assert [(f.severity, f.step) for f in found] == [(Severity.CRITICAL, 1)]
     assert "2.weight" in found[0].message
     assert found[0].advice
     assert found[0] in [incident.finding for incident in guard.incidents]
-    after = snapshot(model, optimizer)
-    assert all(torch.equal(before[key].nan_to_num(), after[key].nan_to_num()) for key in before)
+
+
+def test_a_step_on_a_nan_weight_spreads_it_nowhere() -> None:
+    guard, corrupted, now = train_into_a_nan_weight(Policy.observe())
+    assert last_of(guard).skipped
+    assert_same(corrupted, {key: value.nan_to_num(7.0) for key, value in now.items()})
+
+
+def test_by_default_a_nan_weight_is_healed_from_memory() -> None:
+    guard, healthy, now = train_into_a_nan_weight(Policy())
+    assert_same(healthy, now)
+    assert guard.health()["parameters_healthy"]
 
 
 def test_a_bad_batch_with_good_weights_is_not_blamed_on_them() -> None:
@@ -370,7 +391,9 @@ def test_a_bad_batch_with_good_weights_is_not_blamed_on_them() -> None:
     guard = Guard(model, sgd(model))
     for batch in poison_batches(make_batches(2), at={1}):
         guard.step(loss_of(model), batch)
-    assert {f.kind for f in guard.findings} == {"nonfinite_loss", "nonfinite_gradient"}
+    kinds = {f.kind for f in guard.findings}
+    assert kinds >= {"nonfinite_loss", "nonfinite_gradient"}
+    assert "nonfinite_parameter" not in kinds
 
 
 def test_every_skip_is_an_incident_with_finding_verdict_and_outcome() -> None:

@@ -393,10 +393,6 @@ class MemorySink:
         self._take("close", None)
 
 
-def weights_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def assert_trained_alike(left: nn.Module, right: nn.Module) -> None:
     for a, b in zip(left.parameters(), right.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -441,6 +437,28 @@ def test_a_sink_that_breaks_on_close_does_not_keep_the_others_open(caplog: pytes
 def test_without_the_recorder_a_broken_sink_would_end_the_training() -> None:
     with pytest.raises(OSError, match="No space left"):
         MemorySink("write_step").write_step(make_record())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log"])
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_is_told_once_and_does_not_touch_the_training(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy, _ = train(6, bad={1, 3})
+    (tmp_path / name).symlink_to("/dev/full")
+    other = MemorySink()
+
+    model, guard = train(6, bad={1, 3}, run_dir=tmp_path, sinks=[other])
+    guard.close()
+
+    assert_trained_alike(model, healthy)
+    told = errors_of(caplog)
+    assert len(told) == 1
+    assert "RunDirectory failed and is switched off" in told[0]
+    assert "No space left" in told[0]
+    assert sum(isinstance(kept, Incident) for kept in other.kept) == len(guard.incidents) > 0
 
 
 def test_a_directory_deleted_under_a_training_does_not_touch_it(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ class DeadGradient(Remembering):
         self._num_steps += 1
         table, limit = fact.gradients, self._config.dead_share
         zeros = table.cells[NUM_COLUMNS - 1 :: NUM_COLUMNS]
-        rows = [(i, z / n) for i, (z, n) in enumerate(zip(zeros, table.numels)) if n and z >= limit * n]
+        pairs = enumerate(zip(zeros, table.numels)) if any(zeros) else ()
+        rows = [(i, z / n) for i, (z, n) in pairs if n and z >= limit * n]
         suspects = {table.names[i]: share for i, share in rows if self._is_unusual(table.names[i], share)}
         for name in [name for name in self._doubts if name not in suspects]:
             self._usual[name] = max(self._usual.get(name, 0.0), self._doubts.pop(name)[2])

@@ -47,6 +47,9 @@ class LossExplosion(Remembering):
 
     def _observe_step(self, reading: Reading, loss: float) -> Iterable[Finding]:
         in_grace = self._restarts.feed(reading)
+        if self._is_ordinary(loss):
+            self._history.append(abs(loss))
+            return
         usual = self._usual()
         high = usual > 0 and (not math.isfinite(loss) or loss > self._ratio * usual)
         if self._restarts.forgive(loss, in_grace):
@@ -54,7 +57,7 @@ class LossExplosion(Remembering):
         if not high:
             self._streak.feed(reading.step, False)
             # High ones that did not last are part of the noise; without them the history would be of low ones only.
-            self._history.extend([*self._high, loss] if math.isfinite(loss) else self._high)
+            self._history.extend([*self._high, abs(loss)] if math.isfinite(loss) else self._high)
             self._high.clear()
             return
         if math.isfinite(loss):
@@ -70,11 +73,17 @@ class LossExplosion(Remembering):
             self._high.clear()
             self._streak.feed(reading.step, False)
 
+    def _is_ordinary(self, loss: float) -> bool:
+        """Nearly every step: nothing is going on, and the loss is not even ten times the lowest. Spares the sorting."""
+        if self._high or not self._history or not math.isfinite(loss):
+            return False
+        return loss <= self._ratio * min(self._history)
+
     def _usual(self) -> float:
-        """Median of the window; the largest of it while there are few; inf while there is none."""
+        """Median size in the window; the largest of it while there are few; inf while there is none."""
         if not self._history:
             return math.inf
-        values = sorted(abs(v) for v in self._history)
+        values = sorted(self._history)
         return values[-1] if len(values) < FEW else median(values)
 
     def _agree(self, usual: float) -> bool:

@@ -1,5 +1,12 @@
 """Shipped for users' own tests: faults that can be injected into any training."""
 
-from steadygrad.testing.faults import corrupt_weight, poison_batches, poison_gradient, poison_loss
+from steadygrad.testing.faults import (
+    corrupt_weight,
+    jump_lr,
+    poison_batches,
+    poison_gradient,
+    poison_loss,
+    scale_batches,
+)
 
-__all__ = ["corrupt_weight", "poison_batches", "poison_gradient", "poison_loss"]
+__all__ = ["corrupt_weight", "jump_lr", "poison_batches", "poison_gradient", "poison_loss", "scale_batches"]

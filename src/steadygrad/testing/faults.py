@@ -1,4 +1,4 @@
-"""Faults for tests: a bad batch, a bad gradient, a bad loss, a bad weight, each at the steps you name.
+"""Faults for tests: a bad batch, gradient, loss, weight or learning rate, each at the steps you name.
 
 They go in where real ones do (data, autograd, the weights), so that whatever protects against them is really tested.
 Counting starts at 0.
@@ -24,17 +24,34 @@ def poison_batches(
 
 
 def _poison(batch: Any, value: float, sample: int) -> Any:
-    if isinstance(batch, Tensor):
-        if not batch.is_floating_point():
-            raise ValueError(f"cannot poison a batch of dtype {batch.dtype}. Give one with floating-point data.")
-        bad = batch.clone()
+    def spoil(tensor: Tensor) -> Tensor:
+        bad = tensor.clone()
         bad[sample] = value
         return bad
+
+    return _change_first(batch, spoil)
+
+
+def _change_first(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`batch` with its first floating-point tensor changed; a dict, list or tuple of tensors stays one."""
+    if isinstance(batch, Tensor):
+        if not batch.is_floating_point():
+            raise ValueError(f"cannot spoil a batch of dtype {batch.dtype}. Give one with floating-point data.")
+        return change(batch)
     if isinstance(batch, dict):
         key = next(k for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point())
-        return {**batch, key: _poison(batch[key], value, sample)}
+        return {**batch, key: change(batch[key])}
     index = next(i for i, v in enumerate(batch) if isinstance(v, Tensor) and v.is_floating_point())
-    return type(batch)(_poison(v, value, sample) if i == index else v for i, v in enumerate(batch))
+    return type(batch)(change(v) if i == index else v for i, v in enumerate(batch))
+
+
+def scale_batches(batches: Iterable[Any], *, at: Collection[int], factor: float) -> Iterator[Any]:
+    """Yield `batches`; in those numbered in `at` the first floating-point tensor is `factor` times as large.
+
+    Finite, and far outside what the model has seen: activations overflow in half precision, gradients explode.
+    """
+    for number, batch in enumerate(batches):
+        yield _change_first(batch, lambda tensor: tensor * factor) if number in at else batch
 
 
 def poison_gradient(
@@ -69,3 +86,12 @@ def poison_loss(fn: Callable[..., Tensor], *, at: Collection[int], value: float 
 def corrupt_weight(parameter: Tensor, value: float = math.nan, index: int = 0) -> None:
     """Write `value` into one element of a weight, as a bad memory cell or a bad checkpoint does."""
     parameter.view(-1)[index] = value
+
+
+def jump_lr(optimizer: torch.optim.Optimizer, step: int, *, at: int, until: int, factor: float) -> None:
+    """Call before each step: the learning rate is `factor` times itself from step `at` on, and back at `until`."""
+    for group in optimizer.param_groups:
+        if step == at:
+            group["lr"] *= factor
+        elif step == until:
+            group["lr"] /= factor
