@@ -58,7 +58,9 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.99**step)
         self.scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
-        self.ema = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
+        self.ema = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+        )
         extras = {"scheduler": self.scheduler, "scaler": self.scaler, "ema": self.ema}
         self.snapshots = Snapshots(self.model, [self.optimizer], extras=extras, config=config)
 

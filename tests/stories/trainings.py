@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from steadygrad import Guard, GuardConfig
 from steadygrad.errors import TrainingHalted
+from steadygrad.testing import corrupt_weight, jump_lr, poison_batches, scale_batches
 
 Batch = tuple[Tensor, Tensor]
-Watch = Callable[[int, nn.Module, torch.optim.Optimizer], None]
-"""Called before each batch with its number: the place where somebody meddles with a run."""
+Meddle = Callable[[nn.Module, torch.optim.Optimizer], Callable[[int], None]]
+"""Made for a run, then called before each batch with its number: the place where somebody meddles with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +76,14 @@ def train_plain(
     training: Training,
     *,
     batches: Iterable[Batch] | None = None,
-    watch: Watch | None = None,
+    meddle: Meddle | None = None,
     clip: Callable[[nn.Module], Any] | None = None,
 ) -> Run:
     """The loop that everybody writes; `clip` gets the model between backward and step."""
     model, optimizer, scheduler = _begin(training)
+    before_batch = _leave_alone if meddle is None else meddle(model, optimizer)
     for number, batch in enumerate(training.batches if batches is None else batches):
-        if watch is not None:
-            watch(number, model, optimizer)
+        before_batch(number)
         training.loss(model, batch).backward()
         if clip is not None:
             clip(model)
@@ -98,14 +99,15 @@ def train_guarded(
     config: GuardConfig | None = None,
     *,
     batches: Iterable[Batch] | None = None,
-    watch: Watch | None = None,
+    meddle: Meddle | None = None,
     run_dir: Path | None = None,
 ) -> Run:
     """The same loop on a Guard."""
     model, optimizer, scheduler = _begin(training)
     guard = Guard(model, optimizer, config=config, scheduler=scheduler, run_dir=run_dir)
     fn, halted = functools.partial(training.loss, model), None
-    source = _watched(training.batches if batches is None else batches, watch, model, optimizer)
+    before_batch = _leave_alone if meddle is None else meddle(model, optimizer)
+    source = _count(training.batches if batches is None else batches, before_batch)
     try:
         for batch in guard.batches(source):
             guard.step(fn, batch)
@@ -122,12 +124,13 @@ def _begin(training: Training) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, training.make_scheduler(optimizer)
 
 
-def _watched(
-    batches: Iterable[Batch], watch: Watch | None, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[Batch]:
+def _leave_alone(number: int) -> None:
+    """Nobody meddles."""
+
+
+def _count(batches: Iterable[Batch], before_batch: Callable[[int], None]) -> Iterator[Batch]:
     for number, batch in enumerate(batches):
-        if watch is not None:
-            watch(number, model, optimizer)
+        before_batch(number)
         yield batch
 
 
@@ -315,3 +318,74 @@ def train_memory(num_steps: int = 400, **changes: Any) -> Training:
         guessing=math.log(SYMBOLS),
     )
     return dataclasses.replace(training, **changes)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """A training, and what happens to it."""
+
+    name: str
+    clean: Training = field(repr=False)
+    faulty: Training = field(repr=False)
+    """The same training, where the fault lies in how it was set up; else `clean` itself."""
+    spoil: Callable[[Sequence[Batch]], Iterable[Batch]] = lambda batches: batches
+    meddle: Meddle | None = None
+
+
+def tell(name: str, clean: Training, *, spoil: Any = None, meddle: Meddle | None = None, **changes: Any) -> Story:
+    """A story; `changes` are made to the training itself."""
+    faulty = dataclasses.replace(clean, **changes)
+    return Story(name=name, clean=clean, faulty=faulty, spoil=spoil or (lambda batches: batches), meddle=meddle)
+
+
+def poison_sample(batches: Sequence[Batch], number: int, value: float) -> list[Batch]:
+    """One image of the data set is `value`, in whatever batch it comes."""
+    image = batches[0][0][number].clone()
+    poisoned = []
+    for images, labels in batches:
+        same = (images == image).flatten(1).all(1)
+        poisoned.append((torch.where(same[:, None, None, None], value, images), labels))
+    return poisoned
+
+
+def lengthen(batches: Sequence[Batch], *, at: int, length: int) -> list[Batch]:
+    """The sequences of one batch are far longer than all others."""
+    (long,) = make_memories(1, seed=3, length=length)
+    return [long if number == at else batch for number, batch in enumerate(batches)]
+
+
+def corrupt(name: str, *, at: int, value: float = math.nan) -> Meddle:
+    """One element of a weight is overwritten, once."""
+
+    def meddle(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+        return lambda number: corrupt_weight(model.get_parameter(name), value) if number == at else None
+
+    return meddle
+
+
+def jump(*, at: int, until: int, factor: float) -> Meddle:
+    """The learning rate is far too high for a while."""
+    return lambda model, optimizer: jump_lr(optimizer, at=at, until=until, factor=factor)
+
+
+def make_stories() -> list[Story]:
+    """Everything that the issue of rescue is about."""
+    language, images, memory = train_language(), train_images(), train_memory()
+    halved = train_images(make_model=functools.partial(make_cnn, half=True))
+    return [
+        tell("NaN batch", images, spoil=functools.partial(poison_batches, at={100})),
+        tell("Inf batch", images, spoil=functools.partial(poison_batches, at={100}, value=math.inf)),
+        tell("poisoned sample each epoch", images, spoil=lambda b: poison_sample(b, 5, math.nan)),
+        tell("fp16 overflow", halved, spoil=functools.partial(scale_batches, at={100}, factor=1e6)),
+        tell("learning rate 30x, SGD", images, make_optimizer=lambda p: torch.optim.SGD(p, lr=1.5, momentum=0.9)),
+        tell("learning rate 30x, AdamW", language, make_optimizer=lambda p: torch.optim.AdamW(p, lr=0.09)),
+        tell("learning rate jumps 1000x, SGD", images, meddle=jump(at=100, until=110, factor=1000.0)),
+        tell("learning rate jumps 1000x, AdamW", language, meddle=jump(at=150, until=160, factor=1000.0)),
+        tell("corrupted weight (NaN)", language, meddle=corrupt("blocks.0.out.weight", at=150)),
+        tell("corrupted weight (1e30)", language, meddle=corrupt("blocks.0.out.weight", at=150, value=1e30)),
+        tell("exploding RNN, long batch", memory, spoil=functools.partial(lengthen, at=100, length=600)),
+        tell("exploding RNN, bad start", memory, make_model=functools.partial(Recurrent, gain=1.3)),
+    ]

@@ -1,7 +1,7 @@
 """Rules about what modules put out: dead units, saturation, an output that does not depend on the input.
 
-Absolute shares are `info` (AUTOTRAINER: 70 % dead). A warning compares a module with what it was at its first looks,
-and needs two looks in a row.
+Absolute shares are `info` (AUTOTRAINER: 70 % dead). A warning compares a module with what was usual for it, and needs
+several looks in a row.
 """
 
 from __future__ import annotations
@@ -9,37 +9,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from steadygrad.config import DetectConfig
-from steadygrad.detect.memory import Episode, Keyed, Remembering, Streak
+from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.facts import ActivationScan, Fact, Finding, Severity
 from steadygrad.stats import Baseline
 
-LOOKS = 2
+LOOKS = 3
 """Looks in a row that a warning needs."""
+FIRST_LOOKS = 8
+"""Looks at which a module's usual share is learnt."""
 
 
 class Shares(Remembering):
-    """Which modules' share of bad units is above a limit, and which have come there since their first look."""
+    """Which modules' share of bad units is above a limit, and which have risen there above all that was usual.
 
-    memory = ("_usual", "_streaks")
+    Usual is the largest share of the first looks, and of every excursion that ended by itself: small batches vary.
+    """
+
+    memory = ("_usual", "_num_looks", "_doubts")
 
     def __init__(self, limit: float, rise: float) -> None:
         self._limit, self._rise = limit, rise
         self._usual: dict[str, float] = {}
-        self._streaks = Keyed(Streak)
+        self._num_looks: dict[str, int] = {}
+        self._doubts: dict[str, list[float]] = {}  # name -> step where it began, looks since, largest share
 
     def feed(self, step: int, shares: Mapping[str, float]) -> tuple[list[str], list[str], int]:
-        """(modules above the limit, those newly risen there, the step where the first of these began)."""
-        risen: list[str] = []
-        start = step
-        for name, share in shares.items():
-            usual = self._usual.setdefault(name, share)
-            high = share >= self._limit and share >= usual + self._rise
-            streak = self._streaks[name]
-            if streak.feed(step, high) == LOOKS:
-                risen.append(name)
-                start = min(start, streak.start)
+        """(modules above the limit, those that have newly risen there, the step where the first of these began)."""
+        risen = [name for name, share in shares.items() if self._feed_one(step, name, share)]
+        start = min((int(self._doubts[name][0]) for name in risen), default=step)
         return [name for name, share in shares.items() if share >= self._limit], risen, start
+
+    def _feed_one(self, step: int, name: str, share: float) -> bool:
+        usual = self._usual.get(name)
+        looks = self._num_looks[name] = self._num_looks.get(name, 0) + 1
+        if usual is not None and share >= self._limit and share >= usual + self._rise:
+            doubt = self._doubts.setdefault(name, [step, 0, share])
+            doubt[1], doubt[2] = doubt[1] + 1, max(doubt[2], share)
+            return doubt[1] == LOOKS
+        passed = self._doubts.pop(name, None)
+        if looks <= FIRST_LOOKS or passed:
+            self._usual[name] = max(usual or 0.0, share, passed[2] if passed else 0.0)
+        return False
 
 
 class DeadActivation(Remembering):

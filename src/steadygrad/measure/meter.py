@@ -1,7 +1,7 @@
 """Meter: the gradients of a list of parameters -> one packed vector of numbers on the device.
 
 The vector is a header (loss, global norm, counts, bad-step flag, clip coefficient, loss scale) and a row of
-`GradientStats` for each parameter that has a gradient. Nothing is read back here: on CUDA three kernel launches fill
+`GradientStats` for each parameter that has a gradient. Nothing is read back here: on CUDA two kernel launches fill
 it, and `found` can go straight into a fused optimizer. Reads only.
 """
 

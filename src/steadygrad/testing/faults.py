@@ -88,10 +88,16 @@ def corrupt_weight(parameter: Tensor, value: float = math.nan, index: int = 0) -
     parameter.view(-1)[index] = value
 
 
-def jump_lr(optimizer: torch.optim.Optimizer, step: int, *, at: int, until: int, factor: float) -> None:
-    """Call before each step: the learning rate is `factor` times itself from step `at` on, and back at `until`."""
-    for group in optimizer.param_groups:
-        if step == at:
-            group["lr"] *= factor
-        elif step == until:
-            group["lr"] /= factor
+def jump_lr(optimizer: torch.optim.Optimizer, *, at: int, until: int, factor: float) -> Callable[[int], None]:
+    """A schedule gone wrong: call what is returned before each step, with its number.
+
+    From step `at` on it assigns `factor` times the learning rate of now, and at step `until` the right one again.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+
+    def before_step(step: int) -> None:
+        if at <= step <= until:
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["lr"] = rate * factor if step < until else rate
+
+    return before_step

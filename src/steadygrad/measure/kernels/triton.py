@@ -1,10 +1,10 @@
 """The gradient statistics on CUDA: one launch over a table of gradient addresses for all tensors of a dtype.
 
 Each program reads one chunk of one tensor once, in three cheap operations an element, and writes partial sums; a
-second launch folds a tensor's partials in fixed order, in float64, into its row; a third folds the rows into the
-step's header. No atomics, so the norm, and with it the clip coefficient, is the same in every run and on every rank.
-A chunk whose sum is not ordinary (NaN, Inf, or squares that over- or underflow fp32) is read once more with scaling
-and exact counts: healthy chunks never pay for that.
+second launch folds a tensor's partials in fixed order, in float64, into its row, and its last program the rows into the
+step's header. No float atomics, so the norm, and with it the clip coefficient, is the same in every run and on every
+rank. A chunk whose sum is not ordinary (NaN, Inf, or squares that over- or underflow fp32) is read once more with
+scaling and exact counts: healthy chunks never pay for that.
 
 Floor: the gradients' bytes over the memory bandwidth. Works on the CPU under TRITON_INTERPRET=1, for tests.
 """
@@ -93,8 +93,14 @@ def _measure_chunks(
 
 
 @triton.jit
-def _fold_tensors(partials, bounds, inverse_scale, table, num_chunks, WIDTH: tl.constexpr):
-    """table[t] = (norm, max_abs, nonfinite, nan, zeros) of tensor t, its chunks summed in fixed order in float64."""
+def _fold(
+    partials, bounds, inverse_scale, packed, num_chunks, num_tensors, loss, flags, max_norm, counter,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Row t of `packed` = (norm, max_abs, nonfinite, nan, zeros) of tensor t; the last program folds the header.
+
+    A tensor's chunks, and then the rows, are summed in fixed order in float64: who comes last changes nothing.
+    """
     t = tl.program_id(0)
     low = tl.load(bounds + 2 * t)
     high = tl.load(bounds + 2 * t + 1)
@@ -108,35 +114,39 @@ def _fold_tensors(partials, bounds, inverse_scale, table, num_chunks, WIDTH: tl.
         inside = c < high
         exponent = tl.load(partials + num_chunks + c, mask=inside, other=0.0)
         one = tl.full([WIDTH], 1.0, tl.float64)
-        # (2^-s)^2 for s = 0, -100, 100
-        unscale = tl.where(
-            exponent == 0.0, one, tl.where(exponent < 0.0, one * 1.6069380442589903e60, one * 6.223015277861142e-61)
-        )
+        scaled = tl.where(exponent < 0.0, one * 1.6069380442589903e60, one * 6.223015277861142e-61)  # 2^200, 2^-200
+        unscale = tl.where(exponent == 0.0, one, scaled)
         squares += tl.load(partials + c, mask=inside, other=0.0).to(tl.float64) * unscale
         largest = tl.maximum(largest, tl.load(partials + 2 * num_chunks + c, mask=inside, other=0.0))
         nonfinite += tl.load(partials + 3 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
         nans += tl.load(partials + 4 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
         zeros += tl.load(partials + 5 * num_chunks + c, mask=inside, other=0.0).to(tl.float64)
     unscale_loss = tl.load(inverse_scale).to(tl.float64)
+    table = packed + 8
     row = table + t * 5
     tl.store(row, tl.sqrt(tl.sum(squares, 0)) * unscale_loss)
     tl.store(row + 1, tl.max(largest, 0).to(tl.float64) * unscale_loss)
     tl.store(row + 2, tl.sum(nonfinite, 0))
     tl.store(row + 3, tl.sum(nans, 0))
     tl.store(row + 4, tl.sum(zeros, 0))
+    tl.debug_barrier()
+    # Release this row, acquire everybody's: the program that counts last sees all of them.
+    if tl.atomic_add(counter, 1, sem="acq_rel") == num_tensors - 1:
+        tl.store(counter, 0)
+        _fold_header(table, num_tensors, loss, packed, flags, max_norm, ROWS)
 
 
 @triton.jit
-def _fold_step(table, num_rows, loss, header, flags, max_norm, WIDTH: tl.constexpr):
+def _fold_header(table, num_rows, loss, header, flags, max_norm, ROWS: tl.constexpr):
     """header = (loss, norm, #nonfinite, #nan, found, c = min(1, max_norm / (norm + 1e-6)), 0); flags = (found, 1 / c).
 
     found = 1 when loss or any gradient is not finite. max_norm = 0 means no constant threshold: coefficient 1.
     """
-    squares = tl.zeros([WIDTH], tl.float64)
-    nonfinite = tl.zeros([WIDTH], tl.float64)
-    nans = tl.zeros([WIDTH], tl.float64)
-    for i in range(0, num_rows, WIDTH):
-        t = i + tl.arange(0, WIDTH)
+    squares = tl.zeros([ROWS], tl.float64)
+    nonfinite = tl.zeros([ROWS], tl.float64)
+    nans = tl.zeros([ROWS], tl.float64)
+    for i in range(0, num_rows, ROWS):
+        t = i + tl.arange(0, ROWS)
         inside = t < num_rows
         norm = tl.load(table + t * 5, mask=inside, other=0.0)
         squares += norm * norm
@@ -145,10 +155,10 @@ def _fold_step(table, num_rows, loss, header, flags, max_norm, WIDTH: tl.constex
     value = tl.load(loss).to(tl.float64)
     num_nonfinite = tl.sum(nonfinite, 0)
     bad = (num_nonfinite > 0.0) | ((tl.abs(value) < float("inf")) == 0)
+    total = tl.sqrt(tl.sum(squares, 0))
+    coefficient = tl.where((max_norm > 0.0) & (total + 1e-6 > max_norm), max_norm / (total + 1e-6), 1.0)
     tl.store(header, value)
-    norm = tl.sqrt(tl.sum(squares, 0))
-    coefficient = tl.where((max_norm > 0.0) & (norm + 1e-6 > max_norm), max_norm / (norm + 1e-6), 1.0)
-    tl.store(header + 1, norm)
+    tl.store(header + 1, total)
     tl.store(header + 2, num_nonfinite)
     tl.store(header + 3, tl.sum(nans, 0))
     tl.store(header + 4, bad.to(tl.float64))
@@ -250,6 +260,7 @@ class Plan:
         self._partials = torch.empty(NUM_PARTIALS * max(1, self.num_chunks), dtype=torch.float32, device=device)
         self._addresses = AddressTable(len(gradients), device)
         self._one = torch.ones((), device=device)
+        self._counter = torch.zeros((), dtype=torch.int32, device=device)  # programs that are done; back to 0 each time
 
     def measure(
         self,
@@ -262,19 +273,17 @@ class Plan:
         max_norm: float = 0.0,
     ) -> None:
         """Fill `packed` (header, then rows) and `flags`, from gradients that lie at `addresses`."""
-        table = packed[HEADER:]
         at = self._addresses.send(addresses)
         for dtype, first, num in self.spans:
             _measure_chunks[(num,)](
                 at, self._numels, self._chunk_tensor, self._chunk_index, self._partials, first, self.num_chunks,
                 DTYPE=dtype, CHUNK=self.chunk, BLOCK=self.block, UNROLL=UNROLL, num_warps=self.num_warps,
             )  # fmt: skip
-        scale = self._one if inverse_scale is None else inverse_scale
-        _fold_tensors[(self.num_tensors,)](
-            self._partials, self._bounds, scale, table, self.num_chunks, WIDTH=self.width
-        )
-        value = self._one if loss is None else loss
-        _fold_step[(1,)](table, self.num_tensors, value, packed, flags, float(max_norm), WIDTH=1024)
+        _fold[(self.num_tensors,)](
+            self._partials, self._bounds, self._one if inverse_scale is None else inverse_scale, packed,
+            self.num_chunks, self.num_tensors, self._one if loss is None else loss, flags, float(max_norm),
+            self._counter, WIDTH=self.width, ROWS=512,
+        )  # fmt: skip
 
     def scale(self, addresses: list[int], packed: Tensor) -> None:
         """Multiply the gradients by the coefficient in `packed`'s header; costs one empty launch when that is 1."""
