@@ -22,8 +22,10 @@ from steadygrad.config import (
     FixedNorm,
     GuardConfig,
     MeasureConfig,
+    Policy,
     Precision,
     RecordConfig,
+    SnapshotConfig,
     ZClip,
 )
 from steadygrad.errors import (
@@ -60,10 +62,12 @@ __all__ = [
     "Incident",
     "MeasureConfig",
     "NonFiniteError",
+    "Policy",
     "Precision",
     "Reading",
     "RecordConfig",
     "Severity",
+    "SnapshotConfig",
     "SteadygradError",
     "StepRecord",
     "TrainingHalted",

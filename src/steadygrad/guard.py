@@ -375,11 +375,16 @@ class Guard:
         with self._buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
             facts = self._lookout.read(reading, looks)  # a late judgement comes after the next forward
         healthy = self._judgement.judge(reading, facts)
-        if self._actor.take_rolled_back():
+        if not self._follow_rollback() and healthy and self._snapshots.due(reading.step + 1):
+            self._take_snapshot(reading.step + 1)
+
+    def _follow_rollback(self) -> bool:
+        """After a rollback, what was remembered of weights and buffers is no more."""
+        rolled_back = self._actor.take_rolled_back()
+        if rolled_back:
             self._buffers.refresh(everything=True)
             self._lookout.forget()
-        elif healthy and self._snapshots.due(reading.step + 1):
-            self._take_snapshot(reading.step + 1)
+        return rolled_back
 
     def _take_snapshot(self, step: int) -> None:
         """The state before `step`; judged late, that step's forward has already moved buffers and generators."""
@@ -429,14 +434,14 @@ class Guard:
         if math.isfinite(value):
             self._validation_loss = value
         self._judgement.validate(max(0, self._next_step - 1), self._epoch, value)
-        self._actor.take_rolled_back()
+        self._follow_rollback()
 
     def end_epoch(self) -> None:
         """The epoch is over: a scheduler by epoch moves."""
         self._check_open()
         self.flush()
         self._judgement.end_epoch(max(0, self._next_step - 1), self._epoch)
-        self._actor.take_rolled_back()
+        self._follow_rollback()
         self._epoch += 1
         self._followers.after_epoch(self._validation_loss)
 

@@ -54,6 +54,7 @@ class Judgement:
         self._judge = Judge(config.policy, on_nonfinite=config.on_nonfinite)
         self._started = time.monotonic()
         self._complained: set[str] = set()
+        self._last_action: ActionTaken | None = None
         self._epoch_losses = _Mean()
         policy = config.policy
         self.stopping = EarlyStopping(
@@ -130,13 +131,19 @@ class Judgement:
 
     def _answer(self, finding: Finding, reading: Reading | None) -> None:
         verdict = self._judge.decide(finding, reading=reading)
-        outcome = self._actor.carry_out(verdict, reading)
+        outcome = self._actor.carry_out(verdict, reading, step=finding.step if reading is None else reading.step)
         if verdict.action is Action.ROLLBACK and outcome.action is Action.NONE and _is_fatal(finding):
             verdict = Verdict(action=Action.HALT, reason=f"{verdict.reason}, and there is nothing to go back to")
             outcome = Outcome(action=Action.HALT, message=outcome.message)
         self.conclude(finding, verdict, outcome)
         if outcome.action not in (*BY_REFLEX, Action.HALT) and finding.severity is not Severity.INFO:
-            self._consider(ActionTaken(step=finding.step, action=outcome.action))
+            self._tell_action(ActionTaken(step=finding.step, action=outcome.action))
+
+    def _tell_action(self, taken: ActionTaken) -> None:
+        """Once: loss, gradient and batch of one bad step are three findings and one skip."""
+        if taken != self._last_action:
+            self._last_action = taken
+            self._consider(taken)
 
     def conclude(self, finding: Finding, verdict: Verdict, outcome: Outcome) -> None:
         """Write a finding down; it is an incident when it matters, or when something was done about it."""

@@ -145,6 +145,24 @@ def test_sanitize_repairs_sparse_gradients() -> None:
     assert last_of(guard).num_nonfinite == 3
 
 
+def test_a_sanitized_step_keeps_the_batch_statistics_of_before() -> None:
+    model = make_model(norm=True)
+    guard = Guard(model, sgd(model), config=sanitizing())
+    for step, batch in enumerate(poison_batches(make_batches(3), at={1})):
+        before = [buffer.clone() for buffer in model.buffers()]
+        guard.step(loss_of(model), batch)
+        if step == 1:
+            assert all(torch.equal(a, b) for a, b in zip(before, model.buffers()))
+    assert model[1].num_batches_tracked == 2
+    assert guard.health()["overall_healthy"]
+
+
+def test_the_hand_written_loop_would_have_poisoned_them() -> None:
+    model = make_model(norm=True)
+    train_by_hand(model, sgd(model), poison_batches(make_batches(2), at={0}), value=0.0)
+    assert not model[1].running_mean.isfinite().all()
+
+
 def test_an_overflow_under_a_scaler_backs_off_and_is_sanitized_too() -> None:
     model = make_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)

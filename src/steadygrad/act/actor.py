@@ -26,22 +26,21 @@ class Actor:
         self.num_to_refuse = 0
         """Batches, or steps where the loop does not use `guard.batches`, that are still to be left out."""
 
-    def carry_out(self, verdict: Verdict, reading: Reading | None) -> Outcome:
-        """Do it, and say what was before and after."""
+    def carry_out(self, verdict: Verdict, reading: Reading | None, *, step: int) -> Outcome:
+        """Do it, and say what was before and after; `step` is the last one that was made."""
         if verdict.action is Action.SCALE_LR and verdict.factor is not None:
             return self._rates.scale_lr(verdict.factor)
         if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
             return self._rates.scale_weight_decay(verdict.factor)
         if verdict.action is Action.ROLLBACK:
-            return self._roll_back(reading)
+            return self._roll_back(step + 1, verdict.factor)
         if reading is not None:
             return tell_reflex(verdict.action, reading)
         return (
             Outcome(action=Action.HALT, message="training was halted") if verdict.action is Action.HALT else UNTOUCHED
         )
 
-    def _roll_back(self, reading: Reading | None) -> Outcome:
-        now = 0 if reading is None else reading.step + 1
+    def _roll_back(self, now: int, lr_factor: float | None) -> Outcome:
         if self._rolled_back:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
         if not self._snapshots.can_restore:
