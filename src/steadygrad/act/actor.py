@@ -33,14 +33,14 @@ class Actor:
         if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
             return self._rates.scale_weight_decay(verdict.factor)
         if verdict.action is Action.ROLLBACK:
-            return self._roll_back(step + 1, verdict.factor)
+            return self._roll_back(step + 1)
         if reading is not None:
             return tell_reflex(verdict.action, reading)
         return (
             Outcome(action=Action.HALT, message="training was halted") if verdict.action is Action.HALT else UNTOUCHED
         )
 
-    def _roll_back(self, now: int, lr_factor: float | None) -> Outcome:
+    def _roll_back(self, now: int) -> Outcome:
         if self._rolled_back:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
         if not self._snapshots.can_restore:
