@@ -8,9 +8,11 @@ every unknown or wrong field at once.
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import enum
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -29,7 +31,33 @@ def _require(condition: bool, owner: object, name: str, rule: str, hint: str) ->
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is not
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_whole(owner: object, name: str, *, least: int, hint: str, why: str = "") -> None:
+    value = getattr(owner, name)
+    _require(_is_whole(value) and value >= least, owner, name, f"be a whole number, at least {least}{why}", hint)
+
+
+def _require_booleans(owner: Any) -> None:
+    """Every field of `owner` whose default is a boolean must be one: text such as "no" would count as true."""
+    for item in dataclasses.fields(owner):
+        if isinstance(item.default, bool):
+            fits = isinstance(getattr(owner, item.name), bool)
+            _require(fits, owner, item.name, "be True or False", f"The default is {item.default}.")
+
+
+def _set_names(owner: object, name: str, example: str) -> None:
+    """Keep the field as a tuple of text; one text alone is refused, its letters would become the names."""
+    value = getattr(owner, name)
+    fits = isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value)
+    meant = value if isinstance(value, str) else example
+    _require(fits, owner, name, "be a tuple of names", f"Write {name}=({meant!r},).")
+    object.__setattr__(owner, name, tuple(value))
 
 
 def _require_positive(owner: Any, *, but: tuple[str, ...] = ()) -> None:
@@ -102,7 +130,7 @@ class ZClip:
             _is_number(self.alpha) and 0 < self.alpha < 1, self, "alpha", "lie between 0 and 1", "The paper uses 0.97."
         )
         _require(_is_number(self.z) and self.z > 0, self, "z", "be above 0", "The paper uses 2.5.")
-        _require(self.warmup >= 2, self, "warmup", "be at least 2, a variance needs two values", "The paper uses 25.")
+        _require_whole(self, "warmup", least=2, why=", a variance needs two values", hint="The paper uses 25.")
         _require(
             self.max_norm is None or (_is_number(self.max_norm) and self.max_norm > 0),
             self,
@@ -132,7 +160,7 @@ class AutoClip:
             "lie between 0 and 100",
             "The paper uses 10.",
         )
-        _require(self.window >= 2, self, "window", "be at least 2", "Use 4096.")
+        _require_whole(self, "window", least=2, hint="Use 4096.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +179,7 @@ class AdaptiveUnitClip:
     def __post_init__(self) -> None:
         _require(_is_number(self.ratio) and self.ratio > 0, self, "ratio", "be above 0", "The paper uses 0.01.")
         _require(_is_number(self.eps) and self.eps > 0, self, "eps", "be above 0", "The paper uses 1e-3.")
-        object.__setattr__(self, "exclude", tuple(self.exclude))
+        _set_names(self, "exclude", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +200,7 @@ class AdaGC:
     def __post_init__(self) -> None:
         _require(_is_number(self.relative) and self.relative > 0, self, "relative", "be above 0", "Use 1.05.")
         _require(_is_number(self.beta) and 0 < self.beta < 1, self, "beta", "lie between 0 and 1", "Use 0.98.")
-        _require(self.warmup >= 1, self, "warmup", "be at least 1", "Use 100.")
+        _require_whole(self, "warmup", least=1, hint="Use 100.")
         _require(_is_number(self.max_norm) and self.max_norm > 0, self, "max_norm", "be above 0", "Use 1.0.")
 
 
@@ -221,8 +249,10 @@ class MeasureConfig:
     weights, no wait); the first step's graph is looked at too. 0: only after a bad step."""
 
     def __post_init__(self) -> None:
-        _require(self.scan_every >= 0, self, "scan_every", "not be negative", "0 switches it off.")
-        _require(self.parameters_every >= 0, self, "parameters_every", "not be negative", "0 switches it off.")
+        kernel = _as_enum(Implementation, self.implementation, "MeasureConfig.implementation")
+        object.__setattr__(self, "implementation", kernel)
+        for name in ("scan_every", "parameters_every"):
+            _require_whole(self, name, least=0, hint="0 switches it off.")
 
 
 # --- detect: thresholds of the rules, a value object for each family -------------------------------------------------
@@ -406,7 +436,8 @@ class DetectConfig:
         _require_positive(self)
         _require(self.window >= 8, self, "window", "be at least 8", "Use 128.")
         _require(2 <= self.min_values <= self.window, self, "min_values", "lie between 2 and the window", "Use 32.")
-        object.__setattr__(self, "off", tuple(self.off))
+        _set_names(self, "off", "loss_spike")
+        _require(isinstance(self.rules, list | tuple), self, "rules", "be a tuple of rules", "Write rules=(mine,).")
         object.__setattr__(self, "rules", tuple(self.rules))
         kinds = (LossThresholds, FlowThresholds, LayerThresholds, ValidationThresholds, HabitThresholds)
         for name, kind in zip(("loss", "flow", "layers", "validation", "habits"), kinds):
@@ -474,6 +505,9 @@ class Policy:
     def __post_init__(self) -> None:
         if self.halt_at is not None:
             object.__setattr__(self, "halt_at", _as_enum(Severity, self.halt_at, "Policy.halt_at"))
+        _require_booleans(self)
+        example = 'Write actions={"loss_spike": Action.ROLLBACK}.'
+        _require(isinstance(self.actions, Mapping), self, "actions", "be a mapping of kind to Action", example)
         answers = {k: _as_enum(Action, v, f"Policy.actions[{k!r}]") for k, v in dict(self.actions).items()}
         object.__setattr__(self, "actions", answers)
         for kind, action in answers.items():
@@ -533,8 +567,8 @@ class SnapshotConfig:
     """False: no snapshots, so nothing to roll back to."""
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.enabled, bool), self, "enabled", "be True or False", "Use False to switch it off.")
-        _require_positive(self, but=("enabled",))
+        _require_booleans(self)
+        _require_positive(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,8 +581,8 @@ class RecordConfig:
     """Steps between two lines of layers.jsonl; steps with a finding above info are always written; 0: never."""
 
     def __post_init__(self) -> None:
-        _require(self.steps_every >= 1, self, "steps_every", "be at least 1", "Use 1.")
-        _require(self.layers_every >= 0, self, "layers_every", "not be negative", "0 switches it off.")
+        _require_whole(self, "steps_every", least=1, hint="Use 1.")
+        _require_whole(self, "layers_every", least=0, hint="0 switches it off.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -588,6 +622,7 @@ class GuardConfig:
         )
         if self.autocast is not None:
             object.__setattr__(self, "autocast", _as_enum(Precision, self.autocast, "GuardConfig.autocast"))
+        _require_booleans(self)
         allowed = (Action.SKIP, Action.SANITIZE, Action.HALT)
         _require(
             self.on_nonfinite in allowed,
@@ -656,7 +691,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
         import tomllib
 
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            return tomllib.loads(_read_text(path))
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"not valid TOML: {error}.") from None
     if path.suffix not in (".yaml", ".yml"):
@@ -666,7 +701,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     except ImportError:
         raise ConfigError("reading YAML needs PyYAML. Run: pip install 'steadygrad[yaml]', or use TOML.") from None
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(_read_text(path))
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {error}.") from None
     if not isinstance(values, Mapping):
@@ -674,8 +709,17 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     return values
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text ({error.reason} at byte {error.start}). Save the file as UTF-8.") from None
+
+
 def build(cls: type, values: Mapping[str, Any]) -> Any:
     """An instance of the dataclass `cls` from plain values; all errors in one ConfigError."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{cls.__name__} must be given as a mapping of field to value, got {values!r}. {{}} will do.")
     errors: list[str] = []
     made = _build(cls, values, "", errors)
     if errors:
@@ -687,20 +731,37 @@ def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[str]) -
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
-    before = len(errors)
+    wrong: set[str] = set()
     for name, value in values.items():
         where = f"{path}{name}"
         if name not in known:
             errors.append(f"{where}: unknown; {cls.__name__} has {', '.join(sorted(known))}.")
-        else:
-            arguments[name] = _convert(hints[name], value, where, errors)
-    if len(errors) > before:
-        return None
-    try:
-        return cls(**arguments)
-    except (ConfigError, TypeError) as error:
-        errors.append(f"{path.rstrip('.') or cls.__name__}: {error}")
-        return None
+            continue
+        before = len(errors)
+        arguments[name] = _convert(hints[name], value, where, errors)
+        if len(errors) > before:
+            wrong.add(name)
+            del arguments[name]
+    return _construct(cls, arguments, wrong, path.rstrip(".") or cls.__name__, errors)
+
+
+def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], where: str, errors: list[str]) -> Any:
+    """An instance of `cls`; each field that it refuses is told, and left at its default to find the next one.
+
+    An error whose rule speaks of a field already told (`min_values` of a wrong `window`) is left out: it may be none.
+    """
+    while True:
+        try:
+            return cls(**arguments)
+        except (ConfigError, TypeError) as error:
+            rule = str(error).partition(", got ")[0]
+            if not any(re.search(rf"\b{name}\b", rule) for name in wrong):
+                errors.append(f"{where}: {error}")
+            refused = re.match(rf"{cls.__name__}\.(\w+)", rule)  # how each of our messages begins
+            if refused is None or refused[1] not in arguments:
+                return None
+            wrong.add(refused[1])
+            del arguments[refused[1]]
 
 
 def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
@@ -722,13 +783,9 @@ def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
             return value
         if option is int and isinstance(value, int) and not isinstance(value, bool):
             return value
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if option is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-            try:
+        if option is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):  # text too: YAML 1.1 reads 1e-3 as text
                 return float(value)
-            except ValueError:
-                pass
         if option is str and isinstance(value, str):
             return value
         if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
@@ -736,7 +793,8 @@ def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
         if typing.get_origin(option) is collections.abc.Mapping and isinstance(value, Mapping):
             return dict(value)
     names = " or ".join(getattr(o, "__name__", str(o)) for o in options)
-    errors.append(f"{where}: must be {names}, got {value!r}.")
+    one_text = isinstance(value, str) and any(typing.get_origin(option) is tuple for option in options)
+    errors.append(f"{where}: must be {names}, got {value!r}." + (f" Write [{value!r}]." if one_text else ""))
     return None
 
 
@@ -748,7 +806,7 @@ def _convert_object(options: tuple[Any, ...], value: Any, where: str, errors: li
         return _build(options[0], value, f"{where}.", errors)
     kinds = {option.kind: option for option in options}
     kind = value.get("kind")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         errors.append(f"{where}.kind: must be one of {', '.join(kinds)}, got {kind!r}.")
         return None
     return _build(kinds[kind], {k: v for k, v in value.items() if k != "kind"}, f"{where}.", errors)

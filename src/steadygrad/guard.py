@@ -99,22 +99,12 @@ class Guard:
         self._subjects = find_subjects(model, optimizer)
         refuse_many_ranks()
         self._off = os.environ.get("STEADYGRAD", "").lower() == "off"
-        named, self._optimizers = self._subjects.named, self._subjects.optimizers
+        self._optimizers = self._subjects.optimizers
         self._clipper = None if self.config.clip is None else build_clipper(self.config.clip)
-        constant_norm = None if self._clipper is None else self._clipper.constant_norm
-        self._meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm)
-        self._updates = UpdateMeter(named)
         self._transfer = Transfer(slots=6)
         self._user_scaler, self._scaler = scaler, ScalerDriver(scaler, self._optimizers)
-        self._reflex = Reflex(self._optimizers, self._clipper)
         self._buffers = BufferKeeper(self._subjects.model)
-        self._gate = MicrobatchGate(
-            [p for _, p in named],
-            meter=self._meter,
-            transfer=self._transfer,
-            scaler=self._scaler,
-            buffers=self._buffers,
-        )
+        self._watch_parameters()
         self._rates = Rates(self._optimizers)
         self._followers = Followers(
             scheduler,
@@ -139,13 +129,12 @@ class Guard:
             actor=self._actor,
             recorder=Recorder([*sinks, *self._open_run(run_dir)]),
         )
-        self._lookout, self._looks = Lookout(self._subjects, self.config.measure), Looks()
+        self._looks = Looks()
         self._random: dict[str, Any] | None = None
         weakref.finalize(self, self._judgement.close)  # a guard that nobody closed still leaves a whole record
         self._batches = Accumulated()
         self._pending: _Pending | None = None
         self._next_step = self._epoch = self._num_skipped_batches = 0
-        self._devices = sorted({p.device for _, p in named}, key=str)
         self._validation_loss: float | None = None
         self._closed = False
         if not self._off:
@@ -228,6 +217,7 @@ class Guard:
     def _optimize(self) -> None:
         """Measure, then step or skip: on the device where the optimizers allow it, by one host read elsewhere."""
         batches = self._batches
+        self._notice_new_parameters()
         facts = {"num_microbatches": max(1, batches.num), "num_dropped_microbatches": batches.num_dropped}
         if batches.all_dropped:
             self._skip_all_dropped(facts)
@@ -235,7 +225,7 @@ class Guard:
         if batches.num_dropped:
             self._gate.average_the_kept(batches)
         scale = self._scaler.factor
-        measurement = self._meter.measure(batches.loss, scale=scale)
+        measurement = self._meter.measure(batches.loss, scale=scale, told_scale=self._scaler.now)
         if measurement is None:
             raise UsageError(
                 "no parameter of the optimizer has a gradient. Run backward before guard.step(), and check that the "
@@ -260,8 +250,9 @@ class Guard:
             self._updates.before()
         self._reflex.step_on_device(m, carried)
         self._lookout.after_optimizer(facts["step"], self._looks)
-        if scale is not None:
-            self._scaler.update(bad_gradient=m.packed[NUM_NONFINITE] > 0, bad_loss=~m.packed[LOSS].isfinite())
+        if self._scaler.now is not None:
+            overflowed = (m.packed[NUM_NONFINITE] > 0) | self._batches.overflowed
+            self._scaler.update(bad_gradient=overflowed, bad_loss=~m.packed[LOSS].isfinite())
         self._buffers.select(m.found)
         self._pending = _Pending(m, self._transfer.send(m.packed), facts, self._looks)
         if measure_updates:
@@ -293,8 +284,9 @@ class Guard:
             else:  # gradients can be repaired; statistics that saw a bad batch cannot
                 self._buffers.restore()
             self._lookout.after_optimizer(reading.step, self._looks)
-        if scale is not None and not reading.loss_is_nonfinite:
-            self._scaler.update(bad_gradient=m.packed[NUM_NONFINITE] > 0, bad_loss=None)
+        if self._scaler.now is not None and not reading.loss_is_nonfinite:
+            overflowed = (m.packed[NUM_NONFINITE] > 0) | self._batches.overflowed
+            self._scaler.update(bad_gradient=overflowed, bad_loss=None)
         if measure_updates:
             reading = self._with_updates(reading, self._transfer.send(self._updates.after()))
         self._judge(reading, self._looks)
@@ -319,7 +311,7 @@ class Guard:
         if not m.found.item():
             return None
         sanitize_gradients(m.gradients, self.config.sanitize_value)
-        return self._meter.measure(None, scale=scale)
+        return self._meter.measure(None, scale=scale, told_scale=self._scaler.now)
 
     def _skip_all_dropped(self, facts: dict[str, Any]) -> None:
         """Every microbatch was bad: the step is skipped, and told with the last one's numbers."""
@@ -327,6 +319,8 @@ class Guard:
         m, numbers = self._batches.worst
         self._judge_pending()
         self._reflex.skip_on_host()
+        if self._batches.overflowed:
+            self._scaler.update(bad_gradient=torch.ones(()), bad_loss=None)
         facts |= {"step": self._take_step_number(), "learning_rates": self._learning_rates()}
         self._judge(m.read(numbers, skipped=True, **facts), self._looks)
 
@@ -433,15 +427,17 @@ class Guard:
         value = float(loss)
         if math.isfinite(value):
             self._validation_loss = value
-        self._judgement.validate(max(0, self._next_step - 1), self._epoch, value)
-        self._follow_rollback()
+        if not self._off:
+            self._judgement.validate(max(0, self._next_step - 1), self._epoch, value)
+            self._follow_rollback()
 
     def end_epoch(self) -> None:
         """The epoch is over: a scheduler by epoch moves."""
         self._check_open()
         self.flush()
-        self._judgement.end_epoch(max(0, self._next_step - 1), self._epoch)
-        self._follow_rollback()
+        if not self._off:
+            self._judgement.end_epoch(max(0, self._next_step - 1), self._epoch)
+            self._follow_rollback()
         self._epoch += 1
         self._followers.after_epoch(self._validation_loss)
 
@@ -475,8 +471,9 @@ class Guard:
         self.flush()
         last = self._judgement.last_reading
         parameters = not find_nonfinite(self._subjects.model.named_parameters())
+        buffers = set(find_nonfinite(self._subjects.model.named_buffers()))
         parts = {
-            "model_healthy": parameters and not find_nonfinite(self._subjects.model.named_buffers()),
+            "model_healthy": parameters and not buffers - self._lookout.born_nonfinite,
             "gradients_healthy": last is None or last.num_nonfinite == 0,
             "losses_healthy": last is None or not last.loss_is_nonfinite,
             "parameters_healthy": parameters,
@@ -557,6 +554,32 @@ class Guard:
 
     # --- small things -----------------------------------------------------------------------------------------------
 
+    def _watch_parameters(self) -> None:
+        """Make what depends on the list of parameters."""
+        named = self._subjects.named
+        constant_norm = None if self._clipper is None else self._clipper.constant_norm
+        self._meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm)
+        self._updates = UpdateMeter(named)
+        self._reflex = Reflex(self._optimizers, self._clipper)
+        self._gate = MicrobatchGate(
+            [p for _, p in named],
+            meter=self._meter,
+            transfer=self._transfer,
+            scaler=self._scaler,
+            buffers=self._buffers,
+        )
+        self._lookout = Lookout(self._subjects, self.config.measure)
+        self._devices = sorted({p.device for _, p in named}, key=str)
+        self._signature = _sign(self._optimizers)
+
+    def _notice_new_parameters(self) -> None:
+        """`add_param_group`, the usual way to unfreeze: the new ones are guarded from this step on."""
+        if _sign(self._optimizers) == self._signature:
+            return
+        self._judge_pending()
+        self._subjects = find_subjects(self._subjects.model, self._optimizers)
+        self._watch_parameters()
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this guard is closed. Make a new one to go on training.")
@@ -601,6 +624,12 @@ class Guard:
                 versions={"steadygrad": __version__, "torch": torch.__version__},
             )
         ]
+
+
+def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, int, int]]:
+    """What changes when parameters are added or exchanged, looked at in microseconds: sizes and ends of the groups."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return [(len(params), id(params[0]), id(params[-1])) if params else (0, 0, 0) for params in groups]
 
 
 def _keep_stateful(things: Mapping[str, Any]) -> dict[str, Any]:

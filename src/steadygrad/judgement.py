@@ -78,8 +78,7 @@ class Judgement:
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
         findings = [finding for fact in (*facts, reading) for finding in self._observe(fact)]
         self._record_step(self.last, reading, findings)
-        for finding in findings:
-            self._answer(finding, reading)
+        self._answer(findings, reading)
         healthy = not reading.is_nonfinite and all(f.severity is Severity.INFO for f in findings)
         for reason in self._actor.after_step(reading.step, healthy=healthy):
             logger.warning(reason)
@@ -117,8 +116,7 @@ class Judgement:
         self.conclude(finding, NO_ACTION, UNTOUCHED)
 
     def _consider(self, fact: Fact) -> None:
-        for finding in self._observe(fact):
-            self._answer(finding, None)
+        self._answer(self._observe(fact), None)
 
     # --- detect, decide, act, record --------------------------------------------------------------------------------
 
@@ -129,15 +127,30 @@ class Judgement:
             self._complain("detect", f"a rule failed on {type(fact).__name__}, training goes on: {error!r}")
             return []
 
-    def _answer(self, finding: Finding, reading: Reading | None) -> None:
-        verdict = self._judge.decide(finding, reading=reading)
+    def _answer(self, findings: Sequence[Finding], reading: Reading | None) -> None:
+        """Decide about all, then act on each; a run that is to be halted is left as it is, and told whole."""
+        verdicts = [self._judge.decide(finding, reading=reading) for finding in findings]
+        if any(verdict.action is Action.HALT for verdict in verdicts):
+            verdicts = [_leave(verdict) for verdict in verdicts]
+        halting: Incident | None = None
+        for finding, verdict in zip(findings, verdicts):
+            halts = self._carry_out(finding, verdict, reading)
+            halting = self.incidents[-1] if halts and halting is None else halting
+        if halting is not None:
+            raise _as_error(halting, tuple(self.incidents))
+
+    def _carry_out(self, finding: Finding, verdict: Verdict, reading: Reading | None) -> bool:
+        """Act on one finding and write it down; says whether it halts the run."""
         outcome = self._actor.carry_out(verdict, reading, step=finding.step if reading is None else reading.step)
         if verdict.action is Action.ROLLBACK and outcome.action is Action.NONE and _is_fatal(finding):
             verdict = Verdict(action=Action.HALT, reason=f"{verdict.reason}, and there is nothing to go back to")
             outcome = Outcome(action=Action.HALT, message=outcome.message)
         self.conclude(finding, verdict, outcome)
-        if outcome.action not in (*BY_REFLEX, Action.HALT) and finding.severity is not Severity.INFO:
+        if verdict.action is Action.HALT:
+            return True
+        if outcome.action not in BY_REFLEX and finding.severity is not Severity.INFO:
             self._tell_action(ActionTaken(step=finding.step, action=outcome.action))
+        return False
 
     def _tell_action(self, taken: ActionTaken) -> None:
         """Once: loss, gradient and batch of one bad step are three findings and one skip."""
@@ -156,10 +169,6 @@ class Judgement:
             self.incidents.append(incident)
             self._recorder.write_incident(incident)
             self._call_back(incident)
-        if verdict.action is Action.HALT:
-            kind = NonFiniteError if finding.kind.startswith("nonfinite") else TrainingHalted
-            story = f"step {finding.step}: {finding.message}; {verdict.reason}; {outcome.message}. {finding.advice}"
-            raise kind(story, tuple(self.incidents))
 
     def _record_step(self, record: StepRecord, reading: Reading, findings: list[Finding]) -> None:
         config, step = self._config.record, reading.step
@@ -229,6 +238,20 @@ class _Mean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sum, self._count, self._attempts = state["sum"], state["count"], state["attempts"]
+
+
+def _leave(verdict: Verdict) -> Verdict:
+    """What is still done when another finding halts the run: what the reflex has done already."""
+    if verdict.action in (Action.HALT, Action.SKIP, Action.SANITIZE, *BY_REFLEX):
+        return verdict
+    return Verdict(action=Action.NONE, reason=f"{verdict.reason}, but the run is halted")
+
+
+def _as_error(incident: Incident, story: tuple[Incident, ...]) -> TrainingHalted:
+    finding = incident.finding
+    kind = NonFiniteError if finding.kind.startswith("nonfinite") else TrainingHalted
+    reason, outcome = incident.verdict.reason, incident.outcome.message
+    return kind(f"step {finding.step}: {finding.message}; {reason}; {outcome}. {finding.advice}", story)
 
 
 def _is_fatal(finding: Finding) -> bool:

@@ -39,22 +39,17 @@ class Baseline:
         relative_floor: float = 1e-3,
         patience: int = 32,
     ) -> None:
-        if window < 8:
-            raise ConfigError(
-                f"Baseline.window must be at least 8 to estimate a spread, got {window}. "
-                "Use 128 unless steps are very slow."
-            )
-        if not 2 <= min_values <= window:
-            raise ConfigError(
-                f"Baseline.min_values must lie between 2 and the window ({window}), got {min_values}. "
-                "Use a quarter of the window."
-            )
-        if outlier_score <= 0:
-            raise ConfigError(f"Baseline.outlier_score must be positive, got {outlier_score}. 8 is a good value.")
-        if relative_floor < 0:
-            raise ConfigError(f"Baseline.relative_floor must not be negative, got {relative_floor}. Use 1e-3.")
-        if patience < 1:
-            raise ConfigError(f"Baseline.patience must be at least 1, got {patience}. Use 32.")
+        rule = "be a whole number, at least 8 to estimate a spread"
+        _require(_is_whole(window) and window >= 8, "window", rule, window, "Use 128 unless steps are very slow.")
+        rule = f"be a whole number between 2 and the window ({window})"
+        fits = _is_whole(min_values) and 2 <= min_values <= window
+        _require(fits, "min_values", rule, min_values, "Use a quarter of the window.")
+        fits = _is_number(outlier_score) and outlier_score > 0
+        _require(fits, "outlier_score", "be a number above 0", outlier_score, "8 is a good value.")
+        fits = _is_number(relative_floor) and 0 <= relative_floor < math.inf
+        _require(fits, "relative_floor", "be a finite number, not negative", relative_floor, "Use 1e-3.")
+        rule = "be a whole number, at least 1"
+        _require(_is_whole(patience) and patience >= 1, "patience", rule, patience, "Use 32.")
         self.window, self.min_values = window, min_values
         self.outlier_score, self.relative_floor, self.patience = outlier_score, relative_floor, patience
         self._values: deque[float] = deque()
@@ -110,6 +105,7 @@ class Baseline:
         self._values.clear()
         self._sorted.clear()
         self._refused.clear()
+        self._spread = None
         for value in values[-self.window :]:
             self._append(value)
 
@@ -129,6 +125,19 @@ class Baseline:
         """Take the history of `state_dict()`; values that are not finite are refused as ever."""
         self._start_again([float(v) for v in state["values"] if math.isfinite(v)])
         self._refused.extend(float(v) for v in state["refused"] if math.isfinite(v))
+
+
+def _require(fits: bool, name: str, rule: str, value: object, advice: str) -> None:
+    if not fits:
+        raise ConfigError(f"Baseline.{name} must {rule}, got {value!r}. {advice}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails each comparison by itself
 
 
 def _median(ordered: list[float]) -> float:

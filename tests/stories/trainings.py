@@ -1,4 +1,4 @@
-"""Three small real trainings, and the two loops that run them: a plain one and a guarded one.
+"""Three small real trainings, the two loops that run them (plain and guarded), and what can happen to them.
 
 Each has data with noise that no model can learn, so its clean final loss has a floor, far below what guessing gives:
 "within 5 % of the clean run" then means that a run was saved, not that its noise was lucky.
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steadygrad import Guard, GuardConfig
+from steadygrad import Action, Guard, GuardConfig
+from steadygrad.config import ClipStrategy, Policy
 from steadygrad.errors import TrainingHalted
 from steadygrad.testing import corrupt_weight, jump_lr, poison_batches, scale_batches
 
@@ -192,8 +193,8 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))  # (batch, CONTEXT, letters)
 
 
-def train_language(num_steps: int = 300, **changes: Any) -> Training:
-    """A transformer on letters; AdamW. Guessing letters by frequency costs 2.7 nats, knowing the grammar 0.4."""
+def train_language(num_steps: int = 400, **changes: Any) -> Training:
+    """A transformer on letters; AdamW. Guessing letters by frequency costs 2.5 nats, knowing the grammar 0.25."""
     frequencies = encode(write_text(400, 1)).bincount().double()
     frequencies = frequencies / frequencies.sum()
     training = Training(
@@ -293,7 +294,7 @@ def make_memories(count: int, seed: int, *, size: int = 32, length: int = LENGTH
 
 
 class Recurrent(nn.Module):
-    """A plain recurrent network of ReLUs that starts as the identity (Le et al. 2015): it remembers, and can explode."""
+    """A plain recurrent network of ReLUs that starts as the identity (Le et al. 2015); it can explode."""
 
     def __init__(self, *, width: int = 32, gain: float = 1.0) -> None:
         super().__init__()
@@ -307,7 +308,7 @@ class Recurrent(nn.Module):
         return self.head(hidden[:, -1])
 
 
-def train_memory(num_steps: int = 400, **changes: Any) -> Training:
+def train_memory(num_steps: int = 600, **changes: Any) -> Training:
     """A recurrent network over 30 steps; Adam. Guessing costs log(4); the wrong answers alone about 0.35."""
     training = Training(
         name="rnn",
@@ -325,20 +326,34 @@ def train_memory(num_steps: int = 400, **changes: Any) -> Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A training, and what happens to it."""
+    """A training, what happens to it, and what should be said and done about that."""
 
     name: str
     clean: Training = field(repr=False)
-    faulty: Training = field(repr=False)
-    """The same training, where the fault lies in how it was set up; else `clean` itself."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of the training, where the fault lies in how it was set up."""
     spoil: Callable[[Sequence[Batch]], Iterable[Batch]] = lambda batches: batches
     meddle: Meddle | None = None
+    finds: frozenset[str]
+    """Kinds of finding that the ledger must have."""
+    does: frozenset[Action]
+    """Everything that is done beyond clipping."""
+    policy: Policy = field(default_factory=Policy)
 
+    @property
+    def faulty(self) -> Training:
+        """The training with its fault."""
+        return dataclasses.replace(self.clean, **self.changes)
 
-def tell(name: str, clean: Training, *, spoil: Any = None, meddle: Meddle | None = None, **changes: Any) -> Story:
-    """A story; `changes` are made to the training itself."""
-    faulty = dataclasses.replace(clean, **changes)
-    return Story(name=name, clean=clean, faulty=faulty, spoil=spoil or (lambda batches: batches), meddle=meddle)
+    def train_plain(self, clip: Callable[[nn.Module], Any] | None = None) -> Run:
+        """What becomes of it in a plain loop."""
+        return train_plain(self.faulty, batches=self.spoil(self.clean.batches), meddle=self.meddle, clip=clip)
+
+    def train_guarded(self, *, clip: ClipStrategy | None, run_dir: Path | None = None) -> Run:
+        """What becomes of it on a Guard."""
+        config = GuardConfig(clip=clip, policy=self.policy)
+        batches = self.spoil(self.clean.batches)
+        return train_guarded(self.faulty, config, batches=batches, meddle=self.meddle, run_dir=run_dir)
 
 
 def poison_sample(batches: Sequence[Batch], number: int, value: float) -> list[Batch]:
@@ -371,21 +386,89 @@ def jump(*, at: int, until: int, factor: float) -> Meddle:
     return lambda model, optimizer: jump_lr(optimizer, at=at, until=until, factor=factor)
 
 
+BAD_STEP = frozenset({"nonfinite_loss", "nonfinite_gradient"})
+BAD_BATCH = BAD_STEP | {"nonfinite_input"}
+SKIP, BACK = frozenset({Action.SKIP}), frozenset({Action.ROLLBACK})
+
+
 def make_stories() -> list[Story]:
-    """Everything that the issue of rescue is about."""
+    """Everything that a guard should save a run from; each ends well whether gradients are clipped or not."""
     language, images, memory = train_language(), train_images(), train_memory()
     halved = train_images(make_model=functools.partial(make_cnn, half=True))
+    wreck = "blocks.0.out.weight"
+    go_back = Policy(actions={"loss_explosion": Action.ROLLBACK})
+    nan, inf = (functools.partial(poison_batches, at={100}, value=value) for value in (math.nan, math.inf))
     return [
-        tell("NaN batch", images, spoil=functools.partial(poison_batches, at={100})),
-        tell("Inf batch", images, spoil=functools.partial(poison_batches, at={100}, value=math.inf)),
-        tell("poisoned sample each epoch", images, spoil=lambda b: poison_sample(b, 5, math.nan)),
-        tell("fp16 overflow", halved, spoil=functools.partial(scale_batches, at={100}, factor=1e6)),
-        tell("learning rate 30x, SGD", images, make_optimizer=lambda p: torch.optim.SGD(p, lr=1.5, momentum=0.9)),
-        tell("learning rate 30x, AdamW", language, make_optimizer=lambda p: torch.optim.AdamW(p, lr=0.09)),
-        tell("learning rate jumps 1000x, SGD", images, meddle=jump(at=100, until=110, factor=1000.0)),
-        tell("learning rate jumps 1000x, AdamW", language, meddle=jump(at=150, until=160, factor=1000.0)),
-        tell("corrupted weight (NaN)", language, meddle=corrupt("blocks.0.out.weight", at=150)),
-        tell("corrupted weight (1e30)", language, meddle=corrupt("blocks.0.out.weight", at=150, value=1e30)),
-        tell("exploding RNN, long batch", memory, spoil=functools.partial(lengthen, at=100, length=600)),
-        tell("exploding RNN, bad start", memory, make_model=functools.partial(Recurrent, gain=1.3)),
+        Story(name="NaN batch", clean=images, spoil=nan, finds=BAD_BATCH, does=SKIP),
+        Story(name="Inf batch", clean=images, spoil=inf, finds=BAD_BATCH, does=SKIP),
+        Story(
+            name="poisoned sample in each epoch",
+            clean=images,
+            spoil=lambda batches: poison_sample(batches, 5, math.nan),
+            finds=BAD_BATCH | {"frequent_actions"},
+            does=SKIP,
+        ),
+        Story(
+            name="overflow as in fp16",
+            clean=halved,
+            spoil=functools.partial(scale_batches, at={100}, factor=1e6),
+            finds=BAD_STEP,
+            does=SKIP,
+        ),
+        Story(
+            name="learning rate jumps, SGD",
+            clean=images,
+            meddle=jump(at=100, until=110, factor=1000.0),
+            finds=frozenset({"loss_spike", "loss_explosion"}),
+            does=BACK,
+            policy=go_back,
+        ),
+        Story(
+            name="learning rate jumps, AdamW",
+            clean=language,
+            meddle=jump(at=200, until=210, factor=1000.0),
+            finds=frozenset({"loss_spike", "loss_explosion"}),
+            does=BACK,
+            policy=go_back,
+        ),
+        Story(
+            name="weight becomes NaN",
+            clean=language,
+            meddle=corrupt(wreck, at=200),
+            finds=BAD_STEP | {"nonfinite_parameter"},
+            does=BACK | SKIP,
+        ),
+        Story(
+            name="weight becomes 1e30",
+            clean=language,
+            meddle=corrupt(wreck, at=200, value=1e30),
+            finds=BAD_STEP,
+            does=BACK | SKIP | {Action.SCALE_LR},
+        ),
+        Story(
+            name="RNN explodes to Inf",
+            clean=memory,
+            spoil=functools.partial(lengthen, at=100, length=1500),
+            finds=BAD_STEP,
+            does=SKIP,
+        ),
+        Story(
+            name="RNN explodes",
+            clean=memory,
+            spoil=functools.partial(lengthen, at=100, length=300),
+            finds=frozenset({"loss_spike", "exploding_gradient"}),
+            does=BACK,
+            policy=Policy(actions={"exploding_gradient": Action.ROLLBACK}),
+        ),
     ]
+
+
+def make_hopeless_story() -> Story:
+    """A learning rate 30 times too high, unclipped: the loss is NaN after a few steps, wherever one starts again."""
+    return Story(
+        name="learning rate 30x",
+        clean=train_language(make_optimizer=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9)),
+        changes={"make_optimizer": lambda p: torch.optim.SGD(p, lr=9.0, momentum=0.9)},
+        finds=BAD_STEP,
+        does=BACK | SKIP | {Action.SCALE_LR, Action.HALT},
+    )

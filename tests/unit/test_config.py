@@ -310,7 +310,7 @@ def test_an_unknown_field_is_told_with_the_fields_there_are() -> None:
 def test_a_value_out_of_range_is_told_with_its_place() -> None:
     message = refuse({"clip": {"kind": "fixed_norm", "max_norm": 0}, "record": {"steps_every": 0}})
     assert "clip: FixedNorm.max_norm must be above 0, got 0.0" in message
-    assert "record: RecordConfig.steps_every must be at least 1, got 0" in message
+    assert "record: RecordConfig.steps_every must be a whole number, at least 1, got 0" in message
 
 
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}, {"kind": None}, {"kind": "agc"}, {"kind": 3}])

@@ -225,9 +225,11 @@ def test_a_slow_rise_after_the_learning_rate_was_raised_is_none() -> None:
     assert trend("divergence", loss, 800, lambda t: RATE if t < 400 else 3 * RATE) == []
 
 
-def test_a_noisy_plateau_is_no_divergence() -> None:
-    r = random.Random(1)
-    facts = [reading(t, 1.0 + 0.3 * r.gauss(0, 1)) for t in range(5000)]
+@pytest.mark.parametrize("level", [0.0, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_noisy_plateau_is_no_divergence(seed: int, level: float) -> None:
+    r = random.Random(seed)
+    facts = [reading(t, level + 0.3 * r.gauss(0, 1)) for t in range(5000)]
 
     assert findings_of(rule_named("divergence"), facts) == []
 

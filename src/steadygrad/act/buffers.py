@@ -79,15 +79,21 @@ class BufferKeeper:
     @torch.no_grad()
     def refresh(self, *, everything: bool = False) -> None:
         """Copy again what was changed since the last copy, by somebody else: a loaded checkpoint, a user's edit."""
+        changed = {
+            id(entry.module)
+            for entry in self._entries
+            if (live := entry.live) is not None and _version(live) != entry.version
+        }
         for entry in self._entries:
             live = entry.live
-            if live is not None and entry.copy is not None and (everything or _version(live) != entry.version):
+            if live is not None and entry.copy is not None and (everything or id(entry.module) in changed):
                 entry.copy.copy_(live)
                 entry.version = _version(live)
 
     @torch.no_grad()
     def save(self) -> None:
         """The step was good: what the forward made of the buffers is the new state to come back to."""
+        self._adopt_late_movers()
         self._find_moved()
         for pack in self._packs:
             live, views = pack.live(pack.saved_views)
@@ -108,6 +114,7 @@ class BufferKeeper:
     @torch.no_grad()
     def select(self, found: Tensor) -> None:
         """The same on the device: keep the forward's values when `found` is 0, put the copies back when it is 1."""
+        self._adopt_late_movers()
         self._find_moved()
         for pack in self._packs:
             live, fresh = pack.live(pack.fresh_views)
@@ -156,6 +163,13 @@ class BufferKeeper:
             self._drop_constants()
         if fresh:
             self._repack()
+
+    def _adopt_late_movers(self) -> None:
+        """A large buffer that was given up as constant has moved after all: it is copied from now on."""
+        for entry in self._entries:
+            buffer = entry.module._buffers.get(entry.name)
+            if entry.copy is None and buffer is not None and _version(buffer) != entry.version:
+                entry.copy, entry.version = buffer.detach().clone(), -2
 
     def _differs(self, entry: _Entry, live: Tensor) -> bool:
         if _version(live) != entry.version:

@@ -8,6 +8,7 @@ be taken out of a sum again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.reflex import multiply
 from steadygrad.act.scaler import ScalerDriver
 from steadygrad.measure import Measurement, Meter, Transfer
-from steadygrad.measure.meter import FOUND
+from steadygrad.measure.meter import FOUND, LOSS
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class Accumulated:
     num_dropped: int = 0
     worst: tuple[Measurement, Sequence[float]] | None = None
     """The last dropped one."""
+    overflowed: bool = False
+    """Whether one was dropped because its gradients, not its loss, were not finite: a loss scale may be too high."""
 
     @property
     def all_dropped(self) -> bool:
@@ -65,7 +68,7 @@ class MicrobatchGate:
         for parameter in self._parameters:
             parameter.grad = None
         self._scaler.scale(loss).backward()
-        m = self._meter.measure(loss, scale=self._scaler.factor)
+        m = self._meter.measure(loss, scale=self._scaler.factor, told_scale=self._scaler.now)
         numbers = None if m is None else self._transfer.send(m.packed).wait()
         if m is None or numbers is None or numbers[FOUND] == 0:
             _add_gradients(self._parameters, kept)
@@ -76,6 +79,7 @@ class MicrobatchGate:
         for parameter, gradient in zip(self._parameters, kept):
             parameter.grad = gradient
         batches.num_dropped += 1
+        batches.overflowed |= math.isfinite(numbers[LOSS])
         batches.worst = (m, numbers)
         return batches.worst
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from steadygrad.clip import Clipper
 from steadygrad.clip.edit import scale_gradients, stored_values
 from steadygrad.measure import Measurement
-from steadygrad.measure.meter import LOSS_SCALE
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -49,9 +48,7 @@ class Reflex:
 
     @torch.no_grad()
     def clip(self, m: Measurement, scale: Tensor | None) -> Tensor | None:
-        """Write coefficient and loss scale into the header. The scale that the gradients still carry is returned."""
-        if scale is not None:
-            m.packed[LOSS_SCALE] = scale.to(m.packed.device)
+        """Write the coefficient into the header. The scale that the gradients still carry is returned."""
         if self._clipper is None:
             return scale
         if self._clipper.edits_gradients and scale is not None:

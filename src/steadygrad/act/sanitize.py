@@ -11,11 +11,20 @@ from torch import Tensor
 def handle_nan_inf(tensor: Tensor, replacement_value: float = 0.0) -> Tensor:
     """`tensor` with every NaN and Inf replaced; a true select, so that 0 * NaN never happens. No host read.
 
+    A sparse COO tensor stays one. An element that it holds several times is their sum, so it is coalesced first, which
+    on a GPU waits once.
+
     >>> handle_nan_inf(torch.tensor([1.0, float("nan")])).tolist()
     [1.0, 0.0]
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
+    if tensor.layout is torch.sparse_coo:
+        merged = tensor.coalesce()
+        values = handle_nan_inf(merged.values(), replacement_value)
+        return torch.sparse_coo_tensor(
+            merged.indices(), values, merged.shape, is_coalesced=True, check_invariants=False
+        )
     return torch.where(tensor.isfinite(), tensor, torch.full_like(tensor, replacement_value))
 
 

@@ -26,6 +26,11 @@ class ScalerDriver:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     @property
+    def now(self) -> Tensor | None:
+        """The scale as it stands; None without a scaler, or before it has scaled anything."""
+        return None if self._scaler is None else self._scaler._get_scale_async()
+
+    @property
     def factor(self) -> Tensor | None:
         """The scale that the gradients carry now; None without a scaler, or when the user has unscaled them."""
         if self._scaler is None or self._is_unscaled():

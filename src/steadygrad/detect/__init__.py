@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, Nonf
 from steadygrad.detect.scaler import ScalerCollapse
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Fact, Finding
+
+logger = logging.getLogger("steadygrad")
 
 __all__ = ["Detector", "FunctionRule", "Rule", "rule", "standard_rules"]
 
@@ -86,7 +89,14 @@ class Detector:
 
     def observe(self, fact: Fact) -> list[Finding]:
         """All Findings about this Fact."""
-        return [finding for one in self._rules for finding in one.observe(fact)]
+        findings: list[Finding] = []
+        for one in tuple(self._rules):
+            try:
+                findings.extend(one.observe(fact))
+            except Exception as error:  # a broken rule silences no other, and ends no training
+                self._rules.remove(one)
+                logger.error("the rule %s failed and is switched off, training goes on: %r", one.name, error)
+        return findings
 
     def state_dict(self) -> dict[str, Any]:
         """Each rule's history under its name."""

@@ -121,11 +121,12 @@ class Divergence(Remembering):
     """
 
     name = "divergence"
-    memory = ("_blocks", "_last", "_first", "_best", "_best_rate", "_rising", "_episode")
+    memory = ("_blocks", "_noises", "_last", "_first", "_best", "_best_rate", "_rising", "_episode")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.loss
         self._blocks = Blocks(config.loss.block)
+        self._noises: deque[float] = deque(maxlen=16)
         self._last: float | None = None
         self._first: float | None = None
         self._best = math.inf
@@ -140,6 +141,7 @@ class Divergence(Remembering):
         level = self._blocks.add(fact.step, fact.loss)
         if level is None:
             return
+        self._noises.append(self._blocks.noise)
         length = self._rising.feed(self._blocks.start, self._last is not None and level > self._last)
         self._last = level
         if self._first is None:
@@ -161,7 +163,8 @@ class Divergence(Remembering):
     def _is_far(self, level: float, rate: float | None) -> bool:
         assert self._first is not None
         rise, progress = level - self._best, max(0.0, self._first - self._best)
-        enough = max(8.0 * self._blocks.noise, 0.1 * abs(self._best), self._config.divergence_share * progress)
+        noise = max(self._blocks.noise, median(sorted(self._noises)))  # one block's own may be small by chance
+        enough = max(8.0 * noise, 0.1 * abs(self._best), self._config.divergence_share * progress)
         restarted = rate is not None and rate > 1.5 * self._best_rate
         return rise > enough and (not restarted or level > self._first)
 

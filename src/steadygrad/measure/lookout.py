@@ -47,6 +47,8 @@ class Lookout:
         self._graph: GraphWatch | None = GraphWatch(subjects) if self._every else None
         self._first: list[Fact] = []
         self._has_begun = False
+        self.born_nonfinite: frozenset[str] = frozenset()
+        """Buffers that were never finite: masks of -inf."""
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0
@@ -56,7 +58,9 @@ class Lookout:
         if not self._has_begun:
             self._has_begun = True
             if self._every:
-                self._first.append(self._weights.scan(-1))
+                scan = self._weights.scan(-1)
+                self._first.append(scan)
+                self.born_nonfinite = frozenset(scan.nonfinite_buffers)
 
     @contextlib.contextmanager
     def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:

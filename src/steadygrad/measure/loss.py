@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,13 +44,45 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def detach(result: Any) -> Any:
-    """The same structure with every tensor detached."""
-    if isinstance(result, Tensor):
-        return result.detach()
-    if isinstance(result, dict):
-        return {key: detach(value) for key, value in result.items()}
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*(detach(value) for value in result))
-    if isinstance(result, list | tuple):
-        return type(result)(detach(value) for value in result)
-    return result
+    """The same structure with every tensor detached; the caller's own objects are left as they are."""
+    if isinstance(result, Tensor | Mapping | list | tuple) or not hasattr(result, "loss"):
+        return _detach_inside(result)
+    return _detach_copy(result)
+
+
+def _detach_inside(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) is dict:
+        return {key: _detach_inside(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return _detach_copy(value)
+    if isinstance(value, list | tuple):
+        items = [_detach_inside(item) for item in value]
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*items) if named else type(value)(items)
+    return value
+
+
+def _detach_copy(thing: Any) -> Any:
+    """A shallow copy with what it holds detached; what cannot be copied comes back as it is."""
+    try:
+        copied = copy.copy(thing)
+        if copied is thing:
+            return thing
+        if isinstance(copied, dict):  # by its own way of setting items: Hugging Face's keep attributes in step
+            for key, item in tuple(copied.items()):
+                copied[key] = _detach_inside(item)
+        for name, held in _stored_attributes(copied).items():
+            object.__setattr__(copied, name, _detach_inside(held))  # frozen dataclasses too: the copy is ours
+    except (TypeError, copy.Error):
+        return thing
+    return copied
+
+
+def _stored_attributes(thing: Any) -> dict[str, Any]:
+    """What stands in `__dict__` and in slots; properties are not asked."""
+    slots = (getattr(base, "__slots__", ()) for base in type(thing).__mro__)
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+    in_slots = {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}
+    return {**in_slots, **getattr(thing, "__dict__", {})}

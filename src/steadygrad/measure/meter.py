@@ -155,8 +155,13 @@ class Meter:
         return self._implementation
 
     @torch.no_grad()
-    def measure(self, loss: Tensor | None = None, *, scale: Tensor | None = None) -> Measurement | None:
-        """Measure all gradients; None when no parameter has one. `scale` is the loss scale they were made with."""
+    def measure(
+        self, loss: Tensor | None = None, *, scale: Tensor | None = None, told_scale: Tensor | None = None
+    ) -> Measurement | None:
+        """Measure all gradients; None when no parameter has one.
+
+        `scale` is the loss scale that they still carry, `told_scale` the one to write down.
+        """
         plan, addresses = self._find_plan()
         if plan is None:
             return None
@@ -175,6 +180,8 @@ class Meter:
             )
         else:
             self._measure_any(m, loss, inverse)
+        if told_scale is not None:
+            m.packed[LOSS_SCALE] = told_scale.to(plan.device)
         return m
 
     def _find_plan(self) -> tuple[Plan | None, list[int]]:

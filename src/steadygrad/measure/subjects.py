@@ -51,6 +51,8 @@ def find_subjects(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
         kinds = ", ".join(type(o).__name__ for o in optimizers) or "an empty list"
         raise UsageError(f"Guard's second argument must be a torch optimizer or a list of them, got {kinds}.")
     inner = unwrap(model)
+    _refuse_engines(inner)
+    _refuse_wrappers(inner)
     names = {id(p): name for name, p in inner.named_parameters()}
     if not names:
         raise UsageError(f"{type(inner).__name__} has no parameters, so there is nothing to train or to guard.")
@@ -103,10 +105,17 @@ def _refuse_engines(thing: object) -> None:
         package = base.__module__.partition(".")[0]
         if package in ENGINES:
             raise UnsupportedError(f"{kind.__name__} cannot be guarded. {ENGINES[package]}")
-        if base.__name__ in WRAPPERS and package == "torch":
-            raise UnsupportedError(f"{kind.__name__} cannot be guarded. {WRAPPERS[base.__name__]}")
     if isinstance(thing, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS calls its closure several times a step, so there is no one gradient to guard. "
             "Use a first-order optimizer, or GradientHealthMonitor to look without acting."
         )
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    """FSDP1 is often put around single blocks, so every submodule is looked at."""
+    for name, module in model.named_modules():
+        for base in type(module).__mro__:
+            if base.__name__ in WRAPPERS and base.__module__.partition(".")[0] == "torch":
+                place = f" The model holds it as {name!r}." if name else ""
+                raise UnsupportedError(f"{type(module).__name__} cannot be guarded.{place} {WRAPPERS[base.__name__]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -51,7 +52,11 @@ class Recorder:
 
     def close(self) -> None:
         """Close every sink."""
-        self._each(lambda sink: sink.close())
+        for sink in tuple(self._sinks):
+            try:
+                sink.close()
+            except Exception as error:
+                _tell(sink, error)
         self._sinks.clear()
 
     def _each(self, call: Callable[[Sink], None]) -> None:
@@ -60,4 +65,10 @@ class Recorder:
                 call(sink)
             except Exception as error:
                 self._sinks.remove(sink)
-                logger.error("%s failed and is switched off, training goes on: %r", type(sink).__name__, error)
+                _tell(sink, error)
+                with contextlib.suppress(Exception):  # told once; now only its files matter
+                    sink.close()
+
+
+def _tell(sink: Sink, error: Exception) -> None:
+    logger.error("%s failed and is switched off, training goes on: %r", type(sink).__name__, error)

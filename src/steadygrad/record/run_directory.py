@@ -2,18 +2,21 @@
 
 `run.json` (config, versions, machine, parameter names), `steps.jsonl`, `layers.jsonl`, `incidents.jsonl` (on disk
 before the call returns) and `train.log`, the same events as greppable text. A directory that already holds a run is
-continued, never overwritten. Nothing is written outside it.
+continued, never overwritten: later starts stand in `run.json` under `resumed`. Nothing is written outside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from steadygrad.errors import ConfigError
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
 from steadygrad.record.encode import to_json
 
@@ -28,28 +31,28 @@ class RunDirectory:
         self, path: str | Path, *, config: Mapping[str, Any], parameters: Sequence[str], versions: Mapping[str, str]
     ) -> None:
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._steps = self._open("steps.jsonl")
-        self._layers = self._open("layers.jsonl")
-        self._incidents = self._open("incidents.jsonl")
-        self._log = self._open("train.log")
         self._unflushed = 0
-        self._write_run(config, parameters, versions)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as files:
+                self._steps, self._layers, self._incidents, self._log = (
+                    files.enter_context(_open_to_append(self.path / name))
+                    for name in ("steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log")
+                )
+                self._write_run(_describe_start(config, parameters, versions))
+                self._files = files.pop_all()
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir cannot be used as a folder to write to: {error.strerror or error} ({self.path}). "
+                "Give a new folder, or that of an earlier run to continue it."
+            ) from error
 
-    def _open(self, name: str) -> TextIO:
-        return (self.path / name).open("a", encoding="utf-8")
-
-    def _write_run(self, config: Mapping[str, Any], parameters: Sequence[str], versions: Mapping[str, str]) -> None:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        run = {
-            "started": now,
-            "config": config,
-            "versions": {"python": platform.python_version(), **versions},
-            "machine": {"system": platform.platform(), "processor": platform.machine(), "num_cpus": os.cpu_count()},
-            "parameters": list(parameters),
-        }
+    def _write_run(self, start: Mapping[str, Any]) -> None:
+        """The first start is the file; each later one is added under `resumed`. Written aside, then renamed."""
         target = self.path / "run.json"
         aside = self.path / "run.json.tmp"
+        earlier = _read_run(target)
+        run = start if earlier is None else {**earlier, "resumed": [*earlier.get("resumed", []), start]}
         aside.write_text(to_json(run) + "\n", encoding="utf-8")
         aside.replace(target)
 
@@ -90,9 +93,52 @@ class RunDirectory:
         self._unflushed = 0
 
     def close(self) -> None:
-        """Write what is held back and close the files."""
-        for file in (self._steps, self._layers, self._incidents, self._log):
-            file.close()
+        """Write what is held back and close every file, also when one of them fails; that error is raised after."""
+        self._files.close()
+
+
+def _describe_start(
+    config: Mapping[str, Any], parameters: Sequence[str], versions: Mapping[str, str]
+) -> dict[str, Any]:
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": config,
+        "versions": {"python": platform.python_version(), **versions},
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "num_cpus": os.cpu_count()},
+        "parameters": list(parameters),
+    }
+
+
+def _read_run(path: Path) -> dict[str, Any] | None:
+    """The run.json of an earlier start; one that is not ours to read is moved aside, never overwritten."""
+    if not path.exists():
+        return None
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON, or no UTF-8
+        run = None
+    if isinstance(run, dict) and isinstance(run.get("resumed", []), list):
+        return run
+    path.replace(path.with_name("run-unreadable.json"))
+    return None
+
+
+def _open_to_append(path: Path) -> TextIO:
+    """Open for appending; a half line that a crash has left is ended first, so that it spoils no other."""
+    cut_short = path.exists() and _last_byte(path) not in (b"", b"\n")
+    file = path.open("a", encoding="utf-8")
+    if cut_short:
+        file.write("\n")
+    return file
+
+
+def _last_byte(path: Path) -> bytes:
+    size = path.stat().st_size  # 0 for a device, which is not read
+    if size == 0:
+        return b""
+    with path.open("rb") as file:
+        file.seek(size - 1)
+        return file.read(1)
 
 
 def _spell(value: float) -> str:

@@ -1,0 +1,169 @@
+"""Real trainings that go wrong: unguarded they die or end far worse, guarded they end as if nothing had happened."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainings import (
+    Recurrent,
+    Run,
+    Story,
+    Training,
+    Transformer,
+    make_cnn,
+    make_hopeless_story,
+    make_stories,
+    train_guarded,
+    train_images,
+    train_language,
+    train_memory,
+    train_plain,
+)
+
+from steadygrad import Action, FixedNorm, GuardConfig, Severity
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
+
+STORIES = {story.name: story for story in make_stories()}
+CLIPS: dict[str, FixedNorm | None] = {"clipped": FixedNorm(max_norm=1.0), "unclipped": None}
+TOLERANCE = 1.05
+
+
+def clip_of(clip: FixedNorm | None) -> Callable[[nn.Module], Any] | None:
+    """The same clipping in a plain loop."""
+    return None if clip is None else lambda model: nn.utils.clip_grad_norm_(model.parameters(), clip.max_norm)
+
+
+CLEAN: dict[tuple[int, bool], Run] = {}
+
+
+def run_clean(story: Story, *, clipped: bool) -> Run:
+    """The plain run without the fault; stories of one training share it."""
+    key = (id(story.clean), clipped)
+    if key not in CLEAN:
+        CLEAN[key] = train_plain(story.clean, clip=clip_of(CLIPS["clipped"] if clipped else None))
+    return CLEAN[key]
+
+
+@functools.cache
+def run_unguarded(name: str) -> Run:
+    return STORIES[name].train_plain()
+
+
+def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS.keys())
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES.keys())
+def test_a_guard_saves_the_run_and_tells_what_happened(story: Story, clip: FixedNorm | None, tmp_path: Path) -> None:
+    clean = run_clean(story, clipped=clip is not None)
+    unguarded = run_unguarded(story.name)
+    guarded = story.train_guarded(clip=clip, run_dir=tmp_path / "run")
+    assert guarded.guard is not None
+    guarded.guard.close()
+
+    assert clean.loss < 0.4 * story.clean.guessing
+    assert unguarded.died or unguarded.loss > 1.5 * clean.loss
+    assert not guarded.died
+    assert guarded.halted is None
+    assert guarded.loss < TOLERANCE * clean.loss
+
+    incidents = guarded.guard.incidents
+    assert {i.finding.kind for i in incidents} >= story.finds
+    assert {i.outcome.action for i in incidents} - {Action.NONE, Action.CLIP} == story.does
+    written = read_incidents(tmp_path / "run")
+    assert [(i["step"], i["finding"]["kind"], i["outcome"]["action"]) for i in written] == [
+        (i.step, i.finding.kind, i.outcome.action.value) for i in incidents
+    ]
+
+
+@pytest.mark.parametrize("name", ["NaN batch", "weight becomes NaN", "learning rate jumps, AdamW"])
+def test_clipping_alone_does_not_save_it(name: str) -> None:
+    story = STORIES[name]
+    clean, clipped = run_clean(story, clipped=True), story.train_plain(clip_of(CLIPS["clipped"]))
+    assert clipped.died or clipped.loss > 1.5 * clean.loss
+
+
+def test_a_poisoned_sample_is_skipped_each_time_and_its_batch_named() -> None:
+    guard = STORIES["poisoned sample in each epoch"].train_guarded(clip=None).guard
+    assert guard is not None
+    skipped = {i.step for i in guard.incidents if i.outcome.action is Action.SKIP}
+    assert sorted(step // 40 for step in skipped) == list(range(6))  # 40 batches an epoch, once in each
+    assert guard.stats()["num_skipped"] == 6
+    (often,) = [f for f in guard.findings if f.kind == "frequent_actions"]
+    assert often.step == sorted(skipped)[4]  # five skips, not five findings
+
+
+def test_a_learning_rate_30_times_too_high_halts_with_the_story_when_nothing_can_save_it() -> None:
+    story = make_hopeless_story()
+    assert train_plain(story.clean).loss < 0.2 * story.clean.guessing
+    assert story.train_plain().died
+
+    guarded = story.train_guarded(clip=None)
+
+    assert guarded.halted is not None
+    assert not guarded.died
+    assert {i.finding.kind for i in guarded.halted.incidents} >= story.finds
+    assert {i.outcome.action for i in guarded.halted.incidents} - {Action.NONE, Action.CLIP} == story.does
+    for part in ("non-finite steps in a row", "the budget of 2 x rollback in 1000 steps is spent"):
+        assert part in str(guarded.halted)
+
+
+# --- healthy controls ------------------------------------------------------------------------------------------------
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
+
+
+def restart(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=80)
+
+
+def start_far_off() -> nn.Module:
+    """The first norm is in the hundreds, as in many real runs."""
+    model = Recurrent()
+    with torch.no_grad():
+        model.head.weight *= 30.0
+    return model
+
+
+HEALTHY: dict[str, Training] = {
+    "transformer": train_language(250),
+    "cnn": train_images(),
+    "rnn": train_memory(),
+    "transformer, warm-up": train_language(250, make_scheduler=warm_up),
+    "transformer, restarts": train_language(250, make_scheduler=restart),
+    "cnn, restarts": train_images(make_scheduler=restart),
+    "transformer, dropout": train_language(250, make_model=functools.partial(Transformer, dropout=0.1)),
+    "cnn, dropout": train_images(make_model=functools.partial(make_cnn, dropout=0.3)),
+    "rnn, first norm of hundreds": train_memory(make_model=start_far_off),
+}
+
+
+@pytest.mark.parametrize("training", HEALTHY.values(), ids=HEALTHY.keys())
+def test_a_healthy_run_is_left_alone_bit_for_bit_and_nothing_is_said(training: Training) -> None:
+    plain = train_plain(training)
+    guarded = train_guarded(training, GuardConfig(clip=FixedNorm(max_norm=1e9)))
+    assert guarded.guard is not None
+
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, guarded.model.state_dict()[name]), name
+    assert [f for f in guarded.guard.findings if f.severity is not Severity.INFO] == []
+    assert guarded.guard.incidents == []
+    assert plain.loss < 0.5 * training.guessing
+
+
+def test_the_control_with_a_large_first_norm_has_one() -> None:
+    guard = train_guarded(HEALTHY["rnn, first norm of hundreds"], GuardConfig(clip=None)).guard
+    assert guard is not None
+    assert 100.0 < max(guard.stats()["max_gradient_norm"] or 0.0, 0.0) < math.inf
