@@ -282,9 +282,9 @@ def test_a_corrupted_weight_with_nothing_to_go_back_to_halts_and_names_it() -> N
     with pytest.raises(TrainingHalted, match=r"4\.weight.*nothing to go back to") as halted:
         guard.step(subject.loss, batches[5])
 
-    last = halted.value.incidents[-1]
-    assert (last.finding.kind, last.verdict.action) == ("nonfinite_parameter", Action.HALT)
-    assert "SnapshotConfig.enabled is False" in last.outcome.message
+    halting = next(i for i in halted.value.incidents if i.verdict.action is Action.HALT)
+    assert halting.finding.kind == "nonfinite_parameter"
+    assert "SnapshotConfig.enabled is False" in halting.outcome.message
 
 
 # --- the learning rate -----------------------------------------------------------------------------------------------

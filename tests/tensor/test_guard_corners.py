@@ -1,0 +1,197 @@
+"""Corners of the guarded step: parameters that come later, scalers in the user's hands, rules that break, masks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from listening import QUIET, last_of, sgd
+from torch import Tensor, nn
+from training import assert_same, loss_of, make_batches, make_model, snapshot
+
+from steadygrad import Action, DetectConfig, Guard, GuardConfig, NonFiniteError, Policy, Severity
+from steadygrad.testing import corrupt_weight, poison_batches, poison_gradient
+
+
+def bad(batch: Any) -> Any:
+    return next(poison_batches([batch], at={0}))
+
+
+def test_parameters_added_to_the_optimizer_later_are_guarded() -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    guard = Guard(model, optimizer)
+    batches = make_batches(2)
+    guard.step(loss_of(model), batches[0])
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    poison_gradient(model[0].weight, at={0})
+    guard.step(loss_of(model), batches[1])
+    assert model[0].weight.isfinite().all()
+    assert last_of(guard).skipped
+
+
+def test_gradients_that_the_user_has_unscaled_are_stepped_with_and_the_scaler_goes_on() -> None:
+    plain, guarded = make_model(), make_model()
+    optimizers = [sgd(plain), sgd(guarded)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2) for _ in range(2)]
+    guard = Guard(guarded, optimizers[1], config=QUIET, scaler=scalers[1])
+    for batch in make_batches(4):
+        scalers[0].scale(loss_of(plain)(batch)).backward()
+        scalers[0].unscale_(optimizers[0])
+        scalers[0].step(optimizers[0])
+        scalers[0].update()
+        optimizers[0].zero_grad()
+        guard.backward(loss_of(guarded), batch)
+        scalers[1].unscale_(optimizers[1])
+        guard.step()
+    assert_same(snapshot(plain, scalers[0]), snapshot(guarded, scalers[1]))
+
+
+def test_an_overflow_that_the_user_has_unscaled_backs_the_scale_off_and_is_info() -> None:
+    model = make_model()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
+    guard = Guard(model, optimizer, scaler=scaler)
+    poison_gradient(model[0].weight, at={0}, value=math.inf)
+    guard.backward(loss_of(model), make_batches(1)[0])
+    scaler.unscale_(optimizer)
+    guard.step()
+    assert last_of(guard).skipped
+    assert scaler.get_scale() == 8.0
+    assert [f.severity for f in guard.findings if f.kind == "nonfinite_gradient"] == [Severity.INFO]
+
+
+@pytest.mark.parametrize("overflowed", [{0}, {1}, {0, 1}])
+def test_an_overflow_in_a_dropped_microbatch_backs_the_scale_off_and_is_info(overflowed: set[int]) -> None:
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    guard = Guard(model, sgd(model), config=GuardConfig(drop_bad_microbatches=True), scaler=scaler)
+    poison_gradient(model[0].weight, at=overflowed, value=math.inf)
+    for batch in make_batches(2):
+        guard.backward(lambda b: loss_of(model)(b) / 2, batch)
+    guard.step()
+    assert {f.severity for f in guard.findings if f.kind == "nonfinite_gradient"} == {Severity.INFO}
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("form", ["fn", "loss"])
+def test_a_rollback_out_of_validate_is_not_undone_by_the_next_step(form: str) -> None:
+    model = make_model(norm=True)
+    policy = Policy(actions={"nonfinite_validation": Action.ROLLBACK})
+    guard = Guard(model, sgd(model), config=GuardConfig(policy=policy))
+    batches = make_batches(5)
+    for batch in batches[:4]:
+        guard.step(loss_of(model), batch) if form == "fn" else guard.step(loss_of(model)(batch))
+    guard.validate(math.nan)
+    assert guard.stats()["num_rollbacks"] == 1
+    rolled_back = snapshot(model)
+    guard.step(loss_of(model), batches[4]) if form == "fn" else guard.step(loss_of(model)(batches[4]))
+    assert last_of(guard).skipped  # the window after a rollback
+    assert_same(rolled_back, snapshot(model))
+
+
+def test_switched_off_a_bad_validation_loss_changes_no_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEADYGRAD", "off")
+    model = make_model()
+    optimizer = sgd(model, lr=1.0)
+    guard = Guard(model, optimizer)
+    guard.validate(math.nan)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+class BrokenRule:
+    name = "mine"
+
+    def observe(self, fact: Any) -> Any:
+        raise ValueError("broken")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing to take."""
+
+
+def test_a_broken_rule_of_ones_own_silences_no_other_rule() -> None:
+    model = make_model()
+    guard = Guard(model, sgd(model), config=GuardConfig(detect=DetectConfig(rules=(BrokenRule(),))))
+    guard.step(loss_of(model), bad(make_batches(1)[0]))
+    assert {i.finding.kind for i in guard.incidents} >= {"nonfinite_loss", "nonfinite_gradient"}
+
+
+def test_a_broken_rule_does_not_switch_raise_off() -> None:
+    model = make_model()
+    config = GuardConfig(on_nonfinite=Action.RAISE, detect=DetectConfig(rules=(BrokenRule(),)))
+    guard = Guard(model, sgd(model), config=config)
+    with pytest.raises(NonFiniteError):
+        guard.step(loss_of(model), bad(make_batches(1)[0]))
+
+
+def test_an_extra_forward_of_the_users_is_not_undone_by_a_skip() -> None:
+    model = make_model(norm=True)
+    guard = Guard(model, sgd(model))
+    batches = make_batches(3)
+    guard.step(loss_of(model), batches[0])
+    with torch.no_grad():
+        model(batches[1][0])  # BatchNorm moves its statistics without moving their version
+    before = snapshot(model)
+    guard.step(loss_of(model), bad(batches[2]))
+    assert_same(before, snapshot(model))
+
+
+def test_a_large_buffer_that_first_moves_later_is_put_back() -> None:
+    class Bank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(6, 3), 0
+            self.register_buffer("bank", torch.zeros(70_000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                self.bank[:6] += x.detach().sum(0)
+            return self.linear(x)
+
+    model = Bank()
+    guard = Guard(model, sgd(model), config=GuardConfig(policy=Policy.observe()))
+    batches = make_batches(3)
+    for batch in batches[:2]:
+        guard.step(loss_of(model), batch)
+    before = snapshot(model)
+    guard.step(loss_of(model), bad(batches[2]))
+    assert_same(before, snapshot(model))
+
+
+def test_a_mask_of_minus_inf_is_healthy() -> None:
+    model = make_model()
+    model.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
+    guard = Guard(model, sgd(model))
+    guard.step(loss_of(model), make_batches(1)[0])
+    assert guard.health()["overall_healthy"]
+
+
+def test_raise_tells_everything_that_was_found() -> None:
+    model = make_model()
+    guard = Guard(model, sgd(model), config=GuardConfig(on_nonfinite=Action.RAISE))
+    with pytest.raises(NonFiniteError) as caught:
+        guard.step(loss_of(model), bad(make_batches(1)[0]))
+    assert {i.finding.kind for i in caught.value.incidents} >= {"nonfinite_loss", "nonfinite_gradient"}
+
+
+def test_raise_does_not_claim_untouched_weights_after_a_rollback() -> None:
+    model = make_model()
+    guard = Guard(model, sgd(model), config=GuardConfig(on_nonfinite=Action.RAISE))
+    batches = make_batches(3)
+    for batch in batches[:2]:
+        guard.step(loss_of(model), batch)
+    corrupt_weight(model[0].weight)
+    before = snapshot(model)
+    with pytest.raises(NonFiniteError) as caught:
+        guard.step(loss_of(model), batches[2])
+    touched = any(
+        not torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before.values(), snapshot(model).values())
+    )
+    assert not (touched and "no weight was touched" in str(caught.value))
