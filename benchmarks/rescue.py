@@ -1,8 +1,10 @@
 """What saves a training that goes wrong? Each story of the tests, unguarded, clipped, under ZClip's rule, on a Guard.
 
 For each: held-out loss relative to the clean run's, steps lost (skipped, gone back over or left out), whether it died
-or was halted, and wall seconds. Run `python benchmarks/rescue.py`, with `--quick` for three stories; writes
-results/rescue.json. Trainings and faults are those of tests/stories/trainings.py. Guard clips by norm 1.0, its default.
+or was halted, and wall seconds. "Guard" has every default. "own policy" rolls back on `loss_explosion` or
+`exploding_gradient` in the stories marked *, which the default policy does not save, and is the default elsewhere.
+The last stories are saved by nothing here. One seed each; small models, so read orders of magnitude, not digits.
+Run `python benchmarks/rescue.py`, with `--quick` for three stories; writes results/rescue.json.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from machine import write_results
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "stories"))
 
-from trainings import Run, Story, make_hopeless_story, make_stories, train_plain
+from trainings import Run, Story, make_hopeless_story, make_stories, make_unsaved_stories, train_plain
 
 from steadygrad import Action, FixedNorm
+from steadygrad.config import Policy
 
 QUICK = ("NaN batch", "learning rate jumps, SGD", "RNN explodes")
-COLUMNS = ("unguarded", "clip_grad_norm_", "ZClip", "Guard", "Guard, clip=None")
+COLUMNS = ("unguarded", "clip_grad_norm_", "ZClip", "Guard", "own policy", "own policy, clip=None")
 
 
 class ZClipRule:
@@ -70,8 +73,9 @@ RUNS: dict[str, Callable[[Story], Run]] = {
     "unguarded": lambda story: story.train_plain(),
     "clip_grad_norm_": lambda story: story.train_plain(clip_plainly),
     "ZClip": lambda story: story.train_plain(ZClipRule()),
-    "Guard": lambda story: story.train_guarded(clip=FixedNorm(max_norm=1.0)),
-    "Guard, clip=None": lambda story: story.train_guarded(clip=None),
+    "Guard": lambda story: story.train_guarded(clip=FixedNorm(max_norm=1.0), policy=Policy()),
+    "own policy": lambda story: story.train_guarded(clip=FixedNorm(max_norm=1.0)),
+    "own policy, clip=None": lambda story: story.train_guarded(clip=None),
 }
 
 
@@ -122,18 +126,23 @@ def main() -> None:
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
     warnings.filterwarnings("ignore", message=".*runs without fused=True")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
-    stories = [s for s in [*make_stories(), make_hopeless_story()] if not quick or s.name in QUICK]
+    stories = [
+        s for s in [*make_stories(), make_hopeless_story(), *make_unsaved_stories()] if not quick or s.name in QUICK
+    ]
     clean: dict[int, float] = {}
     results = {}
-    print(f"{'story':<30}{'clean':>8}" + "".join(f"{name:>26}" for name in COLUMNS))
+    print(f"{'story':<31}{'clean':>8}" + "".join(f"{name:>24}" for name in COLUMNS))
     for story in stories:
         key = id(story.clean)
         if key not in clean:
             clean[key] = train_plain(story.clean).loss
         cells = {name: measure(name, story, clean[key]) for name in COLUMNS}
-        results[story.name] = {"training": story.clean.name, "clean_loss": clean[key], **cells}
+        own = {kind: action.value for kind, action in story.policy.actions.items()}
+        results[story.name] = {"training": story.clean.name, "clean_loss": clean[key], "own_policy": own, **cells}
         print(
-            f"{story.name:<30}{clean[key]:>8.4f}" + "".join(f"{show(cells[name]):>26}" for name in COLUMNS), flush=True
+            f"{story.name + ('*' if own else ''):<31}{clean[key]:>8.4f}"
+            + "".join(f"{show(cells[name]):>24}" for name in COLUMNS),
+            flush=True,
         )
     if not quick:
         print(write_results("rescue", results))

@@ -62,8 +62,11 @@ def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS.keys())
-@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES.keys())
+# Clipping plays no part in what becomes of a spoilt weight; once is enough.
+TOLD = [(s, c) for s in STORIES for c in CLIPS if not (s.startswith("weight becomes") and c == "clipped")]
+
+
+@pytest.mark.parametrize(("story", "clip"), [(STORIES[s], CLIPS[c]) for s, c in TOLD], ids=map(", ".join, TOLD))
 def test_a_guard_saves_the_run_and_tells_what_happened(story: Story, clip: FixedNorm | None, tmp_path: Path) -> None:
     clean = run_clean(story, clipped=clip is not None)
     unguarded = run_unguarded(story.name)

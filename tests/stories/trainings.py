@@ -339,6 +339,7 @@ class Story:
     does: frozenset[Action]
     """Everything that is done beyond clipping."""
     policy: Policy = field(default_factory=Policy)
+    """What it takes to end well; not the default one where that does not save the run."""
 
     @property
     def faulty(self) -> Training:
@@ -349,9 +350,11 @@ class Story:
         """What becomes of it in a plain loop."""
         return train_plain(self.faulty, batches=self.spoil(self.clean.batches), meddle=self.meddle, clip=clip)
 
-    def train_guarded(self, *, clip: ClipStrategy | None, run_dir: Path | None = None) -> Run:
-        """What becomes of it on a Guard."""
-        config = GuardConfig(clip=clip, policy=self.policy)
+    def train_guarded(
+        self, *, clip: ClipStrategy | None, policy: Policy | None = None, run_dir: Path | None = None
+    ) -> Run:
+        """What becomes of it on a Guard; the story's own policy unless another is given."""
+        config = GuardConfig(clip=clip, policy=self.policy if policy is None else policy)
         batches = self.spoil(self.clean.batches)
         return train_guarded(self.faulty, config, batches=batches, meddle=self.meddle, run_dir=run_dir)
 
@@ -472,3 +475,32 @@ def make_hopeless_story() -> Story:
         finds=BAD_STEP,
         does=BACK | SKIP | {Action.SCALE_LR, Action.HALT},
     )
+
+
+def make_unsaved_stories() -> list[Story]:
+    """Runs that end far worse than the clean one and that no default notices: kept, so that the table is whole."""
+    nothing: frozenset[Any] = frozenset()
+    images, language, memory = train_images(), train_language(), train_memory(400)
+    return [
+        Story(
+            name="learning rate 30x, CNN",
+            clean=images,
+            changes={"make_optimizer": lambda p: torch.optim.SGD(p, lr=1.5, momentum=0.9)},
+            finds=nothing,
+            does=nothing,
+        ),
+        Story(
+            name="learning rate 30x, AdamW",
+            clean=language,
+            changes={"make_optimizer": lambda p: torch.optim.AdamW(p, lr=0.09)},
+            finds=nothing,
+            does=nothing,
+        ),
+        Story(
+            name="RNN starts unstable",
+            clean=memory,
+            changes={"make_model": functools.partial(Recurrent, gain=1.3)},
+            finds=nothing,
+            does=nothing,
+        ),
+    ]

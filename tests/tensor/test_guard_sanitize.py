@@ -351,6 +351,19 @@ def test_handle_nan_inf_replaces_a_complex_number_with_one_bad_half() -> None:
     assert handle_nan_inf(tensor).tolist() == [complex(1, 2), 0j, 0j]
 
 
+def test_handle_nan_inf_takes_what_check_nan_inf_takes() -> None:
+    sparse = torch.tensor([[0.0, NAN], [2.0, 0.0]]).to_sparse()
+    result = handle_nan_inf(sparse)
+    assert result.layout is torch.sparse_coo
+    assert result.to_dense().tolist() == [[0.0, 0.0], [2.0, 0.0]]
+    assert check_nan_inf(sparse)  # the input is left as it was
+
+
+def test_handle_nan_inf_replaces_an_element_that_is_held_twice_once() -> None:
+    twice = torch.sparse_coo_tensor([[1, 1, 2]], [INF, 5.0, 3.0], (4,), check_invariants=True)
+    assert handle_nan_inf(twice, 0.5).to_dense().tolist() == [0.0, 0.5, 3.0, 0.0]
+
+
 def test_handle_nan_inf_lets_the_gradient_through_where_the_value_was_good() -> None:
     tensor = torch.tensor([1.0, NAN, 3.0], requires_grad=True)
     (handle_nan_inf(tensor) * torch.tensor([2.0, 2.0, 2.0])).sum().backward()

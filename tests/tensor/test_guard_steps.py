@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,6 +35,32 @@ class Pair(NamedTuple):
     logits: Tensor
 
 
+class Output:
+    """What Hugging Face models return, as far as a loop can see: attributes."""
+
+    def __init__(self, loss: Tensor, logits: Tensor) -> None:
+        self.loss, self.logits = loss, logits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sealed:
+    loss: Tensor
+    logits: tuple[Tensor, ...]
+
+
+class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
+    """As in transformers: a dict whose keys are attributes too."""
+
+    def __init__(self, *args: Any, **items: Any) -> None:
+        super().__init__(*args, **items)
+        for name, value in self.items():
+            super().__setattr__(name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
 def result_of(model: nn.Module, form: Callable[[Tensor, Tensor], Any]) -> Callable[[Any], Any]:
     def training_step(batch: tuple[Tensor, Tensor]) -> Any:
         logits = model(batch[0])
@@ -51,6 +79,12 @@ FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Te
     "tuple with dict": (lambda loss, logits: (loss, {"logits": logits}), lambda r: (r[0], r[1]["logits"])),
     "list": (lambda loss, logits: [loss, logits], lambda r: (r[0], r[1])),
     "named tuple": (lambda loss, logits: Pair(loss, logits), lambda r: (r.loss, r.logits)),
+    "object": (lambda loss, logits: Output(loss, logits), lambda r: (r.loss, r.logits)),
+    "namespace": (lambda loss, logits: SimpleNamespace(loss=loss, all=[logits]), lambda r: (r.loss, r.all[0])),
+    "frozen dataclass with slots": (lambda loss, logits: Sealed(loss, (logits,)), lambda r: (r.loss, r.logits[0])),
+    "model output": (lambda loss, logits: ModelOutput(loss=loss, logits=logits), lambda r: (r["loss"], r["logits"])),
+    "its attributes": (lambda loss, logits: ModelOutput(loss=loss, logits=logits), lambda r: (r.loss, r.logits)),
+    "user dict": (lambda loss, logits: collections.UserDict(loss=loss, b=logits), lambda r: (r["loss"], r["b"])),
 }  # fmt: skip
 
 
@@ -81,11 +115,34 @@ def test_what_is_not_a_tensor_comes_back_as_it_is() -> None:
     assert result[1:] == (3, "text", counts, None)
 
 
-class Output:
-    """What Hugging Face models return, as far as a loop can see: attributes."""
+@pytest.mark.parametrize(
+    "keep",
+    [Output, Sealed, lambda loss, logits: ModelOutput(loss=loss), lambda loss, logits: collections.UserDict(loss=loss)],
+    ids=["object", "sealed", "model output", "user dict"],
+)
+def test_the_functions_own_object_is_left_as_it_is(keep: Any) -> None:
+    model = make_model()
+    guard = Guard(model, sgd(model))
+    made: list[Any] = []
 
-    def __init__(self, loss: Tensor, logits: Tensor) -> None:
-        self.loss, self.logits = loss, logits
+    def form(loss: Tensor, logits: Tensor) -> Any:
+        made.append((keep(loss, logits), loss))
+        return made[0][0]
+
+    result = guard.step(result_of(model, form), make_batches(1)[0])
+    [(own, loss)] = made
+    assert own is not result
+    assert (own["loss"] if isinstance(own, Mapping) else own.loss) is loss
+    assert loss.requires_grad
+
+
+def test_an_object_that_cannot_be_copied_comes_back_as_it_is() -> None:
+    class Bound(Output):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("cannot pickle 'Bound' object")
+
+    model = make_model()
+    assert isinstance(Guard(model, sgd(model)).step(result_of(model, Bound), make_batches(1)[0]), Bound)
 
 
 def test_the_loss_of_an_object_with_a_loss_is_trained_on() -> None:

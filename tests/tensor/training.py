@@ -79,7 +79,8 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         a, b = left.get(key), right.get(key)
         if a is None or b is None:
             present = a if a is not None else b
-            assert present is not None and not present.any(), f"{key} is on one side only, and not zero"
+            assert present is not None
+            assert not present.any(), f"{key} is on one side only, and not zero"
         else:
             assert torch.equal(a, b), f"{key} differs by {(a.double() - b.double()).abs().max()}"
 

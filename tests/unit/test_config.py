@@ -24,8 +24,10 @@ from steadygrad import (
     GuardConfig,
     Incident,
     MeasureConfig,
+    Policy,
     Precision,
     RecordConfig,
+    SnapshotConfig,
     SteadygradError,
     ZClip,
 )
@@ -117,6 +119,39 @@ def test_a_word_that_is_not_known_is_refused_with_the_words_that_are(
     assert all(option in message for option in options)
 
 
+@pytest.mark.parametrize(
+    ("cls", "field", "values"),
+    [
+        (ZClip, "warmup", [2.5, "25", None, True]),
+        (AutoClip, "window", [2.5, "a", None]),
+        (AdaGC, "warmup", [1.5, "a"]),
+        (RecordConfig, "steps_every", [1.5, "a", True]),
+        (RecordConfig, "layers_every", [0.5, None]),
+        (MeasureConfig, "parameters_every", [0.5, "a"]),
+        (MeasureConfig, "scan_every", [0.5, "a"]),
+        (MeasureConfig, "implementation", ["nonsense", 3, None, []]),
+        (AdaptiveUnitClip, "exclude", ["head", (1,), 5, None]),
+        (DetectConfig, "off", ["loss_spike", (1,), 5]),
+        (DetectConfig, "rules", [5, "mine"]),
+        (Policy, "actions", [5, "rollback", ["loss_spike"]]),
+        (Policy, "act", ["no", 0, None]),
+        (SnapshotConfig, "enabled", ["no", 1]),
+        (GuardConfig, "drop_bad_microbatches", ["yes", 1, None]),
+        (GuardConfig, "sanitize_value", ["0", [0]]),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_its_fields_name(cls: type, field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^{cls.__name__}\.{field}\b.* got {re.escape(repr(value))}"):
+            cls(**{field: value})
+
+
+@pytest.mark.parametrize(("cls", "field"), [(AdaptiveUnitClip, "exclude"), (DetectConfig, "off")])
+def test_one_name_given_as_text_is_told_what_to_write(cls: type, field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Write {field}=\('head',\)"):
+        cls(**{field: "head"})
+
+
 def test_a_config_error_is_a_value_error_and_ours() -> None:
     with pytest.raises(ValueError) as caught:
         FixedNorm(max_norm=0)
@@ -160,6 +195,11 @@ def test_precision_and_interval_are_read_from_text() -> None:
     config = GuardConfig(autocast="bf16", scheduler_interval="epoch")  # type: ignore[arg-type]
     assert config.autocast is Precision.BF16
     assert config.scheduler_interval is Interval.EPOCH
+
+
+@pytest.mark.parametrize("word", ["reference", "REFERENCE", Implementation.REFERENCE])
+def test_an_implementation_can_be_written_as_text(word: Any) -> None:
+    assert MeasureConfig(implementation=word).implementation is Implementation.REFERENCE
 
 
 def test_what_a_list_gives_is_kept_as_a_tuple() -> None:
@@ -302,6 +342,50 @@ def test_every_unknown_and_wrong_field_is_named_in_one_error() -> None:
         assert found in lines[0]
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"clip": {"kind": "zclip", "alpha": 2, "z": -1}}, ["clip: ZClip.alpha", "clip: ZClip.z "]),
+        ({"record": {"stepz": 1, "layers_every": -1}}, ["record.stepz: unknown", "record: RecordConfig.layers_every"]),
+        (
+            {"clip": {"kind": "fixed_norm", "max_norm": -1}, "on_nonfinite": "clip"},
+            ["clip: FixedNorm.max_norm", "GuardConfig: GuardConfig.on_nonfinite"],
+        ),
+        (
+            {"detect": {"loss": {"block": 1, "level_window": 0}, "exploding_norm": -1}},
+            ["detect.loss: LossThresholds.level_window", "detect.loss: LossThresholds.block", "detect: DetectConfig."],
+        ),
+        ({"detect": {"window": 4, "min_values": 200}}, ["detect: DetectConfig.window"]),  # 200 may fit a right window
+        ({"detect": {"window": "a", "min_values": 200}}, ["detect.window: must be int"]),
+        ({"detect": {"window": 16}}, ["detect: DetectConfig.min_values must lie between 2 and the window, got 32"]),
+    ],
+)
+def test_every_value_out_of_range_is_named_at_once(values: Any, told: list[str]) -> None:
+    first, *lines = refuse(values).splitlines()
+    assert first == f"{len(told)} wrong field(s):"
+    for part in told:
+        assert sum(line.strip().startswith(part) for line in lines) == 1, part
+
+
+@pytest.mark.parametrize("values", [[1], None, "clip", 3])
+def test_what_is_no_mapping_is_refused_with_its_value(values: Any) -> None:
+    assert f"mapping of field to value, got {values!r}" in refuse(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"clip": {"kind": ["zclip"]}}, "clip.kind: must be one of"),
+        ({"clip": {"kind": "adaptive_unit", "exclude": [1]}}, "AdaptiveUnitClip.exclude must be a tuple of names"),
+        ({"clip": {"kind": "fixed_norm", "max_norm": 10**400}}, "clip.max_norm: must be float"),
+        ({"policy": {"actions": [1]}}, "policy.actions: must be Mapping"),
+        ({3: 4}, "3: unknown"),
+    ],
+)
+def test_odd_plain_values_are_told_by_their_place(values: Any, told: str) -> None:
+    assert told in refuse(values)
+
+
 def test_an_unknown_field_is_told_with_the_fields_there_are() -> None:
     message = refuse({"record": {"every": 3}})
     assert "record.every: unknown; RecordConfig has layers_every, steps_every" in message
@@ -335,7 +419,7 @@ def test_a_strategy_that_is_no_mapping_is_refused(clip: Any) -> None:
         ({"clip": {"kind": "fixed_norm", "max_norm": True}}, "clip.max_norm: must be float, got True"),
         ({"clip": {"kind": "fixed_norm", "max_norm": "much"}}, "clip.max_norm: must be float, got 'much'"),
         ({"clip": {"kind": "fixed_norm", "max_norm": None}}, "clip.max_norm: must be float, got None"),
-        ({"clip": {"kind": "adaptive_unit", "exclude": "head"}}, "clip.exclude: must be tuple, got 'head'"),
+        ({"clip": {"kind": "adaptive_unit", "exclude": "head"}}, "clip.exclude: must be tuple, got 'head'. Write ['"),
         ({"drop_bad_microbatches": 1}, "drop_bad_microbatches: must be bool, got 1"),
         ({"on_incident": "print"}, "on_incident: must be Callable, got 'print'"),
         ({"detect": None}, "detect: must be a mapping of fields, got None"),
@@ -422,6 +506,13 @@ def test_a_wrong_file_is_told_by_its_name(name: str, text: str, told: tuple[str,
         GuardConfig.load(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert all(part in str(caught.value) for part in told)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.toml"])
+def test_a_file_that_is_no_text_is_told_by_its_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=rf"{name}: not UTF-8 text .*Save the file as UTF-8"):
+        GuardConfig.load(tmp_path / name)
 
 
 def test_a_missing_file_is_told_by_its_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadygrad import FixedNorm, Guard, GuardConfig, RecordConfig, __version__
+from steadygrad import ConfigError, FixedNorm, Guard, GuardConfig, RecordConfig, __version__
 from steadygrad.facts import (
     Action,
     Cause,
@@ -355,6 +356,53 @@ def test_an_existing_run_is_continued_and_not_overwritten(tmp_path: Path) -> Non
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
+def test_the_first_runs_json_survives_later_ones_which_are_added_to_it(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        train(1, run_dir=tmp_path, config=GuardConfig(sanitize_value=value))[1].close()
+    run = read_json((tmp_path / "run.json").read_text(encoding="utf-8"))
+    assert run["config"]["sanitize_value"] == 1.0
+    assert [start["config"]["sanitize_value"] for start in run["resumed"]] == [2.0, 3.0]
+    assert all(start.keys() == run.keys() - {"resumed"} for start in run["resumed"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+
+
+@pytest.mark.parametrize("found", [b"", b"{", b"[1]", b"\xff", b'{"resumed": 3}'])
+def test_a_run_json_that_is_not_ours_is_kept_beside(found: bytes, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(found)
+    open_run(tmp_path).close()
+    assert (tmp_path / "run-unreadable.json").read_bytes() == found
+    assert read_json((tmp_path / "run.json").read_text(encoding="utf-8"))["parameters"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log"])
+def test_a_line_cut_short_by_a_crash_spoils_no_other(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"step":0}\n{"step":1,"lo', encoding="utf-8")
+    train(1, bad={0}, run_dir=tmp_path)[1].close()
+    whole, half, *added = (tmp_path / name).read_text(encoding="utf-8").splitlines()
+    assert (whole, half) == ('{"step":0}', '{"step":1,"lo')
+    assert added
+    assert name == "train.log" or all(read_json(line)["step"] == 0 for line in added)
+
+
+@pytest.mark.parametrize("below", ["file", "file/run"])
+def test_a_run_directory_that_cannot_be_made_is_told_in_our_words(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        train(1, run_dir=tmp_path / below)
+    message = str(caught.value)
+    assert message.startswith("run_dir cannot be used")
+    assert str(tmp_path / below) in message
+    assert "Give a new folder" in message
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_run_directory_that_fails_half_way_leaves_no_file_open(tmp_path: Path) -> None:
+    (tmp_path / "incidents.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="run_dir"):
+        open_run(tmp_path)
+    assert open_files_below(tmp_path) == []
+
+
 def test_without_a_run_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, guard = train(3, bad={1}, run_dir=None)
@@ -413,8 +461,8 @@ def test_a_broken_sink_is_told_once_and_switched_off_while_others_go_on(
     guard.close()
 
     assert_trained_alike(model, healthy)
-    assert broken.calls.count(call) == 1
-    assert broken.calls[-1] in (call, "close")
+    assert broken.calls[-2:] == [call, "close"]
+    assert broken.calls.count(call) == broken.calls.count("close") == 1
     assert [kept for kept in other.kept if isinstance(kept, int)] == list(range(6))
     assert sum(isinstance(kept, Incident) for kept in other.kept) == len(guard.incidents) > 0
     assert other.calls[-1] == "close"
@@ -439,10 +487,28 @@ def test_without_the_recorder_a_broken_sink_would_end_the_training() -> None:
         MemorySink("write_step").write_step(make_record())
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+
+
+def open_files_below(path: Path) -> list[Path]:
+    """Files under `path` that this process holds open; a file dropped while open would warn as well."""
+    gc.collect()
+    opened = [fd.resolve() for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
+    return [file for file in opened if path in file.parents]
+
+
+@needs_full_device
+@pytest.mark.parametrize("bad", [set(), {0}], ids=["found at close", "found at a skip"])
+def test_a_broken_run_directory_leaves_no_file_open(bad: set[int], tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    _, guard = train(1, bad=bad, run_dir=tmp_path)
+    guard.close()
+    del guard
+    assert open_files_below(tmp_path) == []
+
+
+@needs_full_device
 @pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log"])
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk_is_told_once_and_does_not_touch_the_training(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -221,6 +221,14 @@ def test_loading_replaces_what_was_there() -> None:
     assert (len(baseline), baseline.median) == (32, 7.0)
 
 
+def test_an_emptied_baseline_forgets_its_spread() -> None:
+    baseline = Baseline(window=8, min_values=2)
+    admit_all(baseline, [1.0, 2.0, 3.0, 4.0])
+    assert baseline.spread > 0  # asked once, so that it is cached
+    baseline.load_state_dict({"values": [], "refused": []})
+    assert math.isnan(baseline.spread)
+
+
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -237,14 +245,23 @@ def test_loading_replaces_what_was_there() -> None:
         ("relative_floor", -0.1, "Use 1e-3"),
         ("patience", 0, "Use 32"),
         ("patience", -5, "Use 32"),
+        ("window", "a", "Use 128"),
+        ("window", 16.0, "Use 128"),
+        ("min_values", 2.5, "quarter of the window"),
+        ("outlier_score", math.nan, "8 is a good value"),
+        ("outlier_score", None, "8 is a good value"),
+        ("relative_floor", math.nan, "Use 1e-3"),
+        ("relative_floor", math.inf, "Use 1e-3"),
+        ("patience", 1.5, "Use 32"),
+        ("patience", math.nan, "Use 32"),
     ],
 )
-def test_a_bad_argument_is_named_with_its_value_and_what_to_do(field: str, value: float, advice: str) -> None:
+def test_a_bad_argument_is_named_with_its_value_and_what_to_do(field: str, value: Any, advice: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Baseline(**{field: value})  # type: ignore[arg-type]
+        Baseline(**{field: value})
     message = str(caught.value)
     assert f"Baseline.{field} must" in message
-    assert f"got {value}" in message
+    assert f"got {value!r}" in message
     assert advice in message
 
 
