@@ -2,7 +2,8 @@
 
 For each: held-out loss relative to the clean run's, steps lost (skipped, gone back over or left out), whether it died
 or was halted, and wall seconds. "Guard" has every default. "own policy" rolls back on `loss_explosion` or
-`exploding_gradient` in the stories marked *, which the default policy does not save, and is the default elsewhere.
+`exploding_gradient` in the stories marked *, and is the default elsewhere. The default policy does not save the
+learning-rate jumps; it saves the exploding RNN where gradients are clipped, not with clip=None.
 The last stories are saved by nothing here. One seed each; small models, so read orders of magnitude, not digits.
 Run `python benchmarks/rescue.py`, with `--quick` for three stories; writes results/rescue.json.
 """
