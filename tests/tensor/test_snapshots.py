@@ -482,3 +482,12 @@ def test_the_settings_are_read_from_plain_values() -> None:
     assert config.snapshots == SnapshotConfig(every=50, enabled=False)
     assert GuardConfig.from_dict(config.to_dict()) == config
     assert copy.deepcopy(config) == config
+
+
+def test_a_large_state_is_not_copied_more_often_early_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    snapshots = Snapshots(model, [torch.optim.SGD(model.parameters())], config=SnapshotConfig(every=100))
+    snapshots.take(0)
+    assert snapshots.effective_every(0) < 100
+    monkeypatch.setattr("steadygrad.act.snapshots.DENSE_BYTES", 1)
+    assert snapshots.effective_every(0) == 100
