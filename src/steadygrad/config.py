@@ -279,6 +279,11 @@ class LossThresholds:
     """Times the loss of the epoch or window before at which the loss has exploded."""
     explosion_patience: int = 8
     """Steps in a row that must be that high: single batches of one sample can be."""
+    recovery_steps: int = 16
+    """Steps after an explosion was told in which the loss must come back; below `SnapshotConfig.good_after`, so that no
+    snapshot of the wreck counts as good."""
+    recovery_ratio: float = 3.0
+    """Times the loss before the explosion above which it has not come back."""
     block: int = 16
     """Losses whose median is one point of the slow trend."""
     divergence_blocks: int = 4

@@ -399,7 +399,6 @@ def make_stories() -> list[Story]:
     language, images, memory = train_language(), train_images(), train_memory()
     halved = train_images(make_model=functools.partial(make_cnn, half=True))
     wreck = "blocks.0.out.weight"
-    go_back = Policy(actions={"loss_explosion": Action.ROLLBACK})
     nan, inf = (functools.partial(poison_batches, at={100}, value=value) for value in (math.nan, math.inf))
     return [
         Story(name="NaN batch", clean=images, spoil=nan, finds=BAD_BATCH, does=SKIP),
@@ -422,17 +421,15 @@ def make_stories() -> list[Story]:
             name="learning rate jumps, SGD",
             clean=images,
             meddle=jump(at=100, until=110, factor=1000.0),
-            finds=frozenset({"loss_spike", "loss_explosion"}),
-            does=BACK,
-            policy=go_back,
+            finds=frozenset({"loss_spike", "loss_explosion", "unrecovered_loss"}),
+            does=BACK | {Action.SCALE_LR},
         ),
         Story(
             name="learning rate jumps, AdamW",
             clean=language,
             meddle=jump(at=200, until=210, factor=1000.0),
-            finds=frozenset({"loss_spike", "loss_explosion"}),
-            does=BACK,
-            policy=go_back,
+            finds=frozenset({"loss_spike", "loss_explosion", "unrecovered_loss"}),
+            does=BACK | {Action.SCALE_LR},
         ),
         Story(
             name="weight becomes NaN",

@@ -320,3 +320,8 @@ def test_a_policy_is_read_from_plain_values_and_written_back() -> None:
 
 def test_the_ramp_back_is_off_by_default() -> None:
     assert Policy().ramp_back_steps is None
+
+
+def test_a_loss_that_does_not_come_back_rolls_back_with_its_rates() -> None:
+    verdict = Judge().decide(finding("unrecovered_loss", 120), reading=reading(120))
+    assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 1.0)

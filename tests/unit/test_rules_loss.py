@@ -198,7 +198,7 @@ def test_a_restart_of_a_well_fitted_model_is_no_explosion() -> None:
     losses = [2.0 * math.exp(-t / 20) + 0.01 + 0.3 * (t >= 200) for t in range(260)]
 
     assert explosions(losses, lambda t: RATE if t < 200 else 50 * RATE) == []
-    assert [f.step for f in explosions(losses)] == [200]
+    assert [f.step for f in explosions(losses) if f.kind == "loss_explosion"] == [200]
 
 
 # --- divergence and plateau ------------------------------------------------------------------------------------------
@@ -255,3 +255,31 @@ def test_a_step_without_a_loss_says_nothing_about_the_loss() -> None:
 
     for name in ("loss_spike", "loss_explosion", "divergence", "loss_plateau", "zero_loss"):
         assert findings_of(rule_named(name), facts) == []
+
+
+def _exploding(*, comes_back: bool) -> list[Reading]:
+    losses = [1.0] * 60 + [100.0] * 12 + [1.0 if comes_back else 100.0] * 40
+    return [reading(step, loss=loss) for step, loss in enumerate(losses)]
+
+
+def test_an_explosion_that_does_not_come_back_is_told_once_more() -> None:
+    said = findings_of(rule_named("loss_explosion"), _exploding(comes_back=False))
+    assert [f.kind for f in said] == ["loss_explosion", "unrecovered_loss"]
+    assert said[0].step == 60
+    assert said[1].evidence["before"] == 1.0
+
+
+def test_an_explosion_that_comes_back_is_told_once() -> None:
+    said = findings_of(rule_named("loss_explosion"), _exploding(comes_back=True))
+    assert [f.kind for f in said] == ["loss_explosion"]
+
+
+def test_a_loss_that_climbs_from_its_first_steps_on_has_exploded() -> None:
+    said = findings_of(rule_named("loss_explosion"), [reading(t, loss=min(500.0, 2.9 * 1.3**t)) for t in range(60)])
+    assert [f.kind for f in said][:2] == ["loss_explosion", "unrecovered_loss"]
+    assert said[0].step < 20
+
+
+def test_a_bump_in_the_first_steps_is_no_explosion() -> None:
+    losses = [2.9, 3.5, 9.0, 24.0, 31.0, 28.0, 12.0, 6.0, 4.0, *([2.5] * 60)]
+    assert findings_of(rule_named("loss_explosion"), [reading(t, loss=loss) for t, loss in enumerate(losses)]) == []

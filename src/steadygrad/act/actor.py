@@ -7,6 +7,7 @@ and now are not seen again, and the next few are refused, because what broke the
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from steadygrad.act.outcome import UNTOUCHED, tell_reflex
@@ -33,19 +34,20 @@ class Actor:
         if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
             return self._rates.scale_weight_decay(verdict.factor)
         if verdict.action is Action.ROLLBACK:
-            return self._roll_back(step + 1)
+            return self._roll_back(step + 1, with_rates=verdict.factor == 1.0)
         if reading is not None:
             return tell_reflex(verdict.action, reading)
         return (
             Outcome(action=Action.HALT, message="training was halted") if verdict.action is Action.HALT else UNTOUCHED
         )
 
-    def _roll_back(self, now: int) -> Outcome:
+    def _roll_back(self, now: int, *, with_rates: bool) -> Outcome:
         if self._rolled_back:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
         if not self._snapshots.can_restore:
             return Outcome(action=Action.NONE, message=f"could not roll back: {self._snapshots.describe()}")
-        with self._rates.keep_factors():  # the schedule goes back, what was decided since does not
+        # The schedule goes back; what was decided about the rates since does so only when it was a part of the trouble.
+        with contextlib.nullcontext() if with_rates else self._rates.keep_factors():
             then = self._snapshots.restore()
         self._rolled_back = True
         self.num_to_refuse = self._snapshots.effective_skip(now)

@@ -19,7 +19,7 @@ class Rung:
 
     action: Action
     factor: float | None = None
-    """For `scale_lr` and `scale_weight_decay`."""
+    """For `scale_lr` and `scale_weight_decay`; 1 with `rollback`: rates go back with the weights."""
     after: int = 1
     """Non-finite steps in a row at which it is due; 1 for findings that are not about a step."""
 
@@ -46,6 +46,7 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
         "nonfinite_epoch": (lower,),
         "nonfinite_validation": (lower,),
         "loss_explosion": (lower_much, go_back),
+        "unrecovered_loss": (Rung(action=Action.ROLLBACK, factor=1.0),),  # the lowered rate did not heal: take it back
         "divergence": (lower, go_back),
         "overfitting": (decay_more,),
     }

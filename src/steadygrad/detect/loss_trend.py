@@ -21,14 +21,33 @@ FEW = 8
 """Losses below which the history says little about noise. Then twice as many must be high, and must agree:"""
 AGREEMENT = 6.0
 """... with this many of their own standard deviations (of the logarithm) between them and the history."""
+FIRST, START = 4, 100
+"""Losses that a run begins with, and steps in which the loss is compared with them."""
+CLIMBED = 3.0
+"""Times the first losses that the usual one is when the history has climbed along."""
 ADVICE = "Lower the learning rate or lengthen the warm-up, clip gradients, and look at what changed at this step."
 
 
 class LossExplosion(Remembering):
-    """The loss is ten times that of the epoch before, or has stayed ten times above the window before."""
+    """The loss is ten times that of the epoch before, or has stayed ten times above the window before.
+
+    What is done about it may not help: weights that an explosion has wrecked stay wrecked at a lower learning rate. So
+    the rule looks once more, `recovery_steps` later, and tells a loss that has not come back (`unrecovered_loss`).
+    """
 
     name = "loss_explosion"
-    memory = ("_history", "_high", "_streak", "_restarts", "_epoch_loss")
+    memory = (
+        "_history",
+        "_high",
+        "_streak",
+        "_restarts",
+        "_epoch_loss",
+        "_level",
+        "_told_at",
+        "_since",
+        "_first",
+        "_rise",
+    )
 
     def __init__(self, config: DetectConfig) -> None:
         self._ratio, self._patience = config.loss.explosion_ratio, config.loss.explosion_patience
@@ -37,13 +56,60 @@ class LossExplosion(Remembering):
         self._streak = Streak()
         self._restarts = Restarts(config.loss)
         self._epoch_loss: float | None = None
+        self._recovery_steps, self._recovery_ratio = config.loss.recovery_steps, config.loss.recovery_ratio
+        self._level: float | None = None  # the loss before an explosion that was told and is being watched
+        self._told_at = 0
+        self._first: list[float] = []  # the losses that the run began with
+        self._rise = Streak()
+        self._since: deque[float] = deque(maxlen=config.loss.explosion_patience)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """An error at the step where the loss left its range, or at the end of the epoch that did."""
         if isinstance(fact, EpochEnd):
             yield from self._observe_epoch(fact)
         elif isinstance(fact, Reading) and fact.loss is not None:
+            if self._level is not None:
+                yield from self._watch_recovery(fact.step, fact.loss, self._level)
+            rises = self._rises_from_the_start(fact.step, fact.loss)
+            if rises is not None:
+                yield rises
+                return
             yield from self._observe_step(fact, fact.loss)
+
+    def _rises_from_the_start(self, step: int, loss: float) -> Finding | None:
+        """A loss that climbs from its first steps on has no history to stand out from: it is compared with those."""
+        if len(self._first) < FIRST:
+            if math.isfinite(loss):
+                self._first.append(abs(loss))
+            return None
+        began_at = max(self._first)
+        if step >= START or began_at <= 0 or self._told_at:
+            return None
+        far = math.isfinite(loss) and loss > self._ratio * began_at
+        climbed = far and not self._high and self._usual() > CLIMBED * began_at  # else the history itself will tell
+        if self._rise.feed(step, climbed) < self._patience:
+            return None
+        start = self._rise.start
+        self._rise.feed(step, False)
+        self._level, self._told_at = began_at, step
+        self._since.clear()
+        return self._tell(start, began_at, loss)
+
+    def _watch_recovery(self, step: int, loss: float, level: float) -> Iterable[Finding]:
+        self._since.append(loss if math.isfinite(loss) else math.inf)
+        if step - self._told_at < self._recovery_steps:
+            return
+        self._level = None
+        now = median(sorted(self._since))
+        if now > self._recovery_ratio * level:
+            yield Finding(
+                kind="unrecovered_loss",
+                severity=Severity.ERROR,
+                step=step,
+                message=f"the loss was {level:.6g}, exploded, and {step - self._told_at} steps later is {now:.6g}",
+                advice="Go back to the weights from before, and find out what happened at that step.",
+                evidence={"before": level, "now": now},
+            )
 
     def _observe_step(self, reading: Reading, loss: float) -> Iterable[Finding]:
         in_grace = self._restarts.feed(reading)
@@ -68,6 +134,8 @@ class LossExplosion(Remembering):
         if self._streak.feed(reading.step, True) >= self._patience * (2 if few else 1):
             if not few or self._agree(usual):
                 yield self._tell(self._streak.start, usual, median(sorted(self._high)))
+                self._level, self._told_at = usual, reading.step
+                self._since.clear()
             self._history.clear()  # the new normal, until the next one
             self._history.extend(self._high)
             self._high.clear()
