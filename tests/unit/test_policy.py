@@ -325,3 +325,11 @@ def test_the_ramp_back_is_off_by_default() -> None:
 def test_a_loss_that_does_not_come_back_rolls_back_with_its_rates() -> None:
     verdict = Judge().decide(finding("unrecovered_loss", 120), reading=reading(120))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 1.0)
+
+
+def test_a_second_loss_that_does_not_come_back_keeps_the_lowered_rate() -> None:
+    judge = Judge()
+    kinds = ["loss_explosion", "unrecovered_loss", "loss_explosion", "unrecovered_loss"]
+    verdicts = [judge.decide(finding(kind, 100 + 20 * i)) for i, kind in enumerate(kinds)]
+    assert [v.action for v in verdicts] == [Action.SCALE_LR, Action.ROLLBACK, Action.SCALE_LR, Action.ROLLBACK]
+    assert [v.factor for v in verdicts] == [0.1, 1.0, 0.1, None]

@@ -80,13 +80,24 @@ class Judge:
         for rung in ladder:
             forbidden = self._find_objection(rung)
             if not forbidden:
+                factor = self._answer_again(rung)
                 self._take(rung.action)
-                return Verdict(action=rung.action, reason=why, factor=rung.factor)
+                return Verdict(action=rung.action, reason=why, factor=factor)
             if rung.action is Action.ROLLBACK:
                 return Verdict(action=Action.HALT, reason=f"{why}, and {forbidden}")
             if self._is_cooling(rung.action):
                 break  # the last change has had no time to work: neither again nor more
         return Verdict(action=reflex.action, reason=f"{why}, but {forbidden}") if forbidden else reflex
+
+    def _answer_again(self, rung: Rung) -> float | None:
+        """A rollback that takes the rates back does so once: if that was not enough, they stay as they were lowered."""
+        if rung.action is not Action.ROLLBACK or rung.factor is None:
+            return rung.factor
+        if self._taken[Action.ROLLBACK.value]:
+            return None
+        if self._taken[Action.SCALE_LR.value]:
+            self._taken[Action.SCALE_LR.value].pop()  # undone, so it neither counts nor cools
+        return rung.factor
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
