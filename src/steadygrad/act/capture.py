@@ -8,8 +8,6 @@ over the live state, in place wherever a tensor still fits, so that graphs, opti
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from steadygrad.act.random_state import capture_random, restore_random
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def collect_state(
         buffers=list(_collect_buffers(collector, model)),
         optimizers=[_collect_optimizer(optimizer, collector, names) for optimizer in optimizers],
         extras={name: _collect_extra(name, extra, collector) for name, extra in extras.items()},
-        rng=_collect_rng({p.device for p in unique.values()}),
+        rng=capture_random({p.device for p in unique.values()}),
     )
 
 
@@ -145,24 +145,6 @@ def _collect_extra(name: str, extra: Any, collector: Collector) -> Any:
     return collector.walk(extra.state_dict(), late=False)
 
 
-def _collect_rng(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """Generators that training may use; asking for their state waits for nothing."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    state["cuda"] = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-    return state
-
-
-def _put_rng(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    for device, generator in state["cuda"].items():
-        torch.cuda.set_rng_state(generator, device)
-
-
 class Restorer:
     """Writes one snapshot over the live state; tensors that still fit are written in place."""
 
@@ -182,7 +164,7 @@ class Restorer:
             self._put_optimizer(optimizer, groups, state)
         for name, saved in self._state.extras.items():
             self._put_extra(extras[name], saved)
-        _put_rng(self._state.rng)
+        restore_random(self._state.rng)
 
     def _put(self, live: Any, saved: Any) -> Any:
         """What `saved` stands for; dicts and tensors of `live` are reused where they fit."""
