@@ -1,0 +1,46 @@
+"""Settings: frozen, keyword-only, checked on construction, without torch.
+
+Each value object owns its fields and says under each what it means. A wrong value fails here, before the first step,
+with the field's name, the value found and what to write instead. `GuardConfig.load` reads YAML or TOML and names
+every unknown or wrong field at once.
+"""
+
+from steadygrad.config.clip import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, ClipValue, FixedNorm, ZClip
+from steadygrad.config.detect import (
+    DetectConfig,
+    FlowThresholds,
+    HabitThresholds,
+    LayerThresholds,
+    LossThresholds,
+    ValidationThresholds,
+)
+from steadygrad.config.guard import GuardConfig
+from steadygrad.config.parts import Implementation, Interval, MeasureConfig, Precision, RecordConfig, SnapshotConfig
+from steadygrad.config.plain import build, read_mapping
+from steadygrad.config.policy import Policy
+
+__all__ = [
+    "AdaGC",
+    "AdaptiveUnitClip",
+    "AutoClip",
+    "ClipStrategy",
+    "ClipValue",
+    "DetectConfig",
+    "FixedNorm",
+    "FlowThresholds",
+    "GuardConfig",
+    "HabitThresholds",
+    "Implementation",
+    "Interval",
+    "LayerThresholds",
+    "LossThresholds",
+    "MeasureConfig",
+    "Policy",
+    "Precision",
+    "RecordConfig",
+    "SnapshotConfig",
+    "ValidationThresholds",
+    "ZClip",
+    "build",
+    "read_mapping",
+]

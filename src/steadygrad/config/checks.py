@@ -1,0 +1,68 @@
+"""The checks that every setting goes through: what was found, in which field, and what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from steadygrad.errors import ConfigError
+
+
+def require(condition: bool, owner: object, name: str, rule: str, hint: str) -> None:
+    if not condition:
+        value = getattr(owner, name)
+        raise ConfigError(f"{type(owner).__name__}.{name} must {rule}, got {value!r}. {hint}")
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is not
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_whole(owner: object, name: str, *, least: int, hint: str, why: str = "") -> None:
+    value = getattr(owner, name)
+    require(is_whole(value) and value >= least, owner, name, f"be a whole number, at least {least}{why}", hint)
+
+
+def require_booleans(owner: Any) -> None:
+    """Every field of `owner` whose default is a boolean must be one: text such as "no" would count as true."""
+    for item in dataclasses.fields(owner):
+        if isinstance(item.default, bool):
+            fits = isinstance(getattr(owner, item.name), bool)
+            require(fits, owner, item.name, "be True or False", f"The default is {item.default}.")
+
+
+def set_names(owner: object, name: str, example: str) -> None:
+    """Keep the field as a tuple of text; one text alone is refused, its letters would become the names."""
+    value = getattr(owner, name)
+    fits = isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value)
+    meant = value if isinstance(value, str) else example
+    require(fits, owner, name, "be a tuple of names", f"Write {name}=({meant!r},).")
+    object.__setattr__(owner, name, tuple(value))
+
+
+def require_positive(owner: Any, *, but: tuple[str, ...] = ()) -> None:
+    """Every field of `owner` whose default is a number must be a positive one, and a whole one where the default is."""
+    for item in dataclasses.fields(owner):
+        value = getattr(owner, item.name)
+        optional = item.type == "int | None" and value is not None
+        if item.name in but or not (is_number(item.default) or optional):
+            continue
+        whole = optional or isinstance(item.default, int)
+        fits = is_number(value) and value > 0 and (isinstance(value, int) or not whole)
+        rule = "be a whole number above 0" if whole else "be a number above 0"
+        require(fits, owner, item.name, rule, f"The default is {item.default}.")
+
+
+def as_enum(cls: type[enum.Enum], value: Any, where: str) -> Any:
+    try:
+        return value if isinstance(value, cls) else cls(value)
+    except ValueError:
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        names = ", ".join(dict.fromkeys(name.lower() for name in cls.__members__))
+        raise ConfigError(f"{where}: must be one of {names}, got {value!r}.") from None

@@ -1,0 +1,119 @@
+"""GuardConfig: everything that can be set on a Guard."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steadygrad.config.checks import (
+    as_enum,
+    is_number,
+    require,
+    require_booleans,
+)
+from steadygrad.config.clip import ClipStrategy, FixedNorm
+from steadygrad.config.detect import DetectConfig
+from steadygrad.config.parts import Interval, MeasureConfig, Precision, RecordConfig, SnapshotConfig
+from steadygrad.config.plain import build, read_mapping, to_plain
+from steadygrad.config.policy import Policy
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Action, Incident
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Everything that can be set on a Guard.
+
+    >>> GuardConfig(clip=FixedNorm(max_norm=0.5), on_nonfinite=Action.SKIP).clip
+    FixedNorm(max_norm=0.5)
+    """
+
+    clip: ClipStrategy | None = field(default_factory=FixedNorm)
+    """How gradients are clipped; None: not at all."""
+    on_nonfinite: Action = Action.SKIP
+    """What a NaN or Inf in loss or gradients leads to: SKIP the step, SANITIZE the gradients, or RAISE."""
+    sanitize_value: float = 0.0
+    """What SANITIZE writes in place of each non-finite gradient element."""
+    drop_bad_microbatches: bool = False
+    """With accumulation, leave out only the bad microbatch instead of the whole step, and let the average count the
+    others only. Costs one host read and one set of gradients a microbatch: a gradient can be bad when its loss is
+    fine, so each microbatch must be looked at on its own before it is added."""
+    autocast: Precision | None = None
+    """Autocast opened around fn and the loss; None: whatever the caller has open."""
+    scheduler_interval: Interval = Interval.STEP
+    """When a scheduler handed to Guard is stepped: after each applied step, or at `end_epoch()`."""
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    detect: DetectConfig = field(default_factory=DetectConfig)
+    policy: Policy = field(default_factory=Policy)
+    snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
+    on_incident: Callable[[Incident], None] | None = None
+    """Called with each Incident."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_nonfinite", as_enum(Action, self.on_nonfinite, "GuardConfig.on_nonfinite"))
+        object.__setattr__(
+            self, "scheduler_interval", as_enum(Interval, self.scheduler_interval, "GuardConfig.scheduler_interval")
+        )
+        if self.autocast is not None:
+            object.__setattr__(self, "autocast", as_enum(Precision, self.autocast, "GuardConfig.autocast"))
+        require_booleans(self)
+        allowed = (Action.SKIP, Action.SANITIZE, Action.HALT)
+        require(
+            self.on_nonfinite in allowed,
+            self,
+            "on_nonfinite",
+            "be Action.SKIP, Action.SANITIZE or Action.RAISE",
+            "SKIP is the safe choice.",
+        )
+        require(
+            self.clip is None or isinstance(self.clip, ClipStrategy),
+            self,
+            "clip",
+            "be a clip strategy or None",
+            "For example clip=FixedNorm(max_norm=1.0).",
+        )
+        require(
+            is_number(self.sanitize_value) and math.isfinite(self.sanitize_value),
+            self,
+            "sanitize_value",
+            "be a finite number",
+            "Use 0.0.",
+        )
+        require(
+            self.on_incident is None or callable(self.on_incident),
+            self,
+            "on_incident",
+            "be callable or None",
+            "It is called with each Incident.",
+        )
+        for name, kind in (
+            ("measure", MeasureConfig),
+            ("detect", DetectConfig),
+            ("policy", Policy),
+            ("snapshots", SnapshotConfig),
+            ("record", RecordConfig),
+        ):
+            require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GuardConfig:
+        """Build from nested plain values, as a file has them; every wrong field is named in one error."""
+        return typing.cast(GuardConfig, build(cls, values))
+
+    @classmethod
+    def load(cls, path: str | Path) -> GuardConfig:
+        """Read a YAML or TOML file."""
+        path = Path(path)
+        try:
+            return cls.from_dict(read_mapping(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` reads back; callables are left out."""
+        return typing.cast(dict[str, Any], to_plain(self))

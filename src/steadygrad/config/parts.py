@@ -1,0 +1,97 @@
+"""The smaller parts of GuardConfig: what is measured, kept and recorded, when, and in which precision."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from steadygrad.config.checks import (
+    as_enum,
+    require_booleans,
+    require_positive,
+    require_whole,
+)
+
+
+class Interval(enum.StrEnum):
+    """When a scheduler handed to Guard is stepped."""
+
+    STEP = "step"
+    EPOCH = "epoch"
+
+
+class Precision(enum.StrEnum):
+    """The number format of autocast."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class Implementation(enum.StrEnum):
+    """Which kernel measures the gradients; `auto` takes Triton on CUDA where it is there, foreach otherwise."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    FOREACH = "foreach"
+    TRITON = "triton"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """What is measured beyond the gradients."""
+
+    implementation: Implementation = Implementation.AUTO
+    """Which kernel measures the gradients."""
+    parameters_every: int = 0
+    """Steps between two readings of parameter norms and update-to-weight ratios (two more passes over the weights
+    and a copy of them while the optimizer runs); 0: never."""
+
+    scan_every: int = 100
+    """Steps between two looks at the batch, the activations, the weights and Adam's ratio (a few passes over the
+    weights, no wait); the first step's graph is looked at too. 0: only after a bad step."""
+
+    def __post_init__(self) -> None:
+        kernel = as_enum(Implementation, self.implementation, "MeasureConfig.implementation")
+        object.__setattr__(self, "implementation", kernel)
+        for name in ("scan_every", "parameters_every"):
+            require_whole(self, name, least=0, hint="0 switches it off.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotConfig:
+    """Copies of the training state in host memory, to roll back to.
+
+    The defaults follow PaLM (back about 100 steps, skip 200 to 500 batches), scaled down at the start of a run.
+    """
+
+    every: int = 100
+    """Steps between two snapshots; early in a run they come closer together."""
+    keep: int = 3
+    """Snapshots held at a time; fewer when `max_bytes` has no room for them."""
+    good_after: int = 20
+    """Healthy steps beyond a snapshot before it counts as good."""
+    max_bytes: int = 8 << 30
+    """Host memory for all of them; when not even one fits, there are none, and that is told."""
+    skip_batches: int = 200
+    """Batches left out after a rollback; fewer early in a run."""
+    enabled: bool = True
+    """False: no snapshots, so nothing to roll back to."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """What is written into the run directory."""
+
+    steps_every: int = 1
+    """Steps between two lines of steps.jsonl; skipped steps are always written."""
+    layers_every: int = 100
+    """Steps between two lines of layers.jsonl; steps with a finding above info are always written; 0: never."""
+
+    def __post_init__(self) -> None:
+        require_whole(self, "steps_every", least=1, hint="Use 1.")
+        require_whole(self, "layers_every", least=0, hint="0 switches it off.")

@@ -1,0 +1,163 @@
+"""Plain values, as a file has them, <-> settings. Every unknown or wrong field is named in one error."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import dataclasses
+import enum
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from steadygrad.config.checks import (
+    as_enum,
+)
+from steadygrad.errors import ConfigError
+
+
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """The mapping in a .yaml, .yml or .toml file."""
+    if not path.is_file():
+        raise ConfigError("no such file. Give the path of a YAML or TOML file.")
+    if path.suffix == ".toml":
+        import tomllib
+
+        try:
+            return tomllib.loads(_read_text(path))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"not valid TOML: {error}.") from None
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"the ending {path.suffix!r} is not known. Use .yaml, .yml or .toml.")
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("reading YAML needs PyYAML. Run: pip install 'steadygrad[yaml]', or use TOML.") from None
+    try:
+        values = yaml.safe_load(_read_text(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}.") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"the file must hold a mapping of fields, found {type(values).__name__}.")
+    return values
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text ({error.reason} at byte {error.start}). Save the file as UTF-8.") from None
+
+
+def build(cls: type, values: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass `cls` from plain values; all errors in one ConfigError."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{cls.__name__} must be given as a mapping of field to value, got {values!r}. {{}} will do.")
+    errors: list[str] = []
+    made = _build(cls, values, "", errors)
+    if errors:
+        raise ConfigError("\n  ".join([f"{len(errors)} wrong field(s):", *errors]))
+    return made
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[str]) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    arguments: dict[str, Any] = {}
+    wrong: set[str] = set()
+    for name, value in values.items():
+        where = f"{path}{name}"
+        if name not in known:
+            errors.append(f"{where}: unknown; {cls.__name__} has {', '.join(sorted(known))}.")
+            continue
+        before = len(errors)
+        arguments[name] = _convert(hints[name], value, where, errors)
+        if len(errors) > before:
+            wrong.add(name)
+            del arguments[name]
+    return _construct(cls, arguments, wrong, path.rstrip(".") or cls.__name__, errors)
+
+
+def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], where: str, errors: list[str]) -> Any:
+    """An instance of `cls`; each field that it refuses is told, and left at its default to find the next one.
+
+    An error whose rule speaks of a field already told (`min_values` of a wrong `window`) is left out: it may be none.
+    """
+    while True:
+        try:
+            return cls(**arguments)
+        except (ConfigError, TypeError) as error:
+            rule = str(error).partition(", got ")[0]
+            if not any(re.search(rf"\b{name}\b", rule) for name in wrong):
+                errors.append(f"{where}: {error}")
+            refused = re.match(rf"{cls.__name__}\.(\w+)", rule)  # how each of our messages begins
+            if refused is None or refused[1] not in arguments:
+                return None
+            wrong.add(refused[1])
+            del arguments[refused[1]]
+
+
+def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
+    """`value` as the annotation `hint` wants it; on failure an error is added and None returned."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    options = tuple(o for o in options if o is not type(None))
+    if any(dataclasses.is_dataclass(o) for o in options):
+        return _convert_object(options, value, where, errors)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, enum.Enum):
+            try:
+                return as_enum(option, value, where)
+            except ConfigError as error:
+                errors.append(str(error))
+                return None
+        if option is bool and isinstance(value, bool):
+            return value
+        if option is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if option is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            with contextlib.suppress(ValueError, OverflowError):  # text too: YAML 1.1 reads 1e-3 as text
+                return float(value)
+        if option is str and isinstance(value, str):
+            return value
+        if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
+            return tuple(value)
+        if typing.get_origin(option) is collections.abc.Mapping and isinstance(value, Mapping):
+            return dict(value)
+    names = " or ".join(getattr(o, "__name__", str(o)) for o in options)
+    one_text = isinstance(value, str) and any(typing.get_origin(option) is tuple for option in options)
+    errors.append(f"{where}: must be {names}, got {value!r}." + (f" Write [{value!r}]." if one_text else ""))
+    return None
+
+
+def _convert_object(options: tuple[Any, ...], value: Any, where: str, errors: list[str]) -> Any:
+    if not isinstance(value, Mapping):
+        errors.append(f"{where}: must be a mapping of fields, got {value!r}.")
+        return None
+    if len(options) == 1:
+        return _build(options[0], value, f"{where}.", errors)
+    kinds = {option.kind: option for option in options}
+    kind = value.get("kind")
+    if not isinstance(kind, str) or kind not in kinds:
+        errors.append(f"{where}.kind: must be one of {', '.join(kinds)}, got {kind!r}.")
+        return None
+    return _build(kinds[kind], {k: v for k, v in value.items() if k != "kind"}, f"{where}.", errors)
+
+
+def to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
+        plain = [f for f in dataclasses.fields(value) if f.metadata.get("plain", True)]
+        fields = {f.name: getattr(value, f.name) for f in plain}
+        return kind | {name: to_plain(v) for name, v in fields.items() if not callable(v)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [to_plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {key: to_plain(v) for key, v in value.items()}
+    return value
