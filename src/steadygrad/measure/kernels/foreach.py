@@ -31,12 +31,13 @@ def measure_table(gradients: Sequence[Tensor], out: Tensor) -> None:
     if not gradients:
         return
     if out.device.type == "cpu":
-        out.copy_(torch.tensor([_measure_on_host(g) for g in gradients], dtype=torch.float64))
+        out.copy_(torch.tensor([measure_on_host(g) for g in gradients], dtype=torch.float64))
     else:
         torch.stack([_measure_on_device(g) for g in gradients], out=out)
 
 
-def _measure_on_host(gradient: Tensor) -> tuple[float, ...]:
+def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
+    """The five numbers of one gradient that lies in host memory."""
     flat = gradient.detach().flatten()
     if flat.numel() == 0:
         return (0.0,) * NUM_COLUMNS
