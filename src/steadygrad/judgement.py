@@ -76,7 +76,7 @@ class Judgement:
         self.tally.add(reading)
         self.last_reading = reading
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
-        findings = [finding for fact in (*facts, reading) for finding in self._observe(fact)]
+        findings = [finding for fact in (*facts, reading) for finding in self._detector.observe(fact)]
         self._record_step(self.last, reading, findings)
         self._answer(findings, reading)
         healthy = not reading.is_nonfinite and all(f.severity is Severity.INFO for f in findings)
@@ -116,16 +116,9 @@ class Judgement:
         self.conclude(finding, NO_ACTION, UNTOUCHED)
 
     def _consider(self, fact: Fact) -> None:
-        self._answer(self._observe(fact), None)
+        self._answer(self._detector.observe(fact), None)
 
     # --- detect, decide, act, record --------------------------------------------------------------------------------
-
-    def _observe(self, fact: Fact) -> list[Finding]:
-        try:
-            return self._detector.observe(fact)
-        except Exception as error:  # a broken rule must not end a healthy training
-            self._complain("detect", f"a rule failed on {type(fact).__name__}, training goes on: {error!r}")
-            return []
 
     def _answer(self, findings: Sequence[Finding], reading: Reading | None) -> None:
         """Decide about all, then act on each; a run that is to be halted is left as it is, and told whole."""
