@@ -8,9 +8,10 @@
     send                     one asynchronous copy to the host
     judge this step          (every other optimizer: the numbers are already here)
 
-Judging is detect -> decide -> act -> record (`judgement.py`). On CUDA with fused optimizers it runs one step late,
-after forward and backward of the next step are queued and before that step's optimizer is: the device never idles, and
-the weights that produced a failure are still there. A bad step never touches a weight, whenever it is judged.
+Judging is detect -> decide -> act -> record (`judgement.py`). On CUDA with fused optimizers it runs when the numbers
+have arrived: at once where the device has kept up with the host, else one step late, after forward and backward of the
+next step are queued and before that step's optimizer is. So the device never idles, and the weights that produced a
+failure are still there. A bad step never touches a weight, whenever it is judged.
 """
 
 from __future__ import annotations
@@ -163,6 +164,7 @@ class Guard:
             self._batches, self._looks = Accumulated(), Looks()
             if owns_backward:
                 self._zero_grad()
+        self._judge_if_arrived()
         return result
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -240,6 +242,7 @@ class Guard:
     def _step_on_device(self, m: Measurement, scale: Tensor | None, facts: dict[str, Any]) -> None:
         """Fused optimizers on CUDA: nothing here waits for work of this step."""
         carried = self._reflex.clip(m, scale)
+        complete = self._transfer.mark(m.packed.device)
         self._judge_pending()  # the step before; its scheduler moves the learning rate that this step uses
         if self._actor.num_to_refuse:  # rolled back: these gradients belong to weights that are gone
             self._refuse(step=facts["step"])
@@ -249,12 +252,12 @@ class Guard:
         if measure_updates:
             self._updates.before()
         self._reflex.step_on_device(m, carried)
+        self._pending = _Pending(m, self._transfer.send(m.packed, after=complete), facts, self._looks)
         self._lookout.after_optimizer(facts["step"], self._looks)
         if self._scaler.now is not None:
             overflowed = (m.packed[NUM_NONFINITE] > 0) | self._batches.overflowed
             self._scaler.update(bad_gradient=overflowed, bad_loss=~m.packed[LOSS].isfinite())
         self._buffers.select(m.found)
-        self._pending = _Pending(m, self._transfer.send(m.packed), facts, self._looks)
         if measure_updates:
             self._pending.updates = self._transfer.send(self._updates.after())
 
@@ -360,6 +363,15 @@ class Guard:
         if pending.updates is not None:
             reading = self._with_updates(reading, pending.updates)
         self._judge(reading, pending.looks)
+
+    def _judge_if_arrived(self) -> None:
+        """Judge the step that was just queued if its numbers are here: the optimizer runs on the device meanwhile."""
+        pending = self._pending
+        if pending is None or pending.updates is not None or pending.looks.under_way:
+            return
+        if pending.ticket.ready:
+            self._random = None  # nothing has been drawn since
+            self._judge_pending()
 
     def _judge(self, reading: Reading, looks: Looks) -> None:
         """Hand a step to judgement, then see to what follows from it: snapshots, or a rollback."""

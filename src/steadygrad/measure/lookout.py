@@ -36,6 +36,11 @@ class Looks:
     weights: PendingParameterScan | None = None
     rms: PendingRms | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether something was queued on the device for it."""
+        return any(look is not None for look in (self.inputs, self.activations, self.weights, self.rms))
+
 
 class Lookout:
     """Queues looks while a step runs, and turns them into facts when it is judged."""

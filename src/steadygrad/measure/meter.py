@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ MAX_PLANS = 64
 """Patterns of present gradients whose tables are kept."""
 MIN_TRITON = (3, 6)
 """Oldest Triton that the kernels were run with; older ones give way to the foreach implementation."""
+_gradient = operator.attrgetter("grad")
+_address = Tensor.data_ptr
 LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
 
 
@@ -189,12 +192,12 @@ class Meter:
         last = self._last
         if last is not None and last.triton is not None and len(last.parameters) == len(self._parameters):
             try:  # the same gradients as the step before, most likely at the same places: one pass over the list
-                addresses = [p.grad.data_ptr() for p in last.parameters]  # type: ignore[union-attr]
-            except (AttributeError, RuntimeError, NotImplementedError):
+                addresses = list(map(_address, map(_gradient, last.parameters)))
+            except (TypeError, RuntimeError, NotImplementedError):
                 pass  # one is missing, or sparse
             else:
                 if addresses == last.addresses:
-                    return last, addresses
+                    return last, last.addresses
         return self._look_again()
 
     def _look_again(self) -> tuple[Plan | None, list[int]]:

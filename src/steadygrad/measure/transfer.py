@@ -1,7 +1,8 @@
 """One asynchronous copy a step: numbers that lie on the device -> plain floats on the host, when somebody asks.
 
 On CUDA the copy goes into a ring of pinned buffers with an event each, so that sending waits for nothing and reading
-waits for that copy alone, never for work queued after it. On the CPU a ticket is ready at once.
+waits for that copy alone, never for work queued after it. Numbers that were `mark`ed as complete before the optimizer
+was queued travel beside it on a stream of their own. On the CPU a ticket is ready at once.
 """
 
 from __future__ import annotations
@@ -42,20 +43,45 @@ class Transfer:
         self._slots = slots
         self._ring: list[tuple[Tensor, torch.cuda.Event, Ticket | None]] = []
         self._next = 0
+        self._mark: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
 
-    def send(self, numbers: Tensor) -> Ticket:
-        """Start copying `numbers`, a float64 vector."""
+    def mark(self, device: torch.device) -> torch.cuda.Event | None:
+        """This moment in the device's queue: what is complete here may be sent later without waiting for the rest."""
+        if device.type != "cuda":
+            return None
+        event = self._mark = self._mark or torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def send(self, numbers: Tensor, *, after: torch.cuda.Event | None = None) -> Ticket:
+        """Start copying `numbers`, a float64 vector; `after` the mark alone, if they were complete there.
+
+        With a mark the caller keeps `numbers` until the ticket is read: their memory must not serve another.
+        """
         if numbers.device.type == "cpu":
             return Ticket(numbers, None)
         if numbers.device.type != "cuda":
             return Ticket(numbers.cpu(), None)
         host, event = self._take_slot(numbers.numel())
-        host.copy_(numbers, non_blocking=True)
-        event.record(torch.cuda.current_stream(numbers.device))
+        if after is None:
+            host.copy_(numbers, non_blocking=True)
+            event.record(torch.cuda.current_stream(numbers.device))
+        else:
+            side = self._side_stream(numbers.device)
+            side.wait_event(after)
+            with torch.cuda.stream(side):
+                host.copy_(numbers, non_blocking=True)
+            event.record(side)
         ticket = Ticket(host, event)
         self._ring[self._next] = (self._ring[self._next][0], event, ticket)
         self._next = (self._next + 1) % self._slots
         return ticket
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
 
     def _take_slot(self, length: int) -> tuple[Tensor, torch.cuda.Event]:
         while len(self._ring) < self._slots:

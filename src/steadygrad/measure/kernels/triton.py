@@ -11,7 +11,7 @@ Floor: the gradients' bytes over the memory bandwidth. Works on the CPU under TR
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -188,6 +188,28 @@ def _scale_chunks(
             tl.store(base + lanes, (x * factor).to(DTYPE), mask=lanes < count)
 
 
+class Launch:
+    """One kernel with its constants. The first launch goes through Triton, which compiles and checks; later ones of the
+    same kind go straight to what it compiled: 5 µs of host time instead of 30, three times a step.
+
+    `kind` names what Triton specialises on: dtypes, and whether addresses are multiples of 16. It must be all that can
+    change between two launches with the same grid.
+    """
+
+    def __init__(self, kernel: Any, *, num_warps: int = 4, **constants: Any) -> None:
+        self._kernel, self._constants, self._num_warps = kernel, constants, num_warps
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], kind: Hashable, *arguments: Any) -> None:
+        """Launch `grid` programs."""
+        compiled = self._compiled.get((grid, kind))
+        if compiled is None:
+            compiled = self._kernel[grid](*arguments, **self._constants, num_warps=self._num_warps)
+            self._compiled[grid, kind] = None if compiled is None else compiled[grid]  # None: the interpreter
+        else:
+            compiled(*arguments, *self._constants.values())
+
+
 class AddressTable:
     """Gradient addresses on the device; sent only when they change, through a ring that no copy in flight can meet."""
 
@@ -203,7 +225,7 @@ class AddressTable:
 
     def send(self, addresses: list[int]) -> Tensor:
         """The device tensor that holds `addresses`."""
-        if addresses == self._current:
+        if addresses is self._current or addresses == self._current:
             return self._device[self._slot]
         self._slot = (self._slot + 1) % self.SLOTS
         event = self._sent[self._slot]
@@ -231,7 +253,7 @@ class Plan:
         num_warps: int = 8,
     ) -> None:
         device = gradients[0].device
-        self.chunk, self.block, self.width, self.num_warps = chunk, block, width, num_warps
+        self.chunk = chunk
         order = sorted(range(len(gradients)), key=lambda i: str(gradients[i].dtype))
         spans: list[tuple[Any, int, int]] = []  # (dtype, first chunk, number of chunks)
         chunk_tensor: list[int] = []
@@ -261,6 +283,10 @@ class Plan:
         self._addresses = AddressTable(len(gradients), device)
         self._one = torch.ones((), device=device)
         self._counter = torch.zeros((), dtype=torch.int32, device=device)  # programs that are done; back to 0 each time
+        sizes = {"CHUNK": chunk, "BLOCK": block, "UNROLL": UNROLL, "num_warps": num_warps}
+        self._measure = [Launch(_measure_chunks, DTYPE=dtype, **sizes) for dtype, _, _ in self.spans]
+        self._scale = [Launch(_scale_chunks, DTYPE=dtype, **sizes) for dtype, _, _ in self.spans]
+        self._fold = Launch(_fold, WIDTH=width, ROWS=512)
 
     def measure(
         self,
@@ -274,24 +300,25 @@ class Plan:
     ) -> None:
         """Fill `packed` (header, then rows) and `flags`, from gradients that lie at `addresses`."""
         at = self._addresses.send(addresses)
-        for dtype, first, num in self.spans:
-            _measure_chunks[(num,)](
+        for launch, (_, first, num) in zip(self._measure, self.spans):
+            launch(
+                (num, 1, 1), None,
                 at, self._numels, self._chunk_tensor, self._chunk_index, self._partials, first, self.num_chunks,
-                DTYPE=dtype, CHUNK=self.chunk, BLOCK=self.block, UNROLL=UNROLL, num_warps=self.num_warps,
             )  # fmt: skip
-        _fold[(self.num_tensors,)](
-            self._partials, self._bounds, self._one if inverse_scale is None else inverse_scale, packed,
-            self.num_chunks, self.num_tensors, self._one if loss is None else loss, flags, float(max_norm),
-            self._counter, WIDTH=self.width, ROWS=512,
+        loss = self._one if loss is None else loss
+        unscale = self._one if inverse_scale is None else inverse_scale
+        self._fold(
+            (self.num_tensors, 1, 1), (loss.dtype, loss.data_ptr() % 16, unscale.dtype, unscale.data_ptr() % 16),
+            self._partials, self._bounds, unscale, packed, self.num_chunks, self.num_tensors, loss, flags,
+            float(max_norm), self._counter,
         )  # fmt: skip
 
     def scale(self, addresses: list[int], packed: Tensor) -> None:
         """Multiply the gradients by the coefficient in `packed`'s header; costs one empty launch when that is 1."""
         at = self._addresses.send(addresses)
-        for dtype, first, num in self.spans:
-            _scale_chunks[(num,)](
-                at, self._numels, self._chunk_tensor, self._chunk_index, packed, first,
-                DTYPE=dtype, CHUNK=self.chunk, BLOCK=self.block, UNROLL=UNROLL, num_warps=self.num_warps,
+        for launch, (_, first, num) in zip(self._scale, self.spans):
+            launch(
+                (num, 1, 1), None, at, self._numels, self._chunk_tensor, self._chunk_index, packed, first
             )  # fmt: skip
 
 
