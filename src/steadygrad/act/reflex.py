@@ -7,6 +7,7 @@ skipped by not calling it. Either way skipping is a true select: weights, moment
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadygrad.act.adam_lists import QuickLists, can_gather_quickly
 from steadygrad.clip import Clipper
 from steadygrad.clip.edit import scale_gradients, stored_values
 from steadygrad.measure import Measurement
@@ -34,6 +36,7 @@ class Reflex:
         self._optimizers, self._clipper = list(optimizers), clipper
         self.fused = all(is_fused(optimizer) for optimizer in self._optimizers)
         self.expects_clipping = False
+        self._lists = {id(o): QuickLists(o) for o in self._optimizers if can_gather_quickly(o)}
         self._folds_exactly = not any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
 
     def hint(self) -> None:
@@ -80,7 +83,8 @@ class Reflex:
             optimizer.found_inf = m.found  # type: ignore[attr-defined]
             optimizer.grad_scale = divisor  # type: ignore[attr-defined]
             try:
-                optimizer.step()
+                with lists.lend() if (lists := self._lists.get(id(optimizer))) else contextlib.nullcontext():
+                    optimizer.step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
