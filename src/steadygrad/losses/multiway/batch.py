@@ -1,0 +1,71 @@
+"""One call's inputs, made fit for the arithmetic: features in fp32 or fp64, zeros where a modality is absent.
+
+What stands in an absent place is never read: not its value, not a NaN in it, and no gradient goes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steadygrad.losses.multiway.similarity import CURVES, Similarity, build_columns, build_rows
+
+
+@dataclass(frozen=True)
+class Batch:
+    """M feature matrices [B, D] of one device and dtype, the scale, and which rows this process answers for."""
+
+    features: tuple[Tensor, ...]
+    scale: Tensor
+    similarity: Similarity
+    present: Tensor | None  # [B, M] bool
+    span: slice  # this process's samples
+
+    @property
+    def num_modalities(self) -> int:
+        """M."""
+        return len(self.features)
+
+    @property
+    def num_samples(self) -> int:
+        """B, of all processes."""
+        return len(self.features[0])
+
+    @property
+    def absent(self) -> tuple[Tensor, ...] | None:
+        """For each modality [B], True where it is missing."""
+        return None if self.present is None else tuple((~self.present).unbind(1))
+
+    @property
+    def num_present(self) -> int | Tensor:
+        """How many modalities a sample has: M, or [B, 1]."""
+        if self.present is None:
+            return self.num_modalities
+        return self.present.sum(1, keepdim=True).clamp(min=2).to(self.features[0].dtype)
+
+    @property
+    def aligned(self) -> tuple[Tensor, ...]:
+        """The features of a sample beside each other, an absent one replaced by what changes nothing.
+
+        For sums that is zero. For a product of unit vectors it is the unit vector of equal entries: the product of the
+        others keeps its direction and the logit its size.
+        """
+        if self.present is None or self.similarity != "mip":
+            return self.features
+        neutral = self.features[0].shape[1] ** -0.5
+        return tuple(torch.where(here[:, None], f, neutral) for f, here in zip(self.features, self.present.unbind(1)))
+
+
+def score_positives(batch: Batch) -> Tensor:
+    """The logit of each sample with itself [B], never rounded below fp32."""
+    views, middle = batch.aligned, count_left(batch.num_modalities)
+    rows = build_rows(views[:middle], batch.scale, batch.similarity, num=batch.num_present, whole=batch.num_modalities)
+    columns = build_columns(views[middle:], batch.similarity)
+    return CURVES[batch.similarity].value((rows * columns).sum(-1))
+
+
+def count_left(num_modalities: int) -> int:
+    """How many modalities form the rows: the larger half, since rows are built panel by panel and columns are kept."""
+    return (num_modalities + 1) // 2

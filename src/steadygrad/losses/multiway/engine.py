@@ -1,0 +1,69 @@
+"""What a sweep asks of an implementation: the sums of one panel of logits, and the pull of their gradient.
+
+A panel is all logits between some rows of P and all rows of Q: curve(P Q^T), less those of samples with themselves. An
+engine may cut it into tiles; it must return the same numbers whatever the cut, and keep nothing of the panel's size
+beyond the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from steadygrad.losses.multiway.precision import Precision
+
+
+@dataclass(frozen=True)
+class Side:
+    """For each row (or column) of a panel: no logit is above `peak`; dLoss/dL holds exp(L - peak) * weight."""
+
+    peak: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """The places of the positives in a panel: (row + j * row_step, column + j * column_step) for j < num.
+
+    They are left out of every sum. What is left is a sum of negatives, and the loss softplus(sum - positive): never
+    below zero, exact where it is tiny, and the positive's own weight never goes through a rounded matmul.
+    """
+
+    row: int
+    row_step: int
+    column: int
+    column_step: int
+    num: int
+
+
+class Engine(Protocol):
+    """`tiled.TiledEngine` on any device, `triton.TritonEngine` on CUDA."""
+
+    @property
+    def precision(self) -> Precision:
+        """What the halves are rounded to."""
+        ...
+
+    def count_rows(self, num_columns: int, depth: int, *, pull: bool) -> int:
+        """How many rows a panel may have when summed, or pulled, so that what the engine holds stays small."""
+        ...
+
+    def sum_rows(self, p: Tensor, q: Tensor, positives: Diagonal) -> Tensor:
+        """The first of `sum_panel` alone."""
+        ...
+
+    def sum_panel(self, p: Tensor, q: Tensor, positives: Diagonal) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of each row and of each column of curve(p q^T) without the positives; about MASKED if empty."""
+        ...
+
+    def pull_panel(
+        self, p: Tensor, q: Tensor, positives: Diagonal, rows: Side, columns: Side | None, grad_q: Tensor
+    ) -> Tensor:
+        """grad_p of the panel; grad_q is added to in place.
+
+        W = (exp(L - rows.peak) * rows.weight + exp(L - columns.peak) * columns.weight) * slope, 0 at the
+        positives; grad_p = W q, grad_q += W^T p. Without `columns` their term is zero.
+        """
+        ...

@@ -1,0 +1,69 @@
+"""Each sample against the B ways to exchange one of its vectors: M matrices [B, B], O(M B^2 D), exact.
+
+This is what cross entropy along one axis of a [B]^M tensor with one-hot labels on its diagonal amounts to: every other
+fibre of the tensor has no label and adds nothing. The matrices are swept panel by panel, as all combinations are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.losses.multiway.batch import Batch
+from steadygrad.losses.multiway.engine import Diagonal, Engine, Side
+from steadygrad.losses.multiway.precision import round_half, use_precision
+from steadygrad.losses.multiway.similarity import build_columns, build_rows
+
+
+def build_fibres(batch: Batch, modality: int) -> tuple[Tensor, Tensor]:
+    """P [n, K] of each own sample's other vectors, Q [B, K] of the vectors that may stand at `modality`."""
+    views = [f[batch.span] for m, f in enumerate(batch.aligned) if m != modality]
+    num = batch.num_present
+    num = num if isinstance(num, int) else num[batch.span]
+    absent = None if batch.absent is None else batch.absent[modality]
+    nobody = None if absent is None else torch.zeros_like(absent[batch.span])
+    rows = build_rows(views, batch.scale, batch.similarity, num=num, whole=batch.num_modalities, absent=nobody)
+    return rows, build_columns([batch.features[modality]], batch.similarity, absent=absent)
+
+
+def sum_fibres(batch: Batch, engine: Engine, modality: int) -> Tensor:
+    """[n]: the log-sum-exp over which other vector stands at `modality`, for each own sample."""
+    out: Tensor = _SumRows.apply(engine, batch.span.start, *build_fibres(batch, modality))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SumRows(torch.autograd.Function):
+    """out[i] = log sum_{k != i + offset} exp curve(p_i . q_k); the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, offset: int, p: Tensor, q: Tensor) -> Tensor:
+        p, q = (round_half(half, engine.precision) for half in (p, q))
+        with use_precision(engine.precision):
+            parts = _cut_rows(engine, p, q, pull=False)
+            out = torch.cat([engine.sum_rows(p[part], q, _find_positives(part, offset)) for part in parts])
+        ctx.engine, ctx.offset = engine, offset
+        ctx.save_for_backward(out, p, q)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        engine: Engine = ctx.engine
+        out, p, q = ctx.saved_tensors
+        grad_p, grad_q = torch.empty(p.shape, dtype=out.dtype, device=p.device), torch.zeros_like(q, dtype=out.dtype)
+        with use_precision(engine.precision):
+            for part in _cut_rows(engine, p, q, pull=True):
+                rows, positives = Side(out[part], grad_out[part].contiguous()), _find_positives(part, ctx.offset)
+                grad_p[part] = engine.pull_panel(p[part], q, positives, rows, None, grad_q)
+        return None, None, grad_p, grad_q
+
+
+def _cut_rows(engine: Engine, p: Tensor, q: Tensor, *, pull: bool) -> list[slice]:
+    step = engine.count_rows(*q.shape, pull=pull)
+    return [slice(start, min(start + step, len(p))) for start in range(0, len(p), step)]
+
+
+def _find_positives(part: slice, offset: int) -> Diagonal:
+    return Diagonal(0, 1, offset + part.start, 1, part.stop - part.start)

@@ -1,0 +1,156 @@
+"""M feature matrices -> one contrastive loss over M modalities.
+
+For anchor modality m and sample i: log-sum-exp of the logits of all combinations that have i at m, less the logit of
+the sample with itself. What "all combinations" are, `negatives` says; how they are summed, `impl`; this file only
+checks the arguments, joins the parts and reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from steadygrad.errors import UnsupportedError, UsageError
+from steadygrad.losses.multiway import naive
+from steadygrad.losses.multiway.batch import Batch, score_positives
+from steadygrad.losses.multiway.check import Impl, Negatives, Reduction, check_choices, check_features, choose_anchors
+from steadygrad.losses.multiway.distributed import gather_rows, join_sums
+from steadygrad.losses.multiway.engine import Engine
+from steadygrad.losses.multiway.fibre import sum_fibres
+from steadygrad.losses.multiway.precision import choose_precision
+from steadygrad.losses.multiway.sampled import build_permuted, sum_sampled
+from steadygrad.losses.multiway.similarity import CURVES, Similarity
+from steadygrad.losses.multiway.smooth import average_combinations, average_fibres
+from steadygrad.losses.multiway.sweep import sum_combinations
+from steadygrad.losses.multiway.tiled import TiledEngine
+
+if TYPE_CHECKING:
+    from steadygrad.losses.multiway.triton import Tiles
+
+
+def multiway_contrastive(
+    features: Sequence[Tensor],
+    logit_scale: Tensor | float,
+    *,
+    similarity: Similarity = "mip",
+    negatives: Negatives = "all",
+    anchors: Literal["all"] | Sequence[int] = "all",
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    present: Tensor | None = None,
+    impl: Impl = "auto",
+    precision: str = "auto",
+    num_samples: int = 1024,
+    generator: torch.Generator | None = None,
+    gather: bool = False,
+    group: dist.ProcessGroup | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """The contrastive loss of M = 2..8 matrices [B, D], row i of each belonging to sample i; CLIP's at M=2.
+
+    Features are normalised and `logit_scale` is exponentiated by the caller, as for CLIP (see `MultiwayScale`).
+    `present` [B, M] is False where a sample lacks a modality: such a vector is no negative and no anchor, and the
+    sample's positive is made of what it has. `anchors` chooses modalities. `reduction="none"` returns [B, anchors].
+    `precision` is that of the matmuls: on CUDA TF32 for fp32 features and bf16 for bf16 ones, unless set; sums
+    are fp32.
+    `gather=True` takes the samples of all processes of `group` as the batch and returns the loss of this one's own.
+    """
+    check_choices(similarity, negatives, reduction, impl, precision, label_smoothing, num_samples)
+    check_features(features, present)
+    chosen = choose_anchors(anchors, len(features))
+    batch = _make_batch(features, logit_scale, similarity, present, gather=gather, group=group)
+    engine = None if impl == "naive" else _choose_engine(impl, precision, features, similarity, tiles)
+    positives = (naive.score_positives(batch) if engine is None else score_positives(batch))[batch.span]
+    if negatives == "all":
+        table = naive.sum_combinations(batch) if engine is None else sum_combinations(batch, engine)
+        table = join_sums(table, group) if gather else table
+        sums = [table[m, batch.span] for m in chosen]
+    elif negatives == "fibre":
+        sums = [naive.sum_fibres(batch, m) if engine is None else sum_fibres(batch, engine, m) for m in chosen]
+    elif negatives == "sampled":
+        sums = [sum_sampled(batch, m, num_samples, generator) for m in chosen]
+    else:
+        tables = [build_permuted(batch, m, generator) for m in chosen]
+        sums = [table.logsumexp(1) for table in tables]
+    # log(exp(sum of negatives) + exp(positive)) - positive
+    losses = torch.nn.functional.softplus(torch.stack(sums, 1) - positives[:, None])
+    if label_smoothing:
+        average = average_fibres if negatives == "fibre" else average_combinations
+        means = torch.stack([average(batch, m, positives) for m in chosen], 1)
+        losses = losses + label_smoothing * (positives[:, None] - means)
+    return _reduce(losses, batch, chosen, reduction)
+
+
+def _reduce(losses: Tensor, batch: Batch, chosen: list[int], reduction: Reduction) -> Tensor:
+    """Anchors that are not there count nothing, and give no gradient."""
+    if batch.present is None:
+        return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
+    valid = batch.present[:, chosen] & (batch.present.sum(1, keepdim=True) >= 2)
+    losses = torch.where(valid[batch.span], losses, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    share = len(losses) / batch.num_samples  # of all samples: the mean over processes is then the mean over anchors
+    return losses.sum() / (valid.sum().clamp(min=1) * share)
+
+
+def _make_batch(
+    features: Sequence[Tensor],
+    logit_scale: Tensor | float,
+    similarity: Similarity,
+    present: Tensor | None,
+    *,
+    gather: bool,
+    group: dist.ProcessGroup | None,
+) -> Batch:
+    dtype = torch.float64 if features[0].dtype == torch.float64 else torch.float32
+    device, size = features[0].device, len(features[0])
+    if isinstance(logit_scale, Tensor):
+        scale = logit_scale.to(device, dtype).reshape(())
+    else:
+        scale = torch.full((), float(logit_scale), dtype=dtype, device=device)  # filled there: no copy to wait for
+    wide = [feature.to(dtype) for feature in features]
+    if present is not None:
+        wide = [torch.where(here[:, None], f, 0.0) for f, here in zip(wide, present.unbind(1))]
+    rank = 0
+    if gather:
+        if not dist.is_initialized():
+            raise UsageError(
+                "gather=True in multiway_contrastive, and torch.distributed has no process group. "
+                "Call torch.distributed.init_process_group first, or leave gather=False."
+            )
+        rank = dist.get_rank(group)
+        wide = list(gather_rows(torch.stack(wide, 1), group).unbind(1))
+        present = None if present is None else gather_rows(present.to(torch.uint8), group).bool()
+    return Batch(tuple(wide), scale, similarity, present, slice(rank * size, (rank + 1) * size))
+
+
+def _choose_engine(
+    impl: str, precision: str, features: Sequence[Tensor], similarity: Similarity, tiles: Tiles | None
+) -> Engine:
+    device, dtype = features[0].device, features[0].dtype
+    chosen = choose_precision(precision, dtype, device, linear=similarity == "mip")
+    fits = similarity == "mip" and chosen in ("tf32", "bf16")
+    if impl == "triton" and not (similarity == "mip" and chosen != "fp64"):
+        raise UnsupportedError(
+            f"impl='triton' of multiway_contrastive with similarity={similarity!r} and precision={chosen!r}. "
+            "It is written for 'mip' in fp32, TF32 and bf16: use impl='tiled' or 'auto'."
+        )
+    if impl == "triton" or (impl == "auto" and fits and device.type == "cuda" and _has_triton()):
+        from steadygrad.losses.multiway.triton import TritonEngine
+
+        return TritonEngine(chosen, tiles)
+    return TiledEngine(chosen, CURVES[similarity])
+
+
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,195 @@
+"""Features -> for each modality m and sample i the log-sum-exp over every negative that has i at m: [M, B].
+
+Negatives are all combinations but the samples with themselves.
+
+One sweep over two Khatri-Rao halves serves all M anchors. Rows of P are built box by box (a box is a range of each
+index), their logits against all of Q are summed along both sides and forgotten; the backward pass builds them again.
+Kept between the passes: the features and the [M, B] result. Never built: anything of size B^M, or all of P.
+
+With L the logits and g the incoming gradient, dLoss/dL[a, b] = sum_m g[m, i_m] exp(L[a, b] - out[m, i_m]).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.losses.multiway.batch import Batch, count_left
+from steadygrad.losses.multiway.engine import Diagonal, Engine, Side
+from steadygrad.losses.multiway.precision import round_half, use_precision
+from steadygrad.losses.multiway.similarity import MASKED, Similarity, build_columns, build_rows
+
+Box = tuple[slice, ...]
+"""A range of each row index, the leftmost slowest."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All about a sweep that has no gradient."""
+
+    engine: Engine
+    similarity: Similarity
+    absent: tuple[Tensor, ...] | None
+    span: slice
+    """The range of the first index: another process takes another."""
+
+
+def sum_combinations(batch: Batch, engine: Engine) -> Tensor:
+    """[M, B]; over this process's part of the combinations. MASKED where there is none."""
+    plan = Plan(engine, batch.similarity, batch.absent, batch.span)
+    out: Tensor = _SumCombinations.apply(plan, batch.scale, *batch.features)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SumCombinations(torch.autograd.Function):
+    """The formulas are in the module's docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, scale: Tensor, *features: Tensor) -> Tensor:
+        middle, size = count_left(len(features)), len(features[0])
+        precision = plan.engine.precision
+        with use_precision(precision):
+            q = _flatten(round_half(_build_q(plan, features[middle:]), precision))
+            row_sums = [torch.full((size,), MASKED, dtype=features[0].dtype, device=q.device) for _ in range(middle)]
+            column_sums = torch.full((len(q),), MASKED, dtype=features[0].dtype, device=q.device)
+            for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=False)):
+                half = round_half(
+                    _build_p(plan, box, scale, [f[r] for f, r in zip(features, box)], len(features)), precision
+                )
+                rows, columns = plan.engine.sum_panel(_flatten(half), q, find_positives(box, len(features), size))
+                column_sums = torch.logaddexp(column_sums, columns)
+                for axis, part in enumerate(_sum_axes(rows.view(half.shape[:-1]))):
+                    row_sums[axis][box[axis]] = torch.logaddexp(row_sums[axis][box[axis]], part)
+        out = torch.stack([*row_sums, *_sum_axes(column_sums.view([size] * (len(features) - middle)))])
+        ctx.plan = plan
+        ctx.save_for_backward(out, scale, *features)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        out, scale, *features = ctx.saved_tensors
+        middle, size = count_left(len(features)), len(features[0])
+        grads = [torch.zeros_like(tensor) for tensor in (scale, *features)]
+        with use_precision(plan.engine.precision):
+            q = _flatten(round_half(_build_q(plan, features[middle:]), plan.engine.precision))
+            grad_q = torch.zeros(q.shape, dtype=out.dtype, device=q.device)
+            everything = (slice(0, size),) * (len(features) - middle)
+            column_side = _weigh_side(out[middle:], grad_out[middle:], everything)
+            for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=True)):
+                row_side = _weigh_side(out[:middle], grad_out[:middle], box)
+                for target, grad in zip(
+                    [grads[0], *(g[r] for g, r in zip(grads[1:], box))],
+                    _pull_box(plan, box, scale, features, q, row_side, column_side, grad_q),
+                ):
+                    target += grad
+            del q  # before its graph is built: that needs as much again
+            grads[1 + middle :] = _pull_q(plan, features[middle:], grad_q)
+        return None, *(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[1:]))
+
+
+def _pull_box(
+    plan: Plan,
+    box: Box,
+    scale: Tensor,
+    features: Sequence[Tensor],
+    q: Tensor,
+    rows: Side,
+    columns: Side,
+    grad_q: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of the scale and of the features inside the box; grad_q is added to."""
+    leaves = [t.detach().requires_grad_() for t in (scale, *(f[r] for f, r in zip(features, box)))]
+    with torch.enable_grad():
+        graph = _build_p(plan, box, leaves[0], leaves[1:], len(features))
+    p = _flatten(round_half(graph, plan.engine.precision))
+    positives = find_positives(box, len(features), len(features[-1]))
+    grad_p = plan.engine.pull_panel(p, q, positives, rows, columns, grad_q)
+    return torch.autograd.grad(graph, leaves, grad_p.view(graph.shape))
+
+
+def _pull_q(plan: Plan, features: Sequence[Tensor], grad_q: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the columns' features."""
+    leaves = [feature.detach().requires_grad_() for feature in features]
+    with torch.enable_grad():
+        graph = _build_q(plan, leaves)
+    return torch.autograd.grad(graph, leaves, grad_q.view(graph.shape))
+
+
+def cut_boxes(num_axes: int, size: int, span: slice, max_rows: int) -> Iterator[Box]:
+    """Boxes of at most `max_rows` rows that cover span x size x ... x size, in order."""
+    axis = next(k for k in range(num_axes) if size ** (num_axes - 1 - k) <= max_rows or k == num_axes - 1)
+    step = max(1, max_rows // size ** (num_axes - 1 - axis))
+    ranges = [range(span.start, span.stop)] + [range(size)] * (num_axes - 1)
+    whole = (slice(0, size),) * (num_axes - 1 - axis)
+    for outer in itertools.product(*ranges[:axis]):
+        for start in range(ranges[axis].start, ranges[axis].stop, step):
+            yield (*(slice(i, i + 1) for i in outer), slice(start, min(start + step, ranges[axis].stop)), *whole)
+
+
+def find_positives(box: Box, num_modalities: int, size: int) -> Diagonal:
+    """Where the rows (i, i, ...) of the box meet the columns (i, i, ...)."""
+    low, high = max(r.start for r in box), min(r.stop for r in box)
+    row = row_step = 0
+    for r in box:
+        width = r.stop - r.start
+        row, row_step = row * width + low - r.start, row_step * width + 1
+    column_step = sum(size**k for k in range(num_modalities - len(box)))
+    return Diagonal(row, row_step, low * column_step, column_step, max(0, high - low))
+
+
+def _spread(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """[n_k, ...] each -> shapes that broadcast to [n_0, n_1, ..., ...]: index k on axis k."""
+    num = len(tensors)
+    return [t.view([1] * k + [len(t)] + [1] * (num - 1 - k) + list(t.shape[1:])) for k, t in enumerate(tensors)]
+
+
+def _build_p(plan: Plan, box: Box, scale: Tensor, features: Sequence[Tensor], whole: int) -> Tensor:
+    absent = _join_absent(plan.absent, 0, box)
+    return build_rows(_spread(features), scale, plan.similarity, num=whole, whole=whole, absent=absent)
+
+
+def _build_q(plan: Plan, features: Sequence[Tensor]) -> Tensor:
+    box = (slice(None),) * len(features)
+    absent = _join_absent(plan.absent, -len(features), box)
+    return build_columns(_spread(features), plan.similarity, absent=absent)
+
+
+def _join_absent(absent: tuple[Tensor, ...] | None, first: int, box: Box) -> Tensor | None:
+    """True where any of the box's modalities is missing."""
+    if absent is None:
+        return None
+    group = absent[first:] if first < 0 else absent[: len(box)]
+    masks = _spread([mask[r] for mask, r in zip(group, box)])
+    out = masks[0]
+    for mask in masks[1:]:
+        out = out | mask
+    return out
+
+
+def _sum_axes(sums: Tensor) -> list[Tensor]:
+    """For each axis the log-sum-exp over all others."""
+    axes = range(sums.dim())
+    return [sums.logsumexp([other for other in axes if other != axis]) if len(axes) > 1 else sums for axis in axes]
+
+
+def _weigh_side(sums: Tensor, grads: Tensor, box: Box) -> Side:
+    """sum_m g[m, i_m] exp(L - sums[m, i_m]) as exp(L - peak) * weight, where peak is the least of the sums."""
+    peaks = _spread([s[r] for s, r in zip(sums, box)])
+    peak = peaks[0]
+    for other in peaks[1:]:
+        peak = torch.minimum(peak, other)
+    weight = torch.zeros_like(peak)
+    for own, grad in zip(peaks, _spread([g[r] for g, r in zip(grads, box)])):
+        weight = weight + grad * (peak - own).exp()
+    return Side(peak.reshape(-1).contiguous(), weight.reshape(-1).contiguous())
+
+
+def _flatten(half: Tensor) -> Tensor:
+    return half.reshape(-1, half.shape[-1]).contiguous()

@@ -1,0 +1,85 @@
+"""The engine in plain torch, for every device, dtype and similarity: panels of logits, column tile by column tile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from steadygrad.losses.multiway.engine import Diagonal, Side
+from steadygrad.losses.multiway.precision import Precision, add_product, multiply
+from steadygrad.losses.multiway.similarity import MASKED, Curve
+
+# About the last-level cache on a CPU; on a GPU enough for full-speed matmuls, a few such tiles live at a time.
+TILE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+
+
+class TiledEngine:
+    """See `engine.Engine`."""
+
+    def __init__(self, precision: Precision, curve: Curve, *, tile_bytes: int | None = None) -> None:
+        self.precision = precision
+        self._curve = curve
+        self._tile_bytes = tile_bytes
+
+    def count_rows(self, num_columns: int, depth: int, *, pull: bool) -> int:
+        """The rows of a tile: columns are cut, whatever their number."""
+        del num_columns, depth, pull
+        return 4096 if self._tile_bytes is None else max(1, int((self._tile_bytes / 8) ** 0.5))
+
+    def sum_rows(self, p: Tensor, q: Tensor, positives: Diagonal) -> Tensor:
+        """See `Engine.sum_rows`."""
+        parts = [self._score(p, q, tile, positives).logsumexp(1) for tile in self._cut(p, q)]
+        return torch.stack(parts).logsumexp(0) if len(parts) > 1 else parts[0]
+
+    def sum_panel(self, p: Tensor, q: Tensor, positives: Diagonal) -> tuple[Tensor, Tensor]:
+        """See `Engine.sum_panel`."""
+        sums = _sum_dtype(p)
+        row_sums = torch.full((len(p),), MASKED, dtype=sums, device=p.device)
+        column_sums = torch.empty(len(q), dtype=sums, device=p.device)
+        for tile in self._cut(p, q):
+            logits = self._score(p, q, tile, positives)
+            row_sums = torch.logaddexp(row_sums, logits.logsumexp(1))
+            column_sums[tile] = logits.logsumexp(0)
+        return row_sums, column_sums
+
+    def pull_panel(
+        self, p: Tensor, q: Tensor, positives: Diagonal, rows: Side, columns: Side | None, grad_q: Tensor
+    ) -> Tensor:
+        """See `Engine.pull_panel`."""
+        grad_p = torch.zeros(p.shape, dtype=_sum_dtype(p), device=p.device)
+        for tile in self._cut(p, q):
+            logits = self._score(p, q, tile, positives)
+            # No logit is above its peak but by rounding: the clamp keeps that rounding from overflowing.
+            weights = (logits - rows.peak[:, None]).clamp_(max=0).exp_().mul_(rows.weight[:, None])
+            if columns is not None:
+                weights += (logits - columns.peak[tile]).clamp_(max=0).exp_().mul_(columns.weight[tile])
+            if self._curve.slope is not None:
+                weights *= self._curve.slope(logits)
+            weights = weights.to(p.dtype)
+            add_product(grad_p, weights, q[tile])
+            add_product(grad_q[tile], weights.t(), p)
+        return grad_p
+
+    def _score(self, p: Tensor, q: Tensor, tile: slice, positives: Diagonal) -> Tensor:
+        """Logits of all rows with the tile's columns, MASKED at the positives."""
+        logits = self._curve.value(multiply(p, q[tile].t()))
+        width, step = logits.shape[1], positives.column_step
+        first = max(0, -((positives.column - tile.start) // step))  # the first j whose column is in the tile
+        last = min(positives.num, -((positives.column - tile.start - width) // step))
+        if first < last:
+            row, column = positives.row + first * positives.row_step, positives.column + first * step - tile.start
+            stride = positives.row_step * width + step  # from one positive to the next, in memory
+            logits.view(-1)[row * width + column :: stride][: last - first] = MASKED
+        return logits
+
+    def _cut(self, p: Tensor, q: Tensor) -> Iterator[slice]:
+        """Slices of q's rows."""
+        tile_bytes = self._tile_bytes or TILE_BYTES.get(p.device.type, TILE_BYTES["cpu"])
+        width = max(1, tile_bytes // (len(p) * _sum_dtype(p).itemsize))
+        yield from (slice(start, start + width) for start in range(0, len(q), width))
+
+
+def _sum_dtype(half: Tensor) -> torch.dtype:
+    return torch.float64 if half.dtype == torch.float64 else torch.float32

@@ -1,0 +1,142 @@
+"""M feature matrices [B, D] -> the four kinds of logits over their combinations, with finite gradients.
+
+`StableLossFunctions` and `get_stable_loss_function` keep the names and numbers of a well-known n-dimensional CLIP
+training; below are the safe pieces of this package. These give *logits*: two of the four are as large as B^M. For the
+loss itself, without that tensor, use `multiway_contrastive`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from steadygrad.errors import ConfigError, UsageError
+from steadygrad.losses.elementwise import safe_div, safe_log, safe_sqrt
+from steadygrad.losses.precision import narrow, widen, without_autocast
+from steadygrad.losses.vectors import least_norm, safe_normalize
+
+
+class StableLossFunctions:
+    """Safe pieces with one `eps`, and n-way similarities whose values are held in [clamp_min, clamp_max]."""
+
+    def __init__(self, eps: float = 1e-8, clamp_min: float = -100.0, clamp_max: float = 100.0) -> None:
+        if not (math.isfinite(eps) and eps > 0):
+            raise ConfigError(f"StableLossFunctions.eps must be a positive number, got {eps}. The default is 1e-8.")
+        if not clamp_min < clamp_max:
+            raise ConfigError(
+                f"StableLossFunctions.clamp_min must be below clamp_max, got {clamp_min} and {clamp_max}. "
+                "The defaults are -100 and 100."
+            )
+        self.eps, self.clamp_min, self.clamp_max = eps, clamp_min, clamp_max
+
+    def stable_norm(self, x: Tensor, dim: int = -1) -> Tensor:
+        """`x` brought to unit norm (the vector, not the number)."""
+        return safe_normalize(x, dim, eps=self.eps)
+
+    def stable_division(self, numerator: Tensor, denominator: Tensor) -> Tensor:
+        """The quotient, held in the clamp; the sign of the denominator is kept."""
+        return self._hold(safe_div(numerator, denominator, eps=self.eps))
+
+    def stable_sqrt(self, x: Tensor) -> Tensor:
+        """sqrt(x) from eps on, a straight line below, 0 for what rounding has made negative."""
+        return safe_sqrt(x, eps=self.eps)
+
+    def stable_log(self, x: Tensor) -> Tensor:
+        """log(max(x, eps))."""
+        return safe_log(x, eps=self.eps)
+
+    def stable_mean_n_vectors(self, *vectors: Tensor) -> Tensor:
+        """The mean of M tensors of one shape; each is divided first, so that the sum cannot overflow."""
+        _check_features(vectors, least=1)
+        return torch.stack([widen(v) / len(vectors) for v in vectors]).sum(0).to(vectors[0].dtype)
+
+    def stable_einsum_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
+        """[B]^M: the sum over D of the product of one row of each."""
+        wide = self._prepare(features, normalize=normalize)
+        middle = (len(wide) + 1) // 2
+        with without_autocast(wide[0].device):
+            logits = _multiply_rows(wide[:middle]) @ _multiply_rows(wide[middle:]).mT
+        shape = [len(f) for f in wide]
+        return narrow(self._hold(logits.reshape(shape)), features[0], autocast_keeps=False)
+
+    def stable_norm_based_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
+        """[B]^M: the norm of the sum of one row of each, from tables of pairs; nothing of size B^M · D."""
+        wide = self._prepare(features, normalize=normalize)
+        squares = _along(wide[0].square().sum(-1), 0, len(wide))
+        for m, f in enumerate(wide[1:], start=1):
+            squares = squares + _along(f.square().sum(-1), m, len(wide))
+        with without_autocast(wide[0].device):
+            for m, f in enumerate(wide):
+                for n in range(m + 1, len(wide)):
+                    squares = squares + 2 * _along(f @ wide[n].mT, m, len(wide), n)
+        return narrow(self._hold(safe_sqrt(squares, eps=self.eps)), features[0], autocast_keeps=False)
+
+    def stable_cosine_similarity_nd(self, *features: Tensor, normalize: bool = True) -> Tensor:
+        """[B, B]: the geometric mean over the M features of |cosine| of row i with the mean of the rows j."""
+        wide = self._prepare(features, normalize=normalize)
+        centre = self.stable_norm(self.stable_mean_n_vectors(*wide))
+        with without_autocast(centre.device):
+            logs = [self.stable_log((f @ centre.mT).abs()) for f in wide]
+        return narrow(self._hold(self.stable_mean_n_vectors(*logs).exp()), features[0], autocast_keeps=False)
+
+    def stable_euclidean_distance_nd(self, *features: Tensor, normalize: bool = True) -> Tensor:
+        """[B, B]: minus the mean over the M features of the distance of row i to the mean of the rows j."""
+        wide = self._prepare(features, normalize=normalize)
+        centre = self.stable_mean_n_vectors(*wide)
+        squares = [(f.unsqueeze(1) - centre.unsqueeze(0)).square().sum(-1) for f in wide]  # each [B, B]
+        far = self.stable_mean_n_vectors(*[(s + self.eps).sqrt() for s in squares])
+        return narrow(self._hold(-far), features[0], autocast_keeps=False)
+
+    def _prepare(self, features: Sequence[Tensor], *, normalize: bool) -> list[Tensor]:
+        _check_features(features, least=2)
+        return [safe_normalize(widen(f), eps=max(self.eps, least_norm(f))) if normalize else widen(f) for f in features]
+
+    def _hold(self, x: Tensor) -> Tensor:
+        return x.clamp(self.clamp_min, self.clamp_max)
+
+
+def get_stable_loss_function(loss_version: int = 0, normalize: bool = True, eps: float = 1e-8) -> Callable[..., Tensor]:
+    """Logits of M features: 0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance. The first two are [B]^M."""
+    functions = StableLossFunctions(eps=eps)
+    versions = (
+        functions.stable_einsum_similarity,
+        functions.stable_norm_based_similarity,
+        functions.stable_cosine_similarity_nd,
+        functions.stable_euclidean_distance_nd,
+    )
+    if loss_version not in range(len(versions)):
+        raise ConfigError(
+            f"loss_version must be 0 (product), 1 (norm), 2 (cosine) or 3 (distance), got {loss_version!r}. "
+            "1 is a good start."
+        )
+    chosen = versions[loss_version]
+
+    def compute_logits(*features: Tensor) -> Tensor:
+        return chosen(*features, normalize=normalize)
+
+    return compute_logits
+
+
+def _multiply_rows(features: Sequence[Tensor]) -> Tensor:
+    """[B1, D], [B2, D], ... -> [B1 · B2 · ..., D]: every product of one row of each."""
+    rows = features[0]
+    for f in features[1:]:
+        rows = (rows.unsqueeze(1) * f.unsqueeze(0)).flatten(0, 1)
+    return rows
+
+
+def _along(table: Tensor, first: int, num_dims: int, second: int | None = None) -> Tensor:
+    """A view of `table` whose dimensions stand at `first` (and `second`) among `num_dims`."""
+    shape = [1] * num_dims
+    shape[first] = table.shape[0]
+    if second is not None:
+        shape[second] = table.shape[1]
+    return table.reshape(shape)
+
+
+def _check_features(features: Sequence[Tensor], *, least: int) -> None:
+    if len(features) < least:
+        raise UsageError(f"got {len(features)} feature tensor(s), at least {least} are needed, each [B, D].")

@@ -1,0 +1,39 @@
+"""Softmax and its logarithm, with masks: a row of which nothing is left gives zeros, where plain torch gives NaN.
+
+A mask says True where an element takes part; an element of -inf is masked as well. What is masked is selected out
+before anything is computed, so that a NaN there neither shows nor has a gradient. Elsewhere they equal torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from steadygrad.losses.precision import largest, narrow, widen
+
+
+def safe_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """softmax(x); zeros, with zero gradients, where masked and in rows that are masked entirely."""
+    rows, is_dead = _mask_rows(widen(x), dim, mask)
+    return narrow(torch.where(is_dead, 0.0, rows.softmax(dim)), x, autocast_keeps=True)
+
+
+def safe_log_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """log_softmax(x); zeros in rows that are masked entirely.
+
+    What is masked in other rows has the lowest finite number of the dtype instead of -inf: its exponential is still 0,
+    and p * log p is 0 instead of NaN.
+    """
+    rows, is_dead = _mask_rows(widen(x), dim, mask)
+    logs = torch.where(is_dead, 0.0, rows.log_softmax(dim))
+    return narrow(logs.clamp(min=-largest(rows)), x, autocast_keeps=True)
+
+
+def _mask_rows(wide: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-inf where masked, and a flag for each row of which nothing is left; such a row is all zeros."""
+    if mask is not None:
+        wide = torch.where(mask.bool(), wide, -math.inf)
+    is_dead = (wide.detach() == -math.inf).all(dim, keepdim=True)
+    return torch.where(is_dead, 0.0, wide), is_dead

@@ -1,0 +1,98 @@
+"""Norm, unit vector and standard deviation along dimensions: finite, with finite gradients, for every finite input.
+
+Everything is divided by a power of two near the largest element first, which changes no digit and keeps the squares
+inside the range: vectors of 1e-30 have a norm, vectors of 1e38 have a direction. The zero vector has norm 0, unit
+vector 0 and gradient 0, also to second order: gradient penalties may differentiate through all three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from steadygrad.losses.elementwise import power_of_two_near
+from steadygrad.losses.precision import narrow, smallest_normal, widen
+from steadygrad.losses.shapes import Dims, as_dims, count_along, sum_along
+
+
+def safe_norm(x: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Tensor:
+    """The L2 norm, as `torch.linalg.vector_norm`; of all of `x` unless `dim` is given.
+
+    A norm beyond the dtype is held at its largest number, with a zero gradient.
+    """
+    dims = as_dims(x, dim)
+    wide = widen(x)
+    if count_along(wide, dims) == 0:
+        return narrow(sum_along(wide, dims, keepdim=keepdim), x, autocast_keeps=True)
+    norm = _norm_of(wide, dims)
+    return narrow(_drop_dims(norm, dims, keepdim=keepdim), x, autocast_keeps=True)
+
+
+def safe_normalize(x: Tensor, dim: Dims = -1, *, eps: float | None = None) -> Tensor:
+    """x / max(norm, eps), as `F.normalize`; the zero vector has a zero gradient instead of one of 1 / eps.
+
+    eps is 1e-12 by default, and in fp16 at least its smallest normal number, 6e-5.
+    """
+    dims = as_dims(x, dim)
+    wide = widen(x)
+    if count_along(wide, dims) == 0:
+        return x
+    scaled, scale, is_zero = _scale_down(wide, dims)
+    floor = max(1e-12 if eps is None else eps, smallest_normal(x))
+    norm = torch.linalg.vector_norm(scaled, dim=dims, keepdim=True)
+    unit = scaled / torch.maximum(norm, floor / scale)
+    return narrow(torch.where(is_zero, 0.0, unit), x, autocast_keeps=True)
+
+
+def least_norm(features: Tensor) -> float:
+    """For losses that scale unit vectors by up to 100: shorter vectors count as this long.
+
+    It is F.normalize's 1e-12, and in fp16 what lets a gradient of 2 · 100 / norm fit.
+    """
+    return 2.0**-8 if features.dtype is torch.float16 else 1e-12
+
+
+def safe_std(x: Tensor, dim: Dims = None, *, correction: int = 1, keepdim: bool = False) -> Tensor:
+    """The standard deviation, as `torch.std`: of all of `x` unless `dim` is given.
+
+    0 with a zero gradient where samples are too few; torch gives NaN there.
+    """
+    dims = as_dims(x, dim)
+    wide = widen(x)
+    count = count_along(wide, dims)
+    if count <= max(correction, 0):
+        return narrow(_zero_sum(wide, dims, keepdim=keepdim), x, autocast_keeps=False)
+    scaled, scale, is_zero = _scale_down(wide, dims)
+    spread = _norm_of(scaled - scaled.mean(dims, keepdim=True), dims) / math.sqrt(count - correction)
+    std = torch.where(is_zero, 0.0, spread * scale)
+    return narrow(_drop_dims(std, dims, keepdim=keepdim), x, autocast_keeps=False)
+
+
+def _zero_sum(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
+    """Zeros of the shape of a sum, connected to the graph: the gradient is zero, not missing."""
+    total = sum_along(x, dims, keepdim=keepdim)
+    return torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0.0)
+
+
+def _norm_of(wide: Tensor, dims: tuple[int, ...]) -> Tensor:
+    scaled, scale, is_zero = _scale_down(wide, dims)
+    norm = torch.linalg.vector_norm(scaled, dim=dims, keepdim=True) * scale
+    return torch.where(is_zero, 0.0, norm).clamp(max=torch.finfo(wide.dtype).max)
+
+
+def _scale_down(wide: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled, the scale, and where all is zero; there the scaled vector is ones, whose norm has all derivatives.
+
+    Subnormal numbers count as zero: the second derivative, one over the norm, has no number there.
+    """
+    size = wide.detach().abs().amax(dims, keepdim=True)
+    scale = power_of_two_near(size)
+    is_zero = size < torch.finfo(wide.dtype).tiny
+    return torch.where(is_zero, 1.0, wide / scale), scale, is_zero
+
+
+def _drop_dims(reduced: Tensor, dims: tuple[int, ...], *, keepdim: bool) -> Tensor:
+    return reduced if keepdim or not dims else reduced.squeeze(dims)

@@ -1,0 +1,101 @@
+"""The multiway loss on the device: kernels as shipped, real tensor cores, memory, no host wait, the same every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from steadygrad.losses.multiway import align_gain, multiway_contrastive
+
+pytestmark = pytest.mark.gpu
+
+
+def make_features(num: int, size: int, dim: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    common = torch.randn(size, dim, device="cuda", dtype=torch.float64)
+    rows = [common + 0.7 * torch.randn(size, dim, device="cuda", dtype=torch.float64) for _ in range(num)]
+    return [torch.nn.functional.normalize(row, dim=1).to(dtype).requires_grad_() for row in rows]
+
+
+def evaluate(features: list[Tensor], scale: float, **options: object) -> list[Tensor]:
+    loss = multiway_contrastive(features, scale, **options)
+    return [loss.detach(), *torch.autograd.grad(loss, features)]
+
+
+def differ(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    """For each tensor the norm of the difference over the norm."""
+    return [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, expected)]
+
+
+# Relative error of loss and gradients against float64, halves of 11 and 8 bits of mantissa; logits of a few tens.
+LIMITS = {"fp32": 2e-5, "tf32": 6e-3, "bf16": 4e-2}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("impl", ["triton", "tiled"])
+@pytest.mark.parametrize("negatives", ["all", "fibre"])
+@pytest.mark.parametrize(("num", "size", "dim"), [(2, 301, 65), (3, 37, 64), (4, 19, 100), (5, 11, 96), (6, 9, 512)])
+def test_every_engine_equals_float64(num: int, size: int, dim: int, negatives: str, impl: str, precision: str) -> None:
+    features, scale = make_features(num, size, dim), 10.0 * align_gain(num, dim)
+    exact = [f.detach().double().requires_grad_() for f in features]
+    found = evaluate(features, scale, negatives=negatives, impl=impl, precision=precision)
+    expected = evaluate(exact, scale, negatives=negatives, impl="tiled")
+    assert max(differ(found, expected)) < LIMITS[precision]
+
+
+def test_six_modalities_equal_the_specification() -> None:
+    features, scale = make_features(6, 5, 48), 10.0 * align_gain(6, 48)
+    exact = [f.detach().double().requires_grad_() for f in features]
+    expected = evaluate(exact, scale, impl="naive")
+    assert max(differ(evaluate(features, scale, precision="fp32"), expected)) < LIMITS["fp32"]
+    assert max(differ(evaluate(features, scale), expected)) < LIMITS["tf32"]
+
+
+def test_bf16_features_use_bf16_and_get_bf16_gradients() -> None:
+    features = make_features(4, 12, 64, torch.bfloat16)
+    found = evaluate(features, 640.0)
+    exact = [f.detach().double().requires_grad_() for f in features]
+    expected = evaluate(exact, 640.0, impl="tiled")
+    assert {grad.dtype for grad in found[1:]} == {torch.bfloat16}
+    assert max(differ(found, expected)) < LIMITS["bf16"]
+
+
+def test_absent_modalities_on_the_device() -> None:
+    features, scale = make_features(4, 13, 64), 640.0
+    present = torch.rand(13, 4, device="cuda") > 0.2
+    exact = [f.detach().double().requires_grad_() for f in features]
+    found = evaluate(features, scale, present=present, impl="triton")
+    expected = evaluate(exact, scale, present=present, impl="tiled")
+    assert max(differ(found, expected)) < LIMITS["tf32"]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_the_same_bits_every_time(precision: str) -> None:
+    features = make_features(5, 16, 128)
+    runs = [evaluate(features, 1e4, precision=precision) for _ in range(3)]
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_the_host_never_waits() -> None:
+    features = make_features(4, 16, 64)
+    scale = torch.tensor(640.0, device="cuda")
+    multiway_contrastive(features, scale).backward()  # compiles, loads
+    multiway_contrastive(features, scale, negatives="fibre").backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        multiway_contrastive(features, scale).backward()
+        multiway_contrastive(features, scale, negatives="fibre").backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_six_modalities_of_32_samples_stay_under_a_gibibyte(precision: str) -> None:
+    features, scale = make_features(6, 32, 512), 14.0 * align_gain(6, 512)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    evaluate(features, scale, precision=precision)
+    assert torch.cuda.max_memory_allocated() - before <= 1 << 30
