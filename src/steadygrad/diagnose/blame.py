@@ -1,0 +1,191 @@
+"""The events of a traced step and where it hurts -> the Origin: the event where a bad value was born.
+
+From each hurt (a loss, a gradient, a buffer) the way goes back along values that are not finite: a NaN comes from a NaN
+if there was one, else from an Inf. An event that made it from finite values is where it was born. Infinities that a
+program writes down itself (a mask's -inf, a scalar argument, an observer's first range) are legitimate: a NaN made from
+those alone was born where it became NaN. The earliest birth is to blame. Pure: numbers and indices, nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from steadygrad.diagnose.ranges import FINITE, Range, RangeTable
+from steadygrad.diagnose.trace import Event, Read
+
+WORKSPACES = ("aten._ctc_loss", "aten._cudnn_ctc_loss", "aten._scaled_dot_product")
+"""Ops whose outputs after the first hold infinities by design: log-probabilities, log-sums."""
+TAKES_MINUS_INF = ("softmax", "logsumexp", "scaled_dot_product", "sub", "exp", "logcumsumexp", "logaddexp", "rsub")
+"""Ops, by a part of their name, that are given -inf on purpose, and fail when nothing else is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hurt:
+    """Something that the step left behind and that is not finite."""
+
+    name: str
+    """'loss', 'gradient of fc.weight', 'buffer bn.running_mean'."""
+    read: Read
+    range: Range
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a bad value was born, and its way to where it hurts."""
+
+    event: Event
+    range: Range
+    """Of what the event gave."""
+    hurt: Hurt
+    path: tuple[int, ...]
+    """Events from the birth to the hurt."""
+    source: Event | None = None
+    """For a NaN made of legitimate infinities: the event that wrote those."""
+    turned: Event | None = None
+    """For an Inf that became a NaN later: the event where it did."""
+
+
+class Blame:
+    """Finds Origins among the events of one trace."""
+
+    def __init__(self, events: Sequence[Event], ranges: RangeTable) -> None:
+        self._events, self._ranges = events, ranges
+
+    def find_origin(self, hurts: Iterable[Hurt]) -> Origin | None:
+        """The earliest birth that reached one of `hurts`."""
+        origins = [origin for hurt in hurts if (origin := self._trace_back(hurt)) is not None]
+        return min(origins, key=self._rank, default=None)
+
+    def find_range(self, read: Read) -> Range:
+        """The range of what was read."""
+        if read.slot is not None:
+            return self._ranges[read.slot]
+        return merge_ranges(self.find_output(self._events[writer], read.key) for writer in read.writers)
+
+    def find_output(self, event: Event, key: int | None = None) -> Range:
+        """The range of what an event wrote to one storage, or to all of them."""
+        if key is not None:
+            return self._ranges[event.written[key]] if key in event.written else FINITE
+        return merge_ranges(self._ranges[slot] for slot in event.written.values())
+
+    def is_birth(self, event: Event) -> bool:
+        """Whether it made a value that is not finite from finite ones."""
+        made = self.find_output(event)
+        return made.is_nonfinite and not event.constant and not self._find_parents(event, made)
+
+    @staticmethod
+    def _rank(origin: Origin) -> tuple[int, int]:
+        """A NaN that was there before the step explains all; an Inf that was may be meant, so it comes last."""
+        given = 0 if origin.range.has_nan else 2
+        return (given if origin.event.is_given else 1, origin.event.index)
+
+    def _trace_back(self, hurt: Hurt) -> Origin | None:
+        """Walk from `hurt` to every birth that fed it; the earliest one that is not legitimate."""
+        births: list[Origin] = []
+        later: dict[int, int | None] = {}
+        waiting: list[tuple[Read, int | None, bool]] = [(hurt.read, None, hurt.range.has_nan)]
+        while waiting:
+            read, taker, wants_nan = waiting.pop()
+            for writer in self._find_bad_writers(read, wants_nan=wants_nan):
+                if writer in later:
+                    continue
+                later[writer] = taker
+                event = self._events[writer]
+                made = self.find_output(event, read.key)
+                parents = self._find_parents(event, made)
+                if parents:
+                    waiting += [(parent, writer, self.find_range(parent).has_nan) for parent in parents]
+                else:
+                    births.append(self._describe(event, made, hurt, later))
+        return self._choose(births, later, hurt)
+
+    def _find_bad_writers(self, read: Read, *, wants_nan: bool) -> list[int]:
+        """The writers of a value that gave what is bad in it; all of them when none can be singled out."""
+        bad = [w for w in read.writers if self._is_as_bad(self.find_output(self._events[w], read.key), wants_nan)]
+        return bad or [w for w in read.writers[-1:] if read.slot is None or self._ranges[read.slot].is_nonfinite]
+
+    @staticmethod
+    def _is_as_bad(range: Range, wants_nan: bool) -> bool:
+        return range.has_nan if wants_nan else range.is_nonfinite
+
+    def _find_parents(self, event: Event, made: Range) -> list[Read]:
+        """What was read that can have made this output bad; empty when it was born here."""
+        bad = [read for read in event.reads if self.find_range(read).is_nonfinite]
+        if event.constant and not made.has_nan:
+            return []
+        with_nan = [read for read in bad if self.find_range(read).has_nan]
+        if made.has_nan:
+            return with_nan or bad
+        return [read for read in bad if not self.find_range(read).has_nan] or bad
+
+    def _describe(self, event: Event, made: Range, hurt: Hurt, later: dict[int, int | None]) -> Origin:
+        return Origin(event, made, hurt, self._follow(event.index, later), turned=self._find_turn(event, made, later))
+
+    def _choose(self, births: list[Origin], later: dict[int, int | None], hurt: Hurt) -> Origin | None:
+        """The earliest birth that nobody meant; where all were meant, the event that made a NaN of them."""
+        unmeant = [birth for birth in births if not self._is_legitimate(birth)]
+        if unmeant:
+            return min(unmeant, key=self._rank)
+        if not births:
+            return None
+        first = min(births, key=lambda birth: birth.event.index)
+        turn = first.turned or self._find_reduction(first)
+        if turn is None:
+            return first
+        return Origin(turn, self.find_output(turn), hurt, self._follow(turn.index, later), source=first.event)
+
+    def _is_legitimate(self, birth: Origin) -> bool:
+        """Whether infinities were written down on purpose, or are an op's own workspace."""
+        event, made = birth.event, birth.range
+        if made.has_nan:
+            return False
+        if event.constant:
+            return True
+        if event.is_given or self._is_log_of_mask(event):
+            parts = TAKES_MINUS_INF if event.is_given else TAKES_MINUS_INF[:3]
+            turned = "" if birth.turned is None else birth.turned.name
+            return made.has_only_minus_inf and any(part in turned for part in parts)
+        is_workspace = event.name.startswith(WORKSPACES) and len(event.written) > 1
+        return is_workspace and not self._is_first_output_bad(event)
+
+    def _is_log_of_mask(self, event: Event) -> bool:
+        """log of zeros and ones: 0 keeps, -inf hides."""
+        ranges = [self.find_range(read) for read in event.reads]
+        return event.name == "aten.log" and all(one.low == 0 and one.high in (0, 1) for one in ranges)
+
+    def _is_first_output_bad(self, event: Event) -> bool:
+        return self._ranges[next(iter(event.written.values()))].is_nonfinite
+
+    def _find_turn(self, event: Event, made: Range, later: dict[int, int | None]) -> Event | None:
+        """Where, on the way to the hurt, an Inf became a NaN."""
+        if made.has_nan:
+            return None
+        for index in self._follow(event.index, later)[1:]:
+            if self.find_output(self._events[index]).has_nan:
+                return self._events[index]
+        return None
+
+    def _find_reduction(self, birth: Origin) -> Event | None:
+        """Where a value that was meant to be left out went into the loss."""
+        events = (self._events[index] for index in birth.path)
+        return next((event for event in events if event.is_scalar and not event.is_given), None)
+
+    @staticmethod
+    def _follow(index: int, later: dict[int, int | None]) -> tuple[int, ...]:
+        path = [index]
+        following = later.get(index)
+        while following is not None:
+            path.append(following)
+            following = later.get(following)
+        return tuple(path)
+
+
+def merge_ranges(ranges: Iterable[Range]) -> Range:
+    """The range of several tensors together; NaN wins."""
+    low, high = float("inf"), float("-inf")
+    for one in ranges:
+        if one.has_nan:
+            return one
+        low, high = min(low, one.low), max(high, one.high)
+    return Range(low, high) if low <= high else FINITE

@@ -1,0 +1,112 @@
+"""Capture: a step about to run -> what it takes to run it again exactly. Cheap: references and generator states only.
+
+Taken before the forward, it copies no tensor and waits for nothing, so it can be taken at every step. It holds the
+batch until it is dropped. `find_changes` says where the batch was changed in place since: a replay is then not exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.random_state import capture_random
+from steadygrad.diagnose.subject import find_wrappers, name_inputs, unwrap
+
+DEVICES = ("cuda", "cpu")
+"""Kinds of devices whose autocast is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Which autocasts are open, in which dtypes."""
+
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    cache: bool
+
+    @classmethod
+    def take(cls) -> AutocastState:
+        """As they are now."""
+        is_open = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+        dtypes = tuple((device, torch.get_autocast_dtype(device)) for device in is_open)
+        return cls(dtypes, torch.is_autocast_cache_enabled())
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Inside, exactly these are open."""
+        wanted = dict(self.dtypes)
+        with contextlib.ExitStack() as stack:
+            for device in DEVICES:
+                if device in wanted or torch.is_autocast_enabled(device):
+                    stack.enter_context(
+                        torch.autocast(device, wanted.get(device), enabled=device in wanted, cache_enabled=self.cache)
+                    )
+            yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """One step, before it ran."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    model: nn.Module | None
+    random: Mapping[str, Any] | None
+    autocast: AutocastState
+    versions: tuple[tuple[str, int], ...]
+    is_model_call: bool = False
+    """Only the model's forward is known: its loss was computed elsewhere."""
+
+    @classmethod
+    def take(
+        cls,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        model: nn.Module | None,
+        devices: Iterable[torch.device] = (),
+        is_model_call: bool = False,
+    ) -> Capture:
+        """Take it before the forward, under the autocast that the forward will run in."""
+        versions = tuple((name, read_version(tensor)) for name, tensor in name_inputs(args, kwargs))
+        return cls(
+            fn=fn,
+            args=args,
+            kwargs=kwargs,
+            model=model,
+            random=capture_random(devices),
+            autocast=AutocastState.take(),
+            versions=versions,
+            is_model_call=is_model_call,
+        )
+
+    def find_changes(self) -> tuple[str, ...]:
+        """Tensors of the batch that were changed in place since; writes past torch are not seen."""
+        before = dict(self.versions)
+        return tuple(
+            name for name, tensor in name_inputs(self.args, self.kwargs) if before.get(name, -1) != read_version(tensor)
+        )
+
+    @property
+    def wrappers(self) -> tuple[nn.DataParallel[Any], ...]:
+        """DataParallel models that the step may call."""
+        return find_wrappers(self.fn, self.args, self.kwargs, self.model)
+
+    @property
+    def inner_model(self) -> nn.Module | None:
+        """The model whose modules have names."""
+        return None if self.model is None else unwrap(self.model)
+
+
+def read_version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; -1 where that is not counted."""
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors keep no version
+        return -1

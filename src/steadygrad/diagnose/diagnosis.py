@@ -1,0 +1,231 @@
+"""Diagnosis: a step -> its Cause, or None when it is healthy.
+
+A plain replay says whether and where it hurts; a traced one finds where the bad value was born; a third looks at that
+op closely; parts of the batch are replayed to find the samples. Each leaves everything as it was. What cannot be
+diagnosed is said to be such, with the reason; an exception of the step's own that no bad value explains is passed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from steadygrad.diagnose.account import Account, name_owners, tell_given
+from steadygrad.diagnose.blame import Blame, Hurt, Origin
+from steadygrad.diagnose.closeup import Closeup, View
+from steadygrad.diagnose.explanations import explain
+from steadygrad.diagnose.failures import find_failure, find_refusal
+from steadygrad.diagnose.frames import StackReader
+from steadygrad.diagnose.health import find_ailment, find_amplifier
+from steadygrad.diagnose.optimizers import find_optimizers, trace_optimizers
+from steadygrad.diagnose.ranges import Range
+from steadygrad.diagnose.replay import Run, Step, call_user
+from steadygrad.diagnose.samples import SampleSearch
+from steadygrad.diagnose.situation import Situation
+from steadygrad.diagnose.subject import name_inputs, name_modules
+from steadygrad.diagnose.symptoms import Symptoms, find_symptoms, name_states
+from steadygrad.diagnose.terms import describe_named_terms, describe_summed_terms
+from steadygrad.diagnose.trace import Trace
+from steadygrad.facts import Cause
+
+EXACT = "yes, bit for bit (software, not hardware)"
+SAME_KIND = "yes, the same kind with other bits: an op of the step is not deterministic"
+NOT_AGAIN = "no: the same step, replayed, was healthy"
+
+
+class Diagnosis:
+    """One step, diagnosed."""
+
+    def __init__(
+        self,
+        step: Step,
+        *,
+        optimizers: Sequence[Optimizer] | None = None,
+        suspect: str | None = None,
+        collective: bool = False,
+    ) -> None:
+        self._step, self._optimizers, self._suspect = step, optimizers, suspect
+        self._collective = collective
+        self._modules = name_modules(step.model)
+        self._stack = StackReader(self._modules, call_user)
+        self._trace = Trace(self._stack)
+
+    def make(self) -> Cause | None:
+        """The Cause; None when the step is healthy."""
+        reason = self._find_obstacle()
+        if reason:
+            return unknown(reason)
+        with self._step.replay() as run:
+            first = find_symptoms(run, self._step.model)
+        if not first.hurts and not self._collective:
+            return self._look_further()
+        with self._step.replay(self._trace) as run:
+            second = find_symptoms(run, self._step.model)
+            terms = describe_named_terms(run.result)
+            hurts = self._find_hurts(run, second)
+            self._trace.ranges.read()
+        blame = Blame(self._trace.events, self._trace.ranges)
+        if first.error is not None:
+            hurts += find_failure(self._trace, blame)
+        origin = blame.find_origin(hurts)
+        if origin is None or (first.error is not None and origin.event.constant):
+            return self._tell_without_origin(first, second)
+        cause, view = self._tell(origin, blame)
+        if not terms and hurts[0].name == "loss":
+            terms = describe_summed_terms(self._trace, blame, hurts[0].read)
+        cause = dataclasses.replace(cause, terms=terms, reproducible=compare_replays(first, second))
+        if first.error is not None:
+            cause = dataclasses.replace(cause, symptom=spell_error(first.error))
+        return self._add_samples(cause, view)
+
+    # --- finding ----------------------------------------------------------------------------------------------------
+
+    def _find_obstacle(self) -> str:
+        """Why no replay may be made; empty when one may."""
+        group = torch.distributed
+        num_ranks = group.get_world_size() if group.is_available() and group.is_initialized() else 1
+        if num_ranks == 1 or self._collective:
+            return ""
+        return (
+            f"{num_ranks} ranks train together: a replay on one of them would wait in a collective for the others. "
+            "Diagnose on all ranks at once, or the saved batch in one process."
+        )
+
+    def _find_hurts(self, run: Run, symptoms: Symptoms) -> list[Hurt]:
+        """What the step left behind that is not finite, the loss first."""
+        found: list[tuple[str, Tensor | None, Range]] = []
+        if symptoms.loss is not None:
+            found.append(("output" if self._step.is_model_call else "loss", run.loss, symptoms.loss))
+        states = dict(name_states(self._step.model))
+        found += [(f"state of {name}", states[name], range) for name, range in symptoms.states.items()]
+        found += [(f"gradient of {name}", run.grads[name], range) for name, range in symptoms.gradients.items()]
+        reads = ((name, self._trace.find_read(tensor), range) for name, tensor, range in found if tensor is not None)
+        return [Hurt(name, read, range) for name, read, range in reads if read is not None]
+
+    def _look_further(self) -> Cause | None:
+        """Loss, gradients and buffers are finite: the optimizer's arithmetic, then sizes that are out of hand."""
+        optimizers = find_optimizers(self._step.model) if self._optimizers is None else self._optimizers
+        spoilt = trace_optimizers(self._step, optimizers)
+        if spoilt is not None:
+            account = Account(spoilt.trace, spoilt.blame, spoilt.origin, {})
+            return account.tell_optimizer(type(spoilt.optimizer).__name__, spoilt.parameter)
+        ailment = find_ailment(self._step, self._modules, self._suspect)
+        if ailment is None:
+            return self._tell_amplifier() if self._suspect == "exploding" else None
+        return Cause(
+            kind=ailment.kind,
+            phase="backward" if ailment.kind == "vanishing" else "forward",
+            explanation=ailment.text,
+            fixes=ailment.fixes,
+            growth=ailment.growth,
+            symptom=f"{ailment.kind} {'units' if ailment.kind == 'dead' else 'gradients'}",
+            **(Account.where_of(ailment.place, self._modules) | {"module": ailment.module}),
+        )
+
+    def _tell_amplifier(self) -> Cause | None:
+        """No layer grows: the op whose derivative enlarged the gradient most."""
+        with self._step.replay(self._trace):
+            pass
+        self._trace.ranges.read()
+        found = find_amplifier(self._trace, Blame(self._trace.events, self._trace.ranges))
+        if found is None:
+            return None
+        event, factor = found
+        assert event.forward is not None
+        forward = self._trace.events[event.forward]
+        return Cause(
+            kind="exploding",
+            phase="backward",
+            op=forward.name,
+            node=event.node,
+            symptom="exploding gradients",
+            explanation=f"the derivative of {forward.name} makes the gradient {factor:.3g} times as large",
+            growth=factor,
+            **Account.where_of(forward.place, self._modules),
+        )
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, origin: Origin, blame: Blame) -> tuple[Cause, View | None]:
+        account = Account(self._trace, blame, origin, self._modules)
+        if origin.event.is_given:
+            inputs = dict(name_inputs(self._step.args, self._step.kwargs))
+            owners = name_owners(self._trace, inputs, self._step.model)
+            if account.find_given_key() in owners or not origin.event.constant:
+                return tell_given(account, owners), None
+        closeup = Closeup(account.targets)
+        with self._step.replay(closeup):
+            pass
+        account.views = closeup.views
+        return account.tell(), closeup.views.get(origin.event.number)
+
+    def _add_samples(self, cause: Cause, view: View | None) -> Cause:
+        if cause.phase in ("input", "parameter") or self._collective:
+            return cause
+        rows, num_rows = ((), 0) if view is None else (view.bad_rows, view.num_rows)
+        samples, note = SampleSearch(self._step).find(rows, num_rows)
+        return dataclasses.replace(cause, samples=samples, samples_note=note)
+
+    def _tell_without_origin(self, first: Symptoms, second: Symptoms) -> Cause | None:
+        """Nothing was born: an op refused to compute, the replay went well, or the ops were not seen."""
+        if first.error is not None:
+            return self._tell_refusal(first.error)
+        if second.error is not None:
+            return unknown(f"the replay with every op watched failed: {second.error!r:.200}", kind=first.kind)
+        if not second.hurts:
+            return None if not first.hurts else unknown("", kind=first.kind, reproducible=NOT_AGAIN)
+        reason = self._trace.trouble or "it was made by code that torch's dispatcher does not show"
+        where = next(iter(second.gradients), "the loss")
+        return unknown(f"{second.kind} in {where}, and no op was seen making it: {reason}", kind=second.kind)
+
+    def _tell_refusal(self, error: BaseException) -> Cause:
+        """A call raised, given finite values. Anything else that raised is the program's own affair."""
+        refusal = find_refusal(self._trace, self._stack, error)
+        if refusal is None:
+            raise error
+        event, view = refusal.event, View()
+        if event is not None:
+            closeup = Closeup({event.number: event.name})
+            with self._step.replay(closeup):
+                pass
+            view = closeup.views.get(event.number, View())
+        phase = "backward" if event is not None and event.in_engine else "forward"
+        situation = Situation(
+            op=refusal.op, phase=phase, kind="error", operands=tuple(view.operands), scalars=view.scalars
+        )
+        why = explain(situation)
+        return Cause(
+            kind="error",
+            phase=phase,
+            op=refusal.op,
+            node=None if event is None else event.node,
+            symptom=spell_error(error),
+            name=why.name,
+            explanation=why.text,
+            fixes=why.fixes,
+            inputs=Account.spell_operands(refusal.place, situation),
+            **Account.where_of(refusal.place, self._modules),
+        )
+
+
+def unknown(note: str, *, kind: str = "unknown", reproducible: str | None = None) -> Cause:
+    """A Cause that says why there is none."""
+    seen = {"unknown": "no diagnosis", "nan": "NaN, no origin found", "inf": "Inf, no origin found"}
+    return Cause(kind=kind, phase="unknown", symptom=seen.get(kind, kind), note=note, reproducible=reproducible)
+
+
+def spell_error(error: BaseException) -> str:
+    """'IndexError: index out of range'."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text:.160}" if text else type(error).__name__
+
+
+def compare_replays(first: Symptoms, second: Symptoms) -> str:
+    """What two replays say about each other."""
+    if first.fingerprint == second.fingerprint:
+        return EXACT
+    return SAME_KIND if first.kind == second.kind else NOT_AGAIN

@@ -1,0 +1,103 @@
+"""The ways to ask for a diagnosis: of a function and its arguments, or of a step that was captured before it ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from steadygrad.diagnose.capture import AutocastState, Capture
+from steadygrad.diagnose.diagnosis import Diagnosis, unknown
+from steadygrad.diagnose.replay import Step
+from steadygrad.diagnose.subject import find_model
+from steadygrad.diagnose.symptoms import find_symptoms
+from steadygrad.facts import Cause
+
+
+def diagnose(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    **kwargs: Any,
+) -> Cause | None:
+    """Run the step `fn(*args, **kwargs)` again and name who broke it; None when it is healthy.
+
+    `fn` returns what a training step returns: a scalar loss, a dict with `loss`, a tuple that starts with it. `model`
+    gives the modules their names; without it the first module among the arguments, or that the function refers to, is
+    taken. When loss and gradients are fine, the step of `optimizer` (without it: of those that hold the model's
+    parameters) is tried and undone. Weights, buffers, gradients, generators and the batch are afterwards as they were,
+    bit for bit, also when `fn` raises; an exception that no bad value explains is passed on.
+
+    >>> import torch
+    >>> layer = nn.Linear(2, 2)
+    >>> cause = diagnose(lambda x: (layer(x) * 0).norm(dim=1).log().sum(), torch.ones(3, 2))
+    >>> cause.kind, cause.phase, cause.op
+    ('inf', 'forward', 'aten.log')
+    """
+    model = model if model is not None else find_model(fn, args, kwargs)
+    capture = Capture(
+        fn=fn, args=args, kwargs=kwargs, model=model, random=None, autocast=AutocastState.take(), versions=()
+    )
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    return Diagnosis(Step.of(capture), optimizers=optimizers).make()
+
+
+def diagnose_capture(
+    capture: Capture,
+    *,
+    scale: float = 1.0,
+    suspect: str | None = None,
+    optimizers: Sequence[Optimizer] = (),
+    expects: str | None = None,
+    collective: bool = False,
+) -> Cause | None:
+    """Diagnose a step that was captured before it ran. Never raises: what goes wrong is told in the Cause.
+
+    `scale` is the loss scale it ran with; `suspect` ('exploding', 'vanishing', 'dead') what its numbers look like;
+    `expects` ('nan', 'inf') what was seen when it ran: a replay that is healthy is then told as such, with what is to
+    be suspected. Weights and buffers must be those that the step began with. `collective`: every rank makes this call.
+    """
+    step = Step.of(capture, scale)
+    try:
+        changed = capture.find_changes()
+        cause = Diagnosis(step, optimizers=optimizers, suspect=suspect, collective=collective).make()
+        if cause is None and expects is not None:
+            cause = tell_unrepeated(step, expects, changed)
+    except Exception as error:
+        cause = unknown(f"the replay raised {error!r:.200}")
+    if cause is not None and changed:
+        note = (
+            f"{', '.join(changed)} of the batch changed in place after the step: the replay is not exact. {cause.note}"
+        )
+        cause = dataclasses.replace(cause, note=note.strip(), reproducible=_weaken(cause.reproducible))
+    if cause is not None and capture.is_model_call and cause.phase != "unknown":
+        note = f"{cause.note} Only the model's forward was replayed: give guard.step the function, not its loss."
+        cause = dataclasses.replace(cause, note=note.strip())
+    return cause
+
+
+def tell_unrepeated(step: Step, kind: str, changed: Sequence[str]) -> Cause:
+    """The step failed when it ran, and does not when it is replayed: two more replays say what to suspect."""
+    if changed or step.is_model_call:
+        why = "the batch has changed since" if changed else "only the model's forward could be replayed"
+        return unknown(f"the replay was healthy; {why}", kind=kind, reproducible="no: the replay is not exact")
+    prints = []
+    for _ in range(2):
+        with step.replay() as run:
+            prints.append(find_symptoms(run, step.model).fingerprint)
+    if prints[0] == prints[1]:
+        suspect = (
+            "two replays are healthy and equal bit for bit: suspect the hardware, or code that keeps state in Python"
+        )
+    else:
+        suspect = "two replays are healthy and differ: an op of the step is not deterministic"
+    return unknown(suspect, kind=kind, reproducible=f"no: {suspect}")
+
+
+def _weaken(reproducible: str | None) -> str | None:
+    return None if reproducible is None else reproducible.replace("bit for bit", "the same kind")

@@ -1,0 +1,97 @@
+"""The expression that was running when an op was called -> the text of its operands: 'var' in `torch.sqrt(var)`.
+
+Python remembers which columns of the source each instruction came from. Where the source cannot be read, or the
+expression is not a call or an operator, there are no names; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+from types import CodeType
+
+LONGEST = 40
+"""Longer operands are not repeated."""
+NAMESPACES = ("torch", "F", "nn", "functional", "linalg", "special", "math", "np", "losses")
+"""Names before a dot that are no tensors."""
+
+
+OPERATORS = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.Pow: "pow", ast.MatMult: "mm bmm matmul mv dot"
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def name_operands(code: CodeType, instruction: int, op: str) -> tuple[str, ...]:
+    """Texts of the operands of the expression at `instruction`, in order; empty when it does not spell `op` itself."""
+    text = _find_expression(code, instruction)
+    if text is None:
+        return ()
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return ()
+    plain = op.rpartition(".")[2].strip("_").removesuffix("_forward")
+    if plain not in _spell_ops(tree):
+        return ()
+    return tuple(_shorten(ast.unparse(node)) for node in _find_operands(tree))
+
+
+def _spell_ops(tree: ast.expr) -> tuple[str, ...]:
+    """The ops that an expression may call directly."""
+    if isinstance(tree, ast.BinOp):
+        return tuple(OPERATORS.get(type(tree.op), "").split())
+    if isinstance(tree, ast.UnaryOp):
+        return ("neg",)
+    if not isinstance(tree, ast.Call):
+        return ()
+    name = (
+        tree.func.attr
+        if isinstance(tree.func, ast.Attribute)
+        else tree.func.id
+        if isinstance(tree.func, ast.Name)
+        else ""
+    )
+    return (name, f"linalg_{name}", name.strip("_"))
+
+
+def _find_expression(code: CodeType, instruction: int) -> str | None:
+    positions = next(itertools.islice(code.co_positions(), instruction // 2, None), None)
+    if positions is None or None in positions:
+        return None
+    first, last, start, end = positions
+    assert first is not None
+    assert last is not None
+    lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
+    if not lines or not lines[0]:
+        return None
+    raw = [line.encode() for line in lines]
+    raw[-1] = raw[-1][:end]
+    raw[0] = raw[0][start:]
+    text = b"".join(raw).decode(errors="replace")
+    return f"({text})" if len(lines) > 1 else text
+
+
+def _find_operands(tree: ast.expr) -> list[ast.expr]:
+    if isinstance(tree, ast.BinOp):
+        return [tree.left, tree.right]
+    if isinstance(tree, ast.UnaryOp):
+        return [tree.operand]
+    if not isinstance(tree, ast.Call):
+        return []
+    given = [argument for argument in tree.args if not isinstance(argument, ast.Constant | ast.Starred)]
+    if isinstance(tree.func, ast.Attribute) and not _is_namespace(tree.func.value):
+        return [tree.func.value, *given]
+    return given
+
+
+def _is_namespace(node: ast.expr) -> bool:
+    if isinstance(node, ast.Attribute):
+        return _is_namespace(node.value) and node.attr in NAMESPACES
+    return isinstance(node, ast.Name) and node.id in NAMESPACES
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST else ""

@@ -1,0 +1,176 @@
+"""The Python stack at one op -> a Place: the user's own line, the line that called into a library, and the module.
+
+The line is that of the innermost frame outside torch and steadygrad. An op that autograd's engine runs on its own has
+no such frame; a recomputed segment, a custom backward and a hook have one. Code objects are sorted once and remembered,
+because this runs for every op of a replay. Reads frames only, keeps none.
+"""
+
+from __future__ import annotations
+
+import enum
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+OURS = os.path.join(os.path.dirname(os.path.abspath(sys.modules["steadygrad"].__file__ or "")), "")
+TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+LIBRARIES = tuple({os.path.join(path, "") for path in map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))})
+"""Where code lives that the user did not write."""
+MAX_DEPTH = 400
+"""Frames that are looked at for one op."""
+
+
+class _Sort(enum.Enum):
+    """What a code object is, by where it lives."""
+
+    USER = enum.auto()
+    LIBRARY = enum.auto()
+    TORCH = enum.auto()
+    CALL = enum.auto()
+    """nn.Module.__call__'s inside: its `self` is the module."""
+    ENGINE = enum.auto()
+    """Where torch starts backward."""
+    CHECKPOINT = enum.auto()
+    """Activation checkpointing, which runs forward code inside backward."""
+    END = enum.auto()
+    """Our own call of the user's function: frames outside are not the step's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an op was called from."""
+
+    code: CodeType | None = None
+    line: int | None = None
+    instruction: int = -1
+    caller: CodeType | None = None
+    """The innermost frame of the user's own, when `code` is a library's."""
+    caller_line: int | None = None
+    module: nn.Module | None = None
+    by_engine: bool = False
+    """Autograd's engine ran it, and no Python code stood between."""
+    in_backward: bool = False
+    """Python code that the engine called: a custom backward or a hook, not a recomputed segment."""
+
+
+class StackReader:
+    """Reads Places; `known` are the modules that have a name."""
+
+    def __init__(self, known: Mapping[int, str], boundary: Callable[..., Any]) -> None:
+        self._known = known
+        self._boundary = boundary.__code__
+        self._sorts: dict[CodeType, _Sort] = {}
+        self._running_backward = torch._C._current_graph_task_id
+
+    def read(self, start: FrameType | None = None) -> Place:
+        """The Place of whoever called into torch; `start` is the innermost frame, unless it is the caller's."""
+        in_backward = self._running_backward() != -1
+        frame: FrameType | None = start if start is not None else sys._getframe(1)
+        user = caller = None
+        module: nn.Module | None = None
+        recomputes = engine = False
+        for _ in range(MAX_DEPTH):
+            if frame is None:
+                engine = engine or in_backward  # another thread's stack ends where the engine begins
+                break
+            sort = self._sort(frame.f_code)
+            if sort is _Sort.END:
+                break
+            if sort is _Sort.ENGINE and in_backward and not engine:
+                engine = True
+                if user is None:
+                    return Place(by_engine=True)
+            elif sort is _Sort.CHECKPOINT:
+                recomputes = recomputes or not engine
+            elif sort is _Sort.CALL:
+                module = module or self._find_named(frame.f_locals.get("self"))
+            elif sort is _Sort.USER or sort is _Sort.LIBRARY:
+                user = user or (frame.f_code, frame.f_lineno, frame.f_lasti)
+                if sort is _Sort.USER:
+                    caller = caller or (frame.f_code, frame.f_lineno)
+                if module is None:
+                    module = self._find_self(frame)
+            if user and caller and module and not in_backward:
+                break
+            frame = frame.f_back
+        if user is None:
+            return Place(by_engine=engine, module=module)
+        caller = None if caller is None or caller == user[:2] else caller
+        return Place(
+            code=user[0],
+            line=user[1],
+            instruction=user[2],
+            caller=caller and caller[0],
+            caller_line=caller and caller[1],
+            module=module,
+            in_backward=in_backward and engine and not recomputes,
+        )
+
+    def _find_self(self, frame: FrameType) -> nn.Module | None:
+        code = frame.f_code
+        if not code.co_argcount or code.co_varnames[0] != "self":
+            return None
+        return self._find_named(frame.f_locals.get("self"))
+
+    def _find_named(self, thing: Any) -> nn.Module | None:
+        return thing if isinstance(thing, nn.Module) and id(thing) in self._known else None
+
+    def _sort(self, code: CodeType) -> _Sort:
+        sort = self._sorts.get(code)
+        if sort is None:
+            sort = self._sorts[code] = self._sort_new(code)
+        return sort
+
+    def _sort_new(self, code: CodeType) -> _Sort:
+        path = os.path.abspath(code.co_filename)
+        if code is self._boundary:
+            return _Sort.END
+        if path.startswith(TORCH):
+            return _sort_torch(code, path)
+        if path.startswith(OURS) or code.co_filename.startswith("<frozen"):
+            return _Sort.TORCH
+        return _Sort.LIBRARY if path.startswith(LIBRARIES) else _Sort.USER
+
+
+def _sort_torch(code: CodeType, path: str) -> _Sort:
+    if code is nn.Module._call_impl.__code__:
+        return _Sort.CALL
+    if code.co_name == "_engine_run_backward":
+        return _Sort.ENGINE
+    if path.endswith(os.path.join("utils", "checkpoint.py")):
+        return _Sort.CHECKPOINT
+    return _Sort.TORCH
+
+
+def read_source(code: CodeType | None, line: int | None) -> str | None:
+    """The text of a line, without its indentation and trailing comment; None when it cannot be read."""
+    if code is None or line is None:
+        return None
+    text = linecache.getline(code.co_filename, line).strip()
+    return _cut_comment(text) or None
+
+
+def _cut_comment(text: str) -> str:
+    """`text` up to its comment; a '#' inside quotes is none."""
+    quote = ""
+    for position, sign in enumerate(text):
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        elif sign == "#":
+            return text[:position].rstrip()
+    return text
+
+
+def spell_place(code: CodeType | None, line: int | None) -> str | None:
+    """'model.py:41', for reading."""
+    return None if code is None else f"{os.path.basename(code.co_filename)}:{line}"

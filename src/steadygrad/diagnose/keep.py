@@ -1,0 +1,188 @@
+"""Kept: a replay may do what it likes, and afterwards everything is as it was, bit for bit.
+
+Random generators, gradients, training flags, `requires_grad` and hooks that act on gradients are put back; so is every
+storage that existed before and that an op changed in place (a buffer, a weight, a queue, an optimizer's moment, the
+batch): it is copied when the first such op comes. What Python code does to its own objects is not undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from steadygrad.act.random_state import capture_random, restore_random
+from steadygrad.diagnose.calls import find_tensors, read_signature
+from steadygrad.diagnose.lineage import find_storages
+
+
+class StorageKeeper:
+    """Is shown each call before and after it is made; copies what the call will change."""
+
+    def __init__(self) -> None:
+        self._fresh: dict[int, StorageWeakRef] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Copy the storages from before the replay that this call changes."""
+        signature = read_signature(func)
+        if not signature.is_mutable:
+            return
+        for argument, value in signature.name_arguments(args, kwargs):
+            if argument.is_written:
+                for tensor in find_tensors(value):
+                    self._keep(tensor)
+
+    def after(self, func: Any, result: Any) -> None:
+        """Remember what the call made. A view is of something older."""
+        if read_signature(func).is_view:
+            return
+        for tensor in find_tensors(result):
+            for storage in find_storages(tensor):
+                key = storage._cdata
+                if key not in self._fresh and key not in self._copies:
+                    self._fresh[key] = StorageWeakRef(storage)
+
+    def _keep(self, tensor: Tensor) -> None:
+        for storage in find_storages(tensor):
+            key = storage._cdata
+            if key not in self._fresh and key not in self._copies:
+                self._copies[key] = (storage, storage.clone())
+
+    def find_copy(self, tensor: Tensor) -> Tensor | None:
+        """A contiguous `tensor` as it was before the replay; None when the replay left it alone."""
+        for storage in find_storages(tensor):
+            if storage._cdata in self._copies:
+                copy = self._copies[storage._cdata][1]
+                fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                return fresh.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return None
+
+    def restore(self) -> None:
+        """Put every changed storage back."""
+        for storage, copy in self._copies.values():
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        self._copies.clear()
+        self._fresh.clear()
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """What a replay changes of a leaf beside its values."""
+
+    tensor: Tensor
+    grad: Tensor | None
+    requires_grad: bool
+    version: int | None
+    hooks: dict[int, Any]
+
+    @classmethod
+    def take(cls, tensor: Tensor) -> _Leaf:
+        """Note it, and clear the gradient: one of an earlier step would be taken for this one's."""
+        hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+        leaf = cls(tensor, tensor.grad, tensor.requires_grad, _version(tensor), dict(hooks))
+        tensor.grad = None
+        hooks.clear()  # an optimizer that steps inside of backward must not step in a replay
+        return leaf
+
+    def restore(self) -> None:
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+        self.tensor.grad = self.grad
+        if self.hooks:
+            self.tensor._post_accumulate_grad_hooks.update(self.hooks)
+        if self.version is not None and self.tensor._version != self.version:
+            _set_version(self.tensor, self.version)
+
+
+class Kept:
+    """Enter it around one replay. `leaves` are the tensors whose gradients it may touch."""
+
+    def __init__(self, model: nn.Module | None, leaves: Iterable[Tensor], random: Mapping[str, Any] | None) -> None:
+        self.storages = StorageKeeper()
+        self._modules = [] if model is None else list(model.modules())
+        self._leaves = {id(leaf): leaf for leaf in leaves if leaf.is_leaf}
+        self._random = random
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[StorageKeeper]:
+        """Inside, gradients are cleared and the generators stand where the step began; afterwards all is as before."""
+        now = capture_random(_find_devices(self._leaves.values()))
+        training = [(module, module.training) for module in self._modules]
+        leaves = [_Leaf.take(leaf) for leaf in self._leaves.values()]
+        try:
+            if self._random is not None:
+                restore_random(self._random)
+            torch.clear_autocast_cache()
+            with _eagerly(), _without_collector(), torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the step itself has given them; a part of a batch gives false ones
+                yield self.storages
+        finally:
+            torch.clear_autocast_cache()
+            for module, flag in training:
+                module.training = flag
+            self.storages.restore()
+            for leaf in leaves:
+                leaf.restore()
+            restore_random(now)
+
+    def add_leaf(self, tensor: Tensor) -> None:
+        """Not used while entered."""
+        self._leaves.setdefault(id(tensor), tensor)
+
+
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    """Compiled code is run as it was written: a mode cannot look into a compiled graph."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A replay makes thousands of small objects; collecting cycles among all others takes longer than the replay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _find_devices(tensors: Iterable[Tensor]) -> list[torch.device]:
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    return sorted(devices, key=str)
+
+
+def _version(tensor: Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors keep no version
+        return None
+
+
+def _set_version(tensor: Tensor, version: int) -> None:
+    """The values are as before, so a graph that is still alive may go on using them."""
+    setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+    if setter is None:
+        return
+    try:
+        setter((tensor,), (version,))
+    except TypeError:  # the signature of older versions
+        setter(tensor, version)

@@ -1,0 +1,212 @@
+"""Step: a function with its arguments -> what happens when it is run again, with every op shown to an observer.
+
+Runs forward and backward as the failing step did: same generators, same autocast, compiled code eagerly. What is
+left behind is put back (`keep.py`), also when the function raises. The optimizer is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from steadygrad.diagnose.capture import AutocastState, Capture
+from steadygrad.diagnose.keep import Kept, StorageKeeper
+from steadygrad.diagnose.subject import name_inputs
+from steadygrad.errors import UsageError
+from steadygrad.measure.graph import find_leaves
+from steadygrad.measure.loss import find_loss
+
+
+class Observer(Protocol):
+    """Makes each call of a replay itself."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the call and return its result."""
+        ...
+
+
+@dataclass(slots=True)
+class Run:
+    """One replay, while what it made is still there."""
+
+    result: Any = None
+    loss: Tensor | None = None
+    error: BaseException | None = None
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    keeper: StorageKeeper = field(default_factory=StorageKeeper)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What is run again."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model: nn.Module | None = None
+    random: Mapping[str, Any] | None = None
+    """State of the generators before the step; None: as they stand."""
+    scale: float = 1.0
+    """The loss scale of the failing step."""
+    autocast: AutocastState | None = None
+    """Of the failing step; None: as it is."""
+    wrappers: tuple[nn.DataParallel[Any], ...] = ()
+    """Replayed on one device, without threads."""
+    is_model_call: bool = False
+    """`fn` is the model: what it gives is no loss, unless it has one."""
+    extra_leaves: tuple[tuple[str, Tensor], ...] = ()
+    """Leaves beside the model's parameters whose gradients count."""
+
+    @classmethod
+    def of(cls, capture: Capture, scale: float = 1.0) -> Step:
+        """The step that was captured."""
+        inputs = name_inputs(capture.args, capture.kwargs)
+        leaves = tuple((f"input {name}", tensor) for name, tensor in inputs if tensor.requires_grad and tensor.is_leaf)
+        return cls(
+            fn=capture.fn,
+            args=capture.args,
+            kwargs=capture.kwargs,
+            model=capture.inner_model,
+            random=capture.random,
+            scale=scale,
+            autocast=capture.autocast,
+            wrappers=capture.wrappers,
+            is_model_call=capture.is_model_call,
+            extra_leaves=leaves,
+        )
+
+    @property
+    def named_leaves(self) -> list[tuple[str, Tensor]]:
+        """Parameters, and leaves that the arguments hold."""
+        named = [] if self.model is None else list(self.model.named_parameters())
+        return [*named, *self.extra_leaves]
+
+    @contextlib.contextmanager
+    def replay(self, observer: Observer | None = None) -> Iterator[Run]:
+        """Run it; inside, look at what it left. Afterwards everything is as before."""
+        kept = Kept(self.model, [leaf for _, leaf in self.named_leaves], self.random)
+        autocast = contextlib.nullcontext() if self.autocast is None else self.autocast.enter()
+        with kept() as keeper, autocast, on_one_device(self.wrappers):
+            run = Run(keeper=keeper)
+            outside: list[tuple[Tensor, Tensor | None]] = []
+            try:
+                with observe(keeper, observer):
+                    self._run(run, outside)
+                yield run
+            finally:
+                for leaf, grad in outside:
+                    leaf.grad = grad
+
+    def _run(self, run: Run, outside: list[tuple[Tensor, Tensor | None]]) -> None:
+        try:
+            run.result = call_user(self.fn, self.args, self.kwargs)
+            run.loss = find_loss_if_any(run.result)
+            if run.loss is None and self.is_model_call:
+                run.loss = sum_outputs(run.result)
+            if run.loss is not None and run.loss.requires_grad:
+                outside += self._clear_outside(run.loss)
+                (run.loss if self.scale == 1.0 else run.loss * self.scale).backward()
+        except Exception as error:
+            run.error = error
+        finally:
+            named = [*self.named_leaves, *(("", leaf) for leaf, _ in outside)]
+            run.grads = {
+                name or f"a tensor of shape {tuple(leaf.shape)} outside of the model": leaf.grad
+                for name, leaf in named
+                if leaf.grad is not None
+            }
+
+    def _clear_outside(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+        """Leaves of the graph that nobody named: another model's weights. Their gradients are put aside."""
+        known = {id(leaf) for _, leaf in self.named_leaves}
+        cleared = []
+        for leaf in find_leaves(loss):
+            if id(leaf) not in known:
+                known.add(id(leaf))
+                cleared.append((leaf, leaf.grad))
+                leaf.grad = None
+        return cleared
+
+
+def call_user(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The frame where the user's part of the stack begins."""
+    return fn(*args, **kwargs)
+
+
+def sum_outputs(result: Any) -> Tensor | None:
+    """A stand-in for a loss that was computed elsewhere: every output has a say in it, but -inf, which masks."""
+    parts = [tensor.float().masked_fill(tensor == -torch.inf, 0.0).sum() for tensor in find_floats(result)]
+    return torch.stack(parts).sum() if parts else None
+
+
+def find_floats(result: Any) -> list[Tensor]:
+    """The floating tensors of an output."""
+    flat = [part for value in _open(result) for part in _open(value)]
+    return [value for value in flat if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+@contextlib.contextmanager
+def on_one_device(wrappers: Iterable[nn.DataParallel[Any]]) -> Iterator[None]:
+    """DataParallel without devices calls its module directly."""
+    before = [(wrapper, wrapper.device_ids) for wrapper in wrappers]
+    for wrapper, _ in before:
+        wrapper.device_ids = []
+    try:
+        yield
+    finally:
+        for wrapper, devices in before:
+            wrapper.device_ids = devices
+
+
+def find_loss_if_any(result: Any) -> Tensor | None:
+    """The loss in what a step returned, with or without a graph; None when there is none to be found."""
+    try:
+        return find_loss(result)
+    except UsageError:
+        return next((t for t in _find_scalars(result) if t.is_floating_point()), None)
+
+
+def _find_scalars(result: Any) -> list[Tensor]:
+    return [value for value in _open(result) if isinstance(value, Tensor) and value.numel() == 1]
+
+
+def _open(result: Any) -> Iterable[Any]:
+    if isinstance(result, Mapping):
+        return result.values()
+    return result if isinstance(result, tuple | list) else [result]
+
+
+def observe(keeper: StorageKeeper, observer: Observer | None) -> TorchDispatchMode:
+    """A mode that shows each call to both."""
+    return _ReplayMode(keeper, observer)
+
+
+class _ReplayMode(TorchDispatchMode):
+    """Shows each call to the keeper and to the observer."""
+
+    def __init__(self, keeper: StorageKeeper, observer: Observer | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeper, self._observer = keeper, observer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a replay, so torch need not load its compiler to keep it out of here."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._keeper.before(func, args, kwargs)
+        if self._observer is None:
+            result = func(*args, **kwargs)
+        else:
+            result = self._observer.call(func, args, kwargs)
+        self._keeper.after(func, result)
+        return result

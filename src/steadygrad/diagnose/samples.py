@@ -1,0 +1,136 @@
+"""A failing step -> the samples of its batch that make it fail, by running it on parts of the batch.
+
+Rows that were bad where the value was born are tried first: if the step fails on those and not on the rest, they are
+it. Otherwise halves are tried, and halves of those. An answer is given only when the step without the samples found is
+healthy; a step that cannot be split (samples need each other) is said to be such. The number of runs is bounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from steadygrad.diagnose.account import spell_indices
+from steadygrad.diagnose.batches import count_samples, take_samples
+from steadygrad.diagnose.replay import Step
+from steadygrad.diagnose.subject import name_inputs
+from steadygrad.diagnose.symptoms import find_symptoms
+
+MAX_RUNS = 24
+"""Replays of parts of the batch."""
+MAX_WORK = 4.0
+"""Replays counted by the samples in them: so many whole batches at most."""
+OUTLIER = 30.0
+"""Times the largest magnitude of the other samples from which a sample's own is worth a word."""
+
+
+class CannotSplit(Exception):
+    """A part of the batch tells nothing."""
+
+
+class SampleSearch:
+    """Runs a step on parts of its batch."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._size = count_samples(step.args, step.kwargs)
+        self._runs, self._work = 0, 0.0
+
+    def find(self, rows: Sequence[int] = (), num_rows: int = 0) -> tuple[tuple[int, ...], str]:
+        """The samples, and a sentence about them. `rows` were bad where the value was born."""
+        size = self._size
+        if size is None:
+            return (), "no tensor of the batch has samples along its first dimension"
+        if size == 1:
+            return (), "the batch is one sample"
+        try:
+            found = self._check_rows(rows) if num_rows == size and 0 < len(rows) < size else None
+            found = found or self._bisect()
+        except CannotSplit as reason:
+            if num_rows == size and 0 < len(rows) < size:
+                return tuple(rows), f"{self._spell(rows)}, by the rows of the op; {reason}"
+            return (), str(reason)
+        if len(found) == size:
+            return found, f"all {size} in the batch, each alone"
+        remark = describe_samples(self._step, found, size)
+        return found, self._spell(found) + (f": {remark}" if remark else "")
+
+    def _spell(self, found: Sequence[int]) -> str:
+        return f"{len(found)} of {self._size} in the batch ({spell_indices(tuple(found))})"
+
+    def _check_rows(self, rows: Sequence[int]) -> tuple[int, ...] | None:
+        assert self._size is not None
+        rest = [index for index in range(self._size) if index not in set(rows)]
+        return tuple(rows) if not self._fails(rest) and self._fails(rows) else None
+
+    def _bisect(self) -> tuple[int, ...]:
+        assert self._size is not None
+        everything = list(range(self._size))
+        found: list[int] = []
+        waiting = [everything]
+        while waiting:
+            part = waiting.pop()
+            if len(part) == 1:
+                found += part
+                continue
+            halves = part[: len(part) // 2], part[len(part) // 2 :]
+            bad = [half for half in halves if self._fails(half)]
+            if not bad:
+                raise CannotSplit("could not be told: the step fails on the batch, not on its parts")
+            waiting += bad
+        found.sort()
+        rest = [index for index in everything if index not in set(found)]
+        if rest and self._fails(rest):
+            raise CannotSplit("could not be told: the step fails without the samples that fail alone")
+        return tuple(found)
+
+    def _fails(self, indices: Sequence[int]) -> bool:
+        size = self._size
+        assert size is not None
+        self._runs, self._work = self._runs + 1, self._work + len(indices) / size
+        if self._runs > MAX_RUNS or self._work > MAX_WORK:
+            raise CannotSplit("could not be told within the runs that a diagnosis may take: many samples fail")
+        step = dataclasses.replace(
+            self._step,
+            args=tuple(take_samples(arg, indices, size) for arg in self._step.args),
+            kwargs={name: take_samples(value, indices, size) for name, value in self._step.kwargs.items()},
+        )
+        with step.replay() as run:
+            symptoms = find_symptoms(run, step.model)
+        if symptoms.error is not None:
+            raise CannotSplit(f"could not be told: on a part of the batch the step raises {symptoms.error!r:.80}")
+        return symptoms.hurts
+
+
+@torch.no_grad()
+def describe_samples(step: Step, found: Sequence[int], size: int) -> str:
+    """What the samples found have in common and no other has; empty when nothing stands out."""
+    for name, tensor in name_inputs(step.args, step.kwargs):
+        if tensor.dim() and tensor.shape[0] == size and tensor.is_floating_point() and tensor.numel():
+            remark = _compare(tensor.detach().reshape(size, -1).double().cpu(), found)
+            if remark:
+                return f"{remark} in {name}"
+    return ""
+
+
+def _compare(rows: Tensor, found: Sequence[int]) -> str:
+    """rows: [samples, elements]."""
+    bad = torch.zeros(len(rows), dtype=torch.bool)
+    bad[list(found)] = True
+    finite = rows.isfinite().all(1)
+    largest = rows.nan_to_num(0.0).abs().amax(1)
+    constant = (rows == rows[:, :1]).all(1) if rows.shape[1] > 1 else torch.zeros_like(bad)
+    usual = float(largest[~bad].max()) if bool((~bad).any()) else math.inf
+    for words, holds in (
+        ("values that are not finite", ~finite),
+        ("only zeros", (rows == 0).all(1)),
+        ("one value everywhere", constant),
+        ("values far larger than the others'", largest > OUTLIER * usual),
+    ):
+        if torch.equal(holds, bad):
+            return words
+    return ""

@@ -1,0 +1,523 @@
+"""diagnose: what it leaves behind (nothing), what it survives, what it says about itself."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from steadygrad.diagnose import Capture, diagnose, diagnose_capture
+
+
+def break_at_zero(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum(-1).sqrt().mean()
+
+
+def bad_batch(rows: int = 6, width: int = 4) -> Tensor:
+    x = torch.randn(rows, width)
+    x[2] = 0.0
+    return x
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 3, bias=False)
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    return {
+        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "grads": {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
+        "flags": [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()],
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+    }
+
+
+def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+# --- it leaves nothing behind ----------------------------------------------------------------------------------------
+
+
+class Restless(nn.Module):
+    """A forward that changes everything it can reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("queue", torch.zeros(8, 4))
+        self.memory = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        random.random()
+        np.random.rand()
+        self.count += 1
+        with torch.no_grad():
+            self.fc.weight.mul_(0.5)
+            self.queue[:2] = x[:2]
+            self.memory.add_(1.0)
+        x.mul_(2.0)
+        self.eval()
+        self.train()
+        return self.drop(self.norm(self.fc(x)))
+
+
+@pytest.mark.parametrize("ending", ["nan", "healthy", "raises"])
+def test_weights_buffers_gradients_generators_and_batch_are_as_before(ending: str) -> None:
+    model = Restless()
+    x = torch.randn(6, 4)
+    model.fc.weight.grad = torch.full_like(model.fc.weight, 7.0)
+    model.drop.eval()
+    before, batch, memory = snapshot(model), x.clone(), model.memory.clone()
+
+    def step(batch: Tensor) -> Tensor:
+        out = model(batch)
+        if ending == "raises":
+            raise ValueError("the program's own")
+        return (out * 0).sum().sqrt().log() if ending == "nan" else out.mean()
+
+    if ending == "raises":
+        with pytest.raises(ValueError, match="the program's own"):
+            diagnose(step, x, model=model)
+    else:
+        assert (diagnose(step, x, model=model) is not None) == (ending == "nan")
+
+    assert_unchanged(before, snapshot(model))
+    assert torch.equal(x, batch)
+    assert torch.equal(model.memory, memory)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_that_is_tried_is_as_before(kind: Any) -> None:
+    model = linear()
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=0.1, **settings)
+    x = torch.randn(5, 4)
+    for attempt in range(2):  # the first time without any state
+        before, state = snapshot(model), copy.deepcopy(optimizer.state_dict())
+        assert diagnose(lambda x: model(x).square().mean(), x, optimizer=optimizer) is None
+        assert_unchanged(before, snapshot(model))
+        torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+        if attempt == 0:
+            model(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+
+
+def test_the_gradients_of_a_second_model_are_left_alone() -> None:
+    model, other = linear(), nn.Linear(3, 1)
+    other.weight.grad = torch.ones(1, 3)
+
+    cause = diagnose(lambda x: other(model(x)).sum() + break_at_zero(model, x), bad_batch(), model=model)
+
+    assert cause is not None
+    assert torch.equal(other.weight.grad, torch.ones(1, 3))
+    assert other.bias.grad is None
+
+
+def test_an_optimizer_inside_of_backward_does_not_step() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stepped = []
+
+    def step(_: Tensor) -> None:
+        stepped.append(1)
+        optimizer.step()
+
+    model.weight.register_post_accumulate_grad_hook(step)
+    before = model.weight.detach().clone()
+
+    assert diagnose(break_at_zero, model, bad_batch()) is not None
+
+    assert not stepped
+    assert torch.equal(model.weight, before)
+    model(torch.ones(1, 4)).sum().backward()
+    assert stepped == [1]  # and it does again afterwards
+
+
+def test_a_graph_that_is_still_alive_can_go_backward_afterwards() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    alive = model(torch.randn(5, 4)).square().mean()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model[0].weight.add_(0.0)
+        return (model(x) * 0).sum().log()
+
+    assert diagnose(step, torch.randn(5, 4), model=model) is not None
+    alive.backward()
+
+
+# --- what it must not break on ---------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_is_replayed_eagerly() -> None:
+    model = linear()
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.randn(2, 4))
+
+    cause = diagnose(break_at_zero, compiled, bad_batch(), model=compiled)
+
+    assert cause is not None
+    assert (cause.op, cause.phase, cause.module) == ("aten.sqrt", "backward", None)
+
+
+def test_data_parallel_is_replayed_as_its_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).square().sum(-1).sqrt()
+
+    wrapped = nn.DataParallel(Net())
+
+    cause = diagnose(lambda x: wrapped(x).mean(), bad_batch(), model=wrapped)
+
+    assert cause is not None
+    assert (cause.op, cause.module) == ("aten.sqrt", "")
+
+
+def test_sparse_gradients_are_looked_at() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    with torch.no_grad():
+        table.weight[3] = 0.0
+
+    cause = diagnose(lambda ids: table(ids).square().sum(-1).sqrt().sum(), torch.tensor([1, 3, 5]))
+
+    assert cause is not None
+    assert (cause.op, cause.phase, cause.samples) == ("aten.sqrt", "backward", (1,))
+
+
+def test_complex_tensors_are_looked_at() -> None:
+    model = linear()
+
+    cause = diagnose(lambda x: (torch.fft.fft(model(x)) / x.sum(-1, keepdim=True)).abs().sum(), bad_batch())
+
+    assert cause is not None
+    assert cause.op == "aten.div"
+
+
+def test_functional_transforms_do_not_stop_it() -> None:
+    model = linear()
+
+    def step(x: Tensor) -> Tensor:
+        lengths = torch.func.vmap(lambda row: model(row).square().sum())(x)
+        return lengths.sqrt().sum()
+
+    cause = diagnose(step, bad_batch())
+
+    assert cause is not None
+    assert (cause.op, cause.phase) == ("aten.sqrt", "backward")
+
+
+def test_many_ranks_are_refused_with_the_reason() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        cause = diagnose(break_at_zero, linear(), bad_batch())
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert cause is not None
+    assert (cause.kind, cause.phase) == ("unknown", "unknown")
+    assert "2 ranks train together" in cause.note
+
+
+def test_an_op_that_refuses_to_compute_is_named() -> None:
+    model = linear()
+
+    def step(x: Tensor) -> Tensor:
+        return torch.linalg.cholesky(model(x).T @ model(x) - 10 * torch.eye(3)).sum()
+
+    cause = diagnose(step, torch.randn(5, 4))
+
+    assert cause is not None
+    assert cause.kind == "error"
+    assert "cholesky" in (cause.op or "")
+    assert cause.source == "return torch.linalg.cholesky(model(x).T @ model(x) - 10 * torch.eye(3)).sum()"
+    assert "LinAlgError" in cause.symptom
+
+
+def test_a_nan_that_makes_linear_algebra_raise_is_followed_to_its_birth() -> None:
+    model = linear()
+
+    def step(x: Tensor) -> Tensor:
+        scaled = model(x) / x.sum(-1, keepdim=True)
+        return torch.linalg.eigvalsh(scaled.T @ scaled).sum()
+
+    cause = diagnose(step, bad_batch())
+
+    assert cause is not None
+    assert (cause.op, cause.phase, cause.kind) == ("aten.div", "forward", "nan")
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_the_text_has_everything_that_a_person_needs() -> None:
+    model = linear()
+
+    def step(var: Tensor) -> Tensor:
+        length = model(var).square().sum(-1)
+        return torch.sqrt(length).mean()
+
+    cause = diagnose(step, bad_batch())
+
+    lines = str(cause).splitlines()
+    assert lines[0] == "NaN gradient, born in backward of aten.sqrt"
+    told = {line[2:10].strip(): line[11:] for line in lines[1:]}
+    assert told["line"].startswith("test_diagnose.py:")
+    assert told["line"].endswith("   return torch.sqrt(length).mean()")
+    assert "1 zero of 6, float32" in str(cause)
+    assert "length: min 0" in str(cause)
+    assert told["samples"] == "1 of 6 in the batch (index 2): only zeros in 0"
+    assert told["again"] == "yes, bit for bit (software, not hardware)"
+    assert told["chain"].endswith("> gradient of weight")
+    assert told["fixes"]
+
+
+def test_the_line_of_a_library_comes_with_the_line_that_called_it() -> None:
+    optax = pytest.importorskip("transformers.activations", reason="a library with torch code of its own")
+    model = linear()
+    activation = optax.ReLUSquaredActivation()
+
+    cause = diagnose(lambda x: activation(model(x) * 1e30).sum(), torch.ones(2, 4) * 1e3)
+
+    assert cause is not None
+    assert cause.file is not None
+    assert "transformers" in cause.file
+    assert cause.caller is not None
+    assert cause.caller.startswith("test_diagnose.py:")
+
+
+def test_both_ends_of_a_masked_row_are_named() -> None:
+    model = linear()
+
+    def step(x: Tensor, keep: Tensor) -> Tensor:
+        scores = model(x).masked_fill(~keep, -math.inf)
+        return scores.softmax(-1).sum()
+
+    keep = torch.ones(6, 3, dtype=torch.bool)
+    keep[4] = False
+
+    cause = diagnose(step, torch.randn(6, 4), keep)
+
+    assert cause is not None
+    assert cause.op == "aten._softmax"
+    assert [link.split(" at ")[0] for link in cause.chain] == ["aten.masked_fill", "aten._softmax", "loss"]
+    assert cause.samples == (4,)
+
+
+def test_the_magnitude_of_a_cast_that_overflows_is_told() -> None:
+    model = linear()
+
+    cause = diagnose(lambda x: model(x).half().float().sum(), torch.full((3, 4), 1e6))
+
+    assert cause is not None
+    assert (cause.kind, cause.op) == ("inf", "aten._to_copy")
+    assert "e+0" in cause.inputs[0]
+
+
+def test_terms_of_the_loss_are_told_by_name_and_by_line() -> None:
+    model = linear()
+
+    def terms(x: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x).square().mean(), (model(x) * 0).sum().log()
+
+    def named(x: Tensor) -> dict[str, Tensor]:
+        fit, size = terms(x)
+        return {"loss": fit + 0.1 * size, "fit": fit, "size": size}
+
+    def summed(x: Tensor) -> Tensor:
+        fit = model(x).square().mean()
+        size = (model(x) * 0).sum().log()
+        return 2 * fit + 0.1 * size - 3
+
+    by_name, by_line = diagnose(named, torch.randn(3, 4)), diagnose(summed, torch.randn(3, 4))
+
+    assert by_name is not None
+    assert [term.split()[0] for term in by_name.terms] == ["loss", "size", "fit"]
+    assert by_line is not None
+    assert "size = (model(x) * 0).sum().log() Inf" in by_line.terms[0]
+    assert "fit = model(x).square().mean()" in by_line.terms[1]
+
+
+def test_a_bad_weight_is_told_as_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[1].weight[0, 2] = math.nan
+
+    cause = diagnose(lambda x: model(x).mean(), torch.randn(3, 4))
+
+    assert cause is not None
+    assert (cause.phase, cause.name, cause.module) == ("parameter", "1.weight", "1")
+    assert str(cause).startswith("NaN loss, already in the parameter 1.weight")
+
+
+def test_without_a_model_the_one_among_the_arguments_names_the_modules() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(linear(), nn.Identity())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner[0](x * 1e38).square()
+
+    cause = diagnose(lambda m, x: m(x).sum(), Net(), torch.full((2, 4), 1e3))
+
+    assert cause is not None
+    assert cause.module == ""
+
+
+# --- repeating it ----------------------------------------------------------------------------------------------------
+
+
+def capture_of(fn: Any, *args: Any, model: nn.Module | None = None) -> Capture:
+    return Capture.take(fn, args, {}, model=model)
+
+
+def test_a_captured_step_is_replayed_with_its_own_random_numbers_and_autocast() -> None:
+    model = linear()
+
+    def step(x: Tensor) -> Tensor:
+        chance = torch.rand(())
+        out = model(x)
+        assert out.dtype is torch.bfloat16
+        return (out.float() * 0).sum() + torch.log((chance - threshold).relu())
+
+    threshold, x = torch.rand(3).sort().values[1], torch.ones(3, 4)
+    state = None
+    for _ in range(50):  # a step that fails by the luck of the draw
+        state = torch.get_rng_state()
+        if torch.rand(()) < threshold:
+            break
+    assert state is not None
+    torch.set_rng_state(state)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        capture = capture_of(step, x, model=model)
+    torch.manual_seed(123)
+
+    cause = diagnose_capture(capture, expects="inf")
+
+    assert cause is not None
+    assert (cause.kind, cause.op) == ("inf", "aten.log")
+
+
+def test_a_batch_that_changed_since_is_told() -> None:
+    model, x = linear(), bad_batch()
+    capture = capture_of(break_at_zero, model, x, model=model)
+    x.add_(0.0)
+
+    cause = diagnose_capture(capture)
+
+    assert cause is not None
+    assert "changed in place after the step" in cause.note
+    assert cause.reproducible is not None
+    assert "bit for bit" not in cause.reproducible
+
+
+def test_a_failure_that_does_not_come_back_points_at_the_hardware() -> None:
+    model = linear()
+
+    cause = diagnose_capture(capture_of(lambda x: model(x).mean(), torch.randn(3, 4), model=model), expects="nan")
+
+    assert cause is not None
+    assert (cause.kind, cause.phase) == ("nan", "unknown")
+    assert cause.reproducible is not None
+    assert "hardware" in cause.reproducible
+
+
+def test_a_step_that_keeps_changing_is_told_to_be_so() -> None:
+    model, calls = linear(), []
+
+    def step(x: Tensor) -> Tensor:
+        calls.append(1)
+        return break_at_zero(model, x) * len(calls)
+
+    def healthy(x: Tensor) -> Tensor:
+        calls.append(1)
+        return model(x).mean() * len(calls)
+
+    cause, unrepeated = (
+        diagnose(step, bad_batch()),
+        diagnose_capture(capture_of(healthy, torch.randn(3, 4), model=model), expects="nan"),
+    )
+
+    assert cause is not None
+    assert cause.reproducible is not None
+    assert "other bits" in cause.reproducible
+    assert unrepeated is not None
+    assert unrepeated.reproducible is not None
+    assert "not deterministic" in unrepeated.reproducible
+
+
+def test_the_loss_scale_of_the_step_is_part_of_it() -> None:
+    model = linear().half()
+    capture = capture_of(lambda x: model(x).float().sum(), torch.ones(3, 4).half(), model=model)
+
+    assert diagnose_capture(capture) is None
+    cause = diagnose_capture(capture, scale=2.0**20)
+
+    assert cause is not None
+    assert (cause.kind, cause.phase) == ("inf", "backward")
+
+
+def test_a_model_call_is_replayed_without_its_loss() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).square().sum(-1).sqrt()
+
+    model = Net()
+    capture = Capture.take(model, (bad_batch(),), {}, model=model, is_model_call=True)
+
+    cause = diagnose_capture(capture)
+
+    assert cause is not None
+    assert (cause.op, cause.module) == ("aten.sqrt", "")
+    assert "Only the model's forward was replayed" in cause.note
+
+
+def test_what_a_captured_step_raises_is_told_and_not_raised() -> None:
+    model = linear()
+
+    def step(x: Tensor) -> Tensor:
+        raise KeyError("gone")
+
+    cause = diagnose_capture(capture_of(step, torch.ones(1), model=model))
+
+    assert cause is not None
+    assert cause.phase == "unknown"
+    assert "gone" in cause.note
+
+
+def test_a_suspected_explosion_names_the_derivative_that_enlarges_most() -> None:
+    model = nn.Linear(4, 1)
+
+    def step(x: Tensor) -> Tensor:
+        out = model(x)
+        return F.mse_loss(out * 1e4, out.detach() * 1e4 + 1.0)
+
+    capture = capture_of(step, torch.randn(8, 4), model=model)
+
+    assert diagnose_capture(capture) is None
+    cause = diagnose_capture(capture, suspect="exploding")
+
+    assert cause is not None
+    assert (cause.kind, cause.op, cause.phase) == ("exploding", "aten.mul", "backward")
+    assert cause.growth == pytest.approx(1e4, rel=1e-3)

@@ -1,0 +1,177 @@
+"""The failing batch on disk: whole, bounded, read without running anything, and replayed in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.quarantine import Quarantine, load_batch
+from steadygrad.errors import UsageError
+
+TRAIN = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Dropout(0.01))
+
+    def step(batch):
+        lengths = model(batch["x"]).square().sum(-1)
+        return lengths.sqrt().mean()
+
+    return step, model
+
+def healthy():
+    torch.manual_seed(5)
+    model = nn.Linear(4, 3)
+    return lambda batch: model(batch["x"]).mean(), model
+"""
+
+
+@dataclass
+class Views:
+    left: Tensor
+    title: str
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: float
+
+
+def capture_of(*args: Any, model: nn.Module | None = None, **kwargs: Any) -> Capture:
+    return Capture.take(lambda *a, **k: None, args, kwargs, model=model)
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    batch = {
+        "x": torch.tensor([[math.nan, 1.0]], requires_grad=True),
+        "half": torch.ones(2).bfloat16(),
+        "wave": torch.tensor([1 + 2j]),
+        3: [torch.tensor([True]), "text", -math.inf, None],
+        "pair": Pair(torch.arange(3), 0.5),
+        "views": Views(torch.zeros(2, 2)[:, :1], "left"),
+    }
+    model = nn.Linear(2, 1)
+    capture = capture_of(batch, model, model=model, flag=True)
+
+    path = Quarantine(run_dir=tmp_path).save(12, capture, scale=8.0)
+    assert path == "batches/step-00000012.json"
+    saved = load_batch(tmp_path / path)
+
+    (back, hole), kwargs = saved.args, saved.kwargs
+    assert (saved.step, saved.scale, kwargs, hole, saved.modules) == (12, 8.0, {"flag": True}, None, (1,))
+    torch.testing.assert_close(back["x"], batch["x"], equal_nan=True)
+    assert back["x"].requires_grad
+    assert torch.equal(back["half"], batch["half"])
+    assert torch.equal(back["wave"], batch["wave"])
+    assert torch.equal(back[3][0], batch[3][0])
+    assert back[3][1:] == ["text", -math.inf, None]
+    assert torch.equal(back["pair"].x, torch.arange(3))
+    assert back["pair"].y == 0.5
+    assert torch.equal(back["views"].left, torch.zeros(2, 1))
+    assert back["views"].title == "left"
+    assert torch.equal(saved.weights["weight"], model.weight)
+    assert saved.random is not None
+    assert capture.random is not None
+    assert torch.equal(saved.random["torch"], capture.random["torch"])
+    assert saved.random["python"] == capture.random["python"]
+
+
+def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
+    path = Quarantine(run_dir=tmp_path).save(
+        0, capture_of({"x": torch.ones(1), "f": open, "s": torch.eye(2).to_sparse()})
+    )
+    assert path is not None
+    saved = load_batch(tmp_path / path)
+
+    assert saved.args[0]["f"] is None
+    assert len(saved.missing) == 2
+
+
+def test_the_bound_holds_in_bytes_and_in_number(tmp_path: Path) -> None:
+    keeper = Quarantine(run_dir=tmp_path, max_bytes=40_000, max_batches=2)
+
+    assert keeper.save(0, capture_of(torch.zeros(100_000))) is None
+    assert "over the bound of 40000" in keeper.refused
+    assert keeper.save(1, capture_of(torch.zeros(10))) is not None
+    assert keeper.save(2, capture_of(torch.zeros(10))) is not None
+    assert keeper.save(3, capture_of(torch.zeros(10))) is None
+    assert sum(file.stat().st_size for file in (tmp_path / "batches").iterdir()) < 45_000
+    assert {file.suffix for file in (tmp_path / "batches").iterdir()} == {".json", ".safetensors"}
+
+
+def test_weights_that_are_too_large_are_left_out(tmp_path: Path) -> None:
+    model = nn.Linear(100, 100)
+    path = Quarantine(run_dir=tmp_path, max_bytes=100_000).save(0, capture_of(torch.zeros(1), model=model))
+
+    assert path is not None
+    assert load_batch(tmp_path / path).weights == {}
+
+
+def test_a_file_that_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000000.json"
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_batch(path)
+    path.write_text("[]")
+    torch.save({}, tmp_path / "step-00000000.safetensors")  # a pickle under a false name
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_batch(path)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def make_run(folder: Path) -> Path:
+    """A run directory with one incident whose batch was kept, and the program that failed."""
+    (folder / "train.py").write_text(TRAIN)
+    namespace: dict[str, Any] = {}
+    exec(TRAIN, namespace)
+    _, model = namespace["build"]()
+    x = torch.randn(6, 4)
+    x[2] = 0.0
+    run = folder / "run"
+    assert Quarantine(run_dir=run).save(7, capture_of({"x": x}, model=model)) is not None
+    (run / "incidents.jsonl").write_text(json.dumps({"step": 7}) + "\n" + json.dumps({"step": 8}) + "\n")
+    return run
+
+
+def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "steadygrad", "diagnose", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_a_fresh_process_replays_the_incident(tmp_path: Path) -> None:
+    make_run(tmp_path)
+
+    done = run_command(tmp_path, "run", "--incident", "0", "--entry", "train:build", "--json")
+
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    cause = told["cause"]
+    assert (cause["op"], cause["phase"], cause["step"], cause["samples"]) == ("aten.sqrt", "backward", 7, [2])
+    assert cause["source"] == "return lengths.sqrt().mean()"
+
+
+def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(tmp_path: Path) -> None:
+    make_run(tmp_path)
+
+    healthy = run_command(
+        tmp_path, "run", "--incident", "0", "--entry", "train:healthy", "--weights", "none.safetensors"
+    )
+    missing = run_command(tmp_path, "run", "--incident", "1", "--entry", "train:build")
+
+    assert healthy.returncode == 2  # the file with the weights is not there
+    assert missing.returncode == 2
+    assert "whose batch was not kept" in missing.stderr

@@ -1,0 +1,71 @@
+"""Cures for values that were bad on arrival."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .cure import Cure, Names, t
+
+ROWS = torch.tensor([[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
+
+
+def take_step(result: Tensor, names: Names) -> Tensor:
+    return torch.tanh(result).mean()
+
+
+def spoil(layer: nn.Module, name: str) -> Names:
+    """A layer with a NaN, and what it held before."""
+    before = copy.deepcopy(layer.state_dict())
+    layer.state_dict()[name].view(-1)[0] = math.nan
+    return {"x": ROWS, "layer": layer.eval(), "last_good": before}
+
+
+def call_layer(result: object, names: Names) -> Tensor:
+    return names["layer"](names["x"])
+
+
+def fill_with_nan(make: Callable[[], Tensor]) -> Tensor:
+    """Uninitialised memory as it can be: deterministic mode fills it with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        return make()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+CURES = {
+    "batch_with_nan": Cure(
+        broken="x",
+        sick={"x": torch.tensor([[1.0, math.nan], [3.0, 1.0], [2.0, 0.0]])},
+        healthy={"x": torch.tensor([[1.0, 2.0], [3.0, 1.0], [2.0, 0.0]])},
+        learned=(),
+        apply=take_step,
+    ),
+    "batch_with_inf": Cure(
+        broken="x - x.mean()",
+        sick={"x": torch.tensor([[1.0, math.inf], [3.0, 1.0], [2.0, 0.0]])},
+        learned=(),
+        apply=take_step,
+    ),
+    "weight_not_finite": Cure(broken="None", sick=spoil(nn.Linear(3, 2), "weight"), apply=call_layer),
+    "running_statistics_not_finite": Cure(
+        broken="None", sick=spoil(nn.BatchNorm1d(3), "running_mean"), apply=call_layer
+    ),
+    "nan_written_on_purpose": Cure(
+        broken="constant",
+        also=("torch.full((2,), float('nan'))", "torch.full_like(x, float('nan'))"),
+        sick={"x": t(1, 2)},
+        derive=lambda names: {"constant": torch.tensor(math.nan)},
+        apply=lambda result, names: names["x"] * result,
+    ),
+    "uninitialised_memory": Cure(
+        broken="fill_with_nan(lambda: torch.empty_like(x))",
+        sick={"x": t(1, 2), "fill_with_nan": fill_with_nan},
+        apply=lambda result, names: names["x"] + result,
+    ),
+}

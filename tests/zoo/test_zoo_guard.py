@@ -1,0 +1,51 @@
+"""Every case of the zoo through a Guard: a finding of a fitting kind at the step where it breaks, none on controls."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import zoo_backward  # noqa: F401  (registers its cases)
+import zoo_finite  # noqa: F401
+import zoo_forward  # noqa: F401
+import zoo_own  # noqa: F401
+from zoo_case import CASES, Case
+
+from steadygrad import FixedNorm, Guard, GuardConfig, Severity, TrainingHalted
+
+GUARDED = [case for case in CASES.values() if case.guarded]
+CONTROLS = [case for case in CASES.values() if case.is_healthy]
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of some of these itself
+
+
+def train(case: Case) -> Guard:
+    training = case.build()
+    clip = None if training.clip is None else FixedNorm(max_norm=training.clip)
+    guard = Guard(
+        training.model,
+        training.optimizer,
+        scaler=training.scaler,
+        scheduler=training.scheduler,
+        config=GuardConfig(clip=clip),
+    )
+    with contextlib.suppress(TrainingHalted):  # a weight that cannot be healed ends the run
+        for batch in training.batches:
+            training.guarded_step(guard, batch)
+        guard.flush()
+    return guard
+
+
+@pytest.mark.parametrize("case", GUARDED, ids=lambda case: case.name)
+def test_a_guard_finds_it_at_its_step(case: Case) -> None:
+    guard = train(case)
+
+    fitting = [one.step for one in guard.findings if one.kind in case.guarded]
+    assert any(abs(step - case.step) <= case.late for step in fitting)
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
+def test_a_guard_is_quiet_on_a_control(case: Case) -> None:
+    guard = train(case)
+
+    assert [one for one in guard.findings if one.severity is not Severity.INFO] == []
