@@ -286,6 +286,11 @@ TROUBLE: dict[str, Trouble] = {
     "nonfinite_epoch": Trouble(
         facts=lambda: [EpochEnd(step=9, epoch=0, train_loss=math.nan)], step=9, severity=Severity.ERROR
     ),
+    "rate_too_high": Trouble(
+        facts=lambda: _steps(24, lambda t: reading(t, 2.9 * _noisy(t) * 1.3**t, 0.5 * 1.2**t)),
+        step=13,  # the eighth above three times the first two
+        severity=Severity.ERROR,
+    ),
     "loss_spike": Trouble(facts=lambda: _healthy_then(300, lambda t: reading(t, 1.4), 301), step=300),
     "loss_explosion": Trouble(
         facts=lambda: _healthy_then(60, lambda t: reading(t, 15.0 * _noisy(t)), 90), step=60, severity=Severity.ERROR

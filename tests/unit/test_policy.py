@@ -292,6 +292,7 @@ def test_a_judge_needs_no_reading() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"start_lr_factor": 2.0}, r"Policy\.start_lr_factor must be below 1, got 2\.0"),
         ({"lr_factor": 1.5}, r"Policy\.lr_factor must be below 1, got 1\.5"),
         ({"weight_decay_factor": 0.5}, r"Policy\.weight_decay_factor must be above 1"),
         ({"max_skips": 0}, r"Policy\.max_skips must be a whole number above 0, got 0"),
@@ -333,3 +334,33 @@ def test_a_second_loss_that_does_not_come_back_keeps_the_lowered_rate() -> None:
     verdicts = [judge.decide(finding(kind, 100 + 20 * i)) for i, kind in enumerate(kinds)]
     assert [v.action for v in verdicts] == [Action.SCALE_LR, Action.ROLLBACK, Action.SCALE_LR, Action.ROLLBACK]
     assert [v.factor for v in verdicts] == [0.1, 1.0, 0.1, None]
+
+
+# --- a learning rate that is too high from the start -----------------------------------------------------------------
+
+
+def too_high(step: int, **evidence: float) -> Finding:
+    return Finding(kind="rate_too_high", severity=Severity.ERROR, step=step, message="made up", evidence=evidence)
+
+
+def test_a_rate_that_is_too_high_from_the_start_begins_anew_with_a_lower_one() -> None:
+    verdict = Judge().decide(too_high(9), reading=reading(9))
+    assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.05)
+
+
+def test_how_far_the_weights_ran_says_how_much_lower() -> None:
+    verdict = Judge().decide(too_high(7, lr_factor=0.03), reading=reading(7))
+    assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.03)
+
+
+def test_a_rate_that_is_still_too_high_is_lowered_again_and_then_halts() -> None:
+    judge = Judge()
+    verdicts = [judge.decide(too_high(10 * i), reading=reading(10 * i)) for i in range(3)]
+    assert actions(verdicts) == [Action.ROLLBACK, Action.ROLLBACK, Action.HALT]
+    assert [v.factor for v in verdicts[:2]] == [0.05, 0.05]
+
+
+def test_a_policy_that_changes_no_hyperparameter_does_not_begin_anew() -> None:
+    verdict = Judge(Policy.patient()).decide(too_high(9), reading=reading(9))
+    assert verdict.action is Action.NONE
+    assert "the policy changes no hyperparameters" in verdict.reason

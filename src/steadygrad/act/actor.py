@@ -34,29 +34,37 @@ class Actor:
         if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
             return self._rates.scale_weight_decay(verdict.factor)
         if verdict.action is Action.ROLLBACK:
-            return self._roll_back(step + 1, with_rates=verdict.factor == 1.0)
+            return self._roll_back(step + 1, verdict.factor)
         if reading is not None:
             return tell_reflex(verdict.action, reading)
         return (
             Outcome(action=Action.HALT, message="training was halted") if verdict.action is Action.HALT else UNTOUCHED
         )
 
-    def _roll_back(self, now: int, *, with_rates: bool) -> Outcome:
+    def _roll_back(self, now: int, factor: float | None) -> Outcome:
+        """`factor`: None keeps what was decided about the rates, 1 takes it back, less lowers the learning rate too."""
         if self._rolled_back:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
+        lower = factor if factor is not None and factor < 1.0 else None
         if not self._snapshots.can_restore:
+            if lower is not None:
+                return self._rates.scale_lr(lower)  # all that is left to do
             return Outcome(action=Action.NONE, message=f"could not roll back: {self._snapshots.describe()}")
         # The schedule goes back; what was decided about the rates since does so only when it was a part of the trouble.
-        with contextlib.nullcontext() if with_rates else self._rates.keep_factors():
+        with contextlib.nullcontext() if factor == 1.0 else self._rates.keep_factors():
             then = self._snapshots.restore()
         self._rolled_back = True
         self.num_to_refuse = self._snapshots.effective_skip(now)
+        message = (
+            f"went back from step {now} to the state before step {then}; the next {self.num_to_refuse} batches "
+            "are left out"
+        )
+        scaled = self._rates.scale_lr(lower) if lower is not None else None
         return Outcome(
             action=Action.ROLLBACK,
-            message=f"went back from step {now} to the state before step {then}; the next {self.num_to_refuse} batches "
-            "are left out",
-            before={"step": now},
-            after={"step": then},
+            message=message if scaled is None else f"{message}; {scaled.message}",
+            before={"step": now, **(scaled.before if scaled else {})},
+            after={"step": then, **(scaled.after if scaled else {})},
         )
 
     def take_rolled_back(self) -> bool:

@@ -45,6 +45,12 @@ class ScalerDriver:
             for optimizer in self._optimizers
         )
 
+    def end_step(self) -> None:
+        """The next gradients are scaled again. `GradScaler.update` says so too, but is not called after a bad loss."""
+        if self._scaler is not None:
+            for optimizer in self._optimizers:
+                self._scaler._per_optimizer_states.pop(id(optimizer), None)
+
     @torch.no_grad()
     def update(self, *, bad_gradient: Tensor, bad_loss: Tensor | None) -> None:
         """Tell the scaler how the step went; no host read. `bad_loss` None means that the loss is known to be good."""

@@ -5,6 +5,7 @@ with the field's name, the value found and what to write instead. `GuardConfig.l
 every unknown or wrong field at once.
 """
 
+from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.config.clip import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, ClipValue, FixedNorm, ZClip
 from steadygrad.config.detect import (
     DetectConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "AdaGC",
     "AdaptiveUnitClip",
     "AutoClip",
+    "CheckpointConfig",
     "ClipStrategy",
     "ClipValue",
     "DetectConfig",

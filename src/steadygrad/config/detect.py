@@ -59,6 +59,42 @@ class LossThresholds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartThresholds:
+    """What counts as harm in the first steps of a run, all relative to how it began."""
+
+    steps: int = 28
+    """Steps that are looked at; while these run, the state before the first one is still there to go back to."""
+    weight_growth: float = 1.4
+    """Times their norm before the first step at which the weights have run away; looked at after eight steps."""
+    runaway_steps: int = 12
+    """Steps in which loss or gradient must have grown as well."""
+    gradient_ratio: float = 2.0
+    """Times the first gradient norm that counts as a gradient that grew."""
+    loss_rise: float = 0.1
+    """Share of the first loss by which it must have risen where the gradient did not grow."""
+    climb_ratio: float = 3.0
+    """Times the first losses at which the loss has climbed."""
+    climb_patience: int = 8
+    """Steps in a row that must be that high."""
+    climb_score: float = 3.5
+    """... and how far from the first ones, in standard deviations of their logarithms: batches of one sample vary."""
+    ruin_ratio: float = 100.0
+    """Times the first gradient norm that the last one before NaN or Inf must be."""
+    thrown_ratio: float = 5.0
+    """Times the first loss to which it must have been thrown, where it is flat and no lower afterwards."""
+    learnt_share: float = 0.3
+    """Share of the first loss below which something was learnt all the same."""
+    usual_move: float = 0.1
+    """How far eight steps should move the weights, as a share of their norm: where they ran away, this is what the rate
+    is lowered to. 0.02 to 0.3 is usual."""
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+        require(self.steps >= 24, self, "steps", "be at least 24", "Use 28.")
+        require(self.weight_growth > 1, self, "weight_growth", "be above 1", "Use 1.4.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlowThresholds:
     """What counts as trouble in the gradients of single parameters."""
 
@@ -181,6 +217,7 @@ class DetectConfig:
     """Steps before the baseline judges."""
     repeat_after: int = 1000
     """Steps after which a condition that goes on is told again."""
+    start: StartThresholds = field(default_factory=StartThresholds)
     loss: LossThresholds = field(default_factory=LossThresholds)
     flow: FlowThresholds = field(default_factory=FlowThresholds)
     layers: LayerThresholds = field(default_factory=LayerThresholds)
@@ -198,8 +235,8 @@ class DetectConfig:
         set_names(self, "off", "loss_spike")
         require(isinstance(self.rules, list | tuple), self, "rules", "be a tuple of rules", "Write rules=(mine,).")
         object.__setattr__(self, "rules", tuple(self.rules))
-        kinds = (LossThresholds, FlowThresholds, LayerThresholds, ValidationThresholds, HabitThresholds)
-        for name, kind in zip(("loss", "flow", "layers", "validation", "habits"), kinds):
+        kinds = LossThresholds, FlowThresholds, LayerThresholds, ValidationThresholds, HabitThresholds, StartThresholds
+        for name, kind in zip(("loss", "flow", "layers", "validation", "habits", "start"), kinds):
             require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
         for one in self.rules:
             require(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.config.checks import (
     as_enum,
     is_number,
@@ -50,6 +51,7 @@ class GuardConfig:
     detect: DetectConfig = field(default_factory=DetectConfig)
     policy: Policy = field(default_factory=Policy)
     snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     on_incident: Callable[[Incident], None] | None = None
     """Called with each Incident."""
@@ -96,6 +98,7 @@ class GuardConfig:
             ("detect", DetectConfig),
             ("policy", Policy),
             ("snapshots", SnapshotConfig),
+            ("checkpoint", CheckpointConfig),
             ("record", RecordConfig),
         ):
             require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")

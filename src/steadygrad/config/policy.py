@@ -42,6 +42,9 @@ class Policy:
     """What the learning rate is multiplied by after non-finite steps, epochs and validations, and on divergence."""
     explosion_lr_factor: float = 0.1
     """... and after a loss explosion."""
+    start_lr_factor: float = 0.05
+    """... and when it is too high from the first steps on, which also rolls back to the start. Where weights ran away,
+    how far they did says how much: `StartThresholds.usual_move`."""
     weight_decay_factor: float = 1.5
     """What the weight decay is multiplied by on overfitting."""
     rollbacks_to_halt: int = 3
@@ -80,7 +83,7 @@ class Policy:
         require_positive(self, but=("early_stopping_min_delta",))
         delta = self.early_stopping_min_delta
         require(is_number(delta) and delta >= 0, self, "early_stopping_min_delta", "not be negative", "Use 0.0.")
-        for name in ("lr_factor", "explosion_lr_factor"):
+        for name in ("lr_factor", "explosion_lr_factor", "start_lr_factor"):
             require(getattr(self, name) < 1, self, name, "be below 1", "It lowers the learning rate.")
         require(self.weight_decay_factor > 1, self, "weight_decay_factor", "be above 1", "Use 1.5.")
         require(

@@ -52,7 +52,7 @@ class Judge:
         ladder = self._table.get(finding.kind, ())
         if finding.kind in ABOUT_STEPS:
             return self._answer_step(finding.step, ladder, reflex)
-        return self._climb(ladder, reflex, f"{finding.kind} at step {finding.step}")
+        return self._climb(ladder, reflex, f"{finding.kind} at step {finding.step}", _find_factor(finding))
 
     # --- the ladders ------------------------------------------------------------------------------------------------
 
@@ -74,25 +74,27 @@ class Judge:
             self._num_bad = 0  # what comes after is another stretch
         return verdict
 
-    def _climb(self, ladder: Ladder, reflex: Verdict, why: str) -> Verdict:
-        """The first rung that nothing forbids."""
+    def _climb(self, ladder: Ladder, reflex: Verdict, why: str, advised: float | None = None) -> Verdict:
+        """The first rung that nothing forbids; `advised` is by how much the rule would lower the learning rate."""
         forbidden = ""
         for rung in ladder:
             forbidden = self._find_objection(rung)
             if not forbidden:
-                factor = self._answer_again(rung)
+                factor = self._choose_factor(rung, advised)
                 self._take(rung.action)
                 return Verdict(action=rung.action, reason=why, factor=factor)
-            if rung.action is Action.ROLLBACK:
+            if rung.action is Action.ROLLBACK and self._is_spent(rung.action):
                 return Verdict(action=Action.HALT, reason=f"{why}, and {forbidden}")
             if self._is_cooling(rung.action):
                 break  # the last change has had no time to work: neither again nor more
         return Verdict(action=reflex.action, reason=f"{why}, but {forbidden}") if forbidden else reflex
 
-    def _answer_again(self, rung: Rung) -> float | None:
+    def _choose_factor(self, rung: Rung, advised: float | None) -> float | None:
         """A rollback that takes the rates back does so once: if that was not enough, they stay as they were lowered."""
         if rung.action is not Action.ROLLBACK or rung.factor is None:
             return rung.factor
+        if _lowers_rates(rung):
+            return rung.factor if advised is None else advised
         if self._taken[Action.ROLLBACK.value]:
             return None
         if self._taken[Action.SCALE_LR.value]:
@@ -103,7 +105,8 @@ class Judge:
 
     def _find_objection(self, rung: Rung) -> str:
         """Why this rung is not to be taken now; empty when it may be."""
-        if rung.action in HYPERPARAMETERS and not self._policy.change_hyperparameters:
+        changes = rung.action in HYPERPARAMETERS or _lowers_rates(rung)
+        if changes and not self._policy.change_hyperparameters:
             return "the policy changes no hyperparameters"
         if self._is_spent(rung.action):
             count, name = self._budgets[rung.action], rung.action.value
@@ -144,3 +147,14 @@ class Judge:
             self._taken[action] = [int(step) for step in state["taken"].get(action, ())]
         self._bad_step, self._num_bad = int(state["bad_step"]), int(state["num_bad"])
         self._now = int(state["now"])
+
+
+def _lowers_rates(rung: Rung) -> bool:
+    """Whether it goes back with a lower learning rate."""
+    return rung.action is Action.ROLLBACK and rung.factor is not None and rung.factor < 1.0
+
+
+def _find_factor(finding: Finding) -> float | None:
+    """What the rule says the learning rate should be multiplied by; None when it says nothing."""
+    factor = finding.evidence.get("lr_factor")
+    return float(factor) if isinstance(factor, int | float) and 0 < factor < 1 else None

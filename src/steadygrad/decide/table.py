@@ -19,7 +19,8 @@ class Rung:
 
     action: Action
     factor: float | None = None
-    """For `scale_lr` and `scale_weight_decay`; 1 with `rollback`: rates go back with the weights."""
+    """For `scale_lr` and `scale_weight_decay`. With `rollback`: 1 takes the rates back with the weights, less lowers
+    the learning rate as well."""
     after: int = 1
     """Non-finite steps in a row at which it is due; 1 for findings that are not about a step."""
 
@@ -33,6 +34,7 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
     lower_much = Rung(action=Action.SCALE_LR, factor=policy.explosion_lr_factor)
     decay_more = Rung(action=Action.SCALE_WEIGHT_DECAY, factor=policy.weight_decay_factor)
     go_back = Rung(action=Action.ROLLBACK)
+    begin_anew = Rung(action=Action.ROLLBACK, factor=policy.start_lr_factor)
     bad_step = (
         Rung(action=Action.SKIP),
         Rung(action=Action.SCALE_LR, factor=policy.lr_factor, after=policy.nonfinite_steps_to_scale_lr),
@@ -45,6 +47,7 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
         "nonfinite_buffer": (go_back,),
         "nonfinite_epoch": (lower,),
         "nonfinite_validation": (lower,),
+        "rate_too_high": (begin_anew,),
         "loss_explosion": (lower_much, go_back),
         "unrecovered_loss": (Rung(action=Action.ROLLBACK, factor=1.0),),  # the lowered rate did not heal: take it back
         "divergence": (lower, go_back),

@@ -13,6 +13,7 @@ from steadygrad.detect import gradient_norm as norm
 from steadygrad.detect.base import FunctionRule, Rule, rule
 from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, NonfiniteLoss, NonfiniteParameter
 from steadygrad.detect.scaler import ScalerCollapse
+from steadygrad.detect.start import RateTooHigh
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Fact, Finding
 
@@ -44,6 +45,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         validation.NonfiniteValidation(),
         validation.NonfiniteEpoch(),
         # the loss
+        RateTooHigh(config),
         loss.LossSpike(config),
         loss_trend.LossExplosion(config),
         loss_trend.Divergence(config),
@@ -86,17 +88,27 @@ class Detector:
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = list(rules)
+        self._listeners: dict[type, tuple[Rule, ...]] = {}
 
     def observe(self, fact: Fact) -> list[Finding]:
         """All Findings about this Fact."""
         findings: list[Finding] = []
-        for one in tuple(self._rules):
+        for one in self._find_listeners(type(fact)):
             try:
                 findings.extend(one.observe(fact))
             except Exception as error:  # a broken rule silences no other, and ends no training
                 self._rules.remove(one)
+                self._listeners.clear()
                 logger.error("the rule %s failed and is switched off, training goes on: %r", one.name, error)
         return findings
+
+    def _find_listeners(self, kind: type) -> tuple[Rule, ...]:
+        """The rules that hear of this kind of Fact, in order; a third of them never hear of a Reading."""
+        listeners = self._listeners.get(kind)
+        if listeners is None:
+            heard = [(one, getattr(one, "hears", ())) for one in self._rules]
+            listeners = self._listeners[kind] = tuple(one for one, kinds in heard if not kinds or kind in kinds)
+        return listeners
 
     def state_dict(self) -> dict[str, Any]:
         """Each rule's history under its name."""

@@ -81,6 +81,7 @@ class FrequentActions(Remembering):
     """The guard had to act again and again: the setting is wrong, not the step."""
 
     name = "frequent_actions"
+    hears = (ActionTaken,)
     memory = ("_steps", "_episode")
 
     def __init__(self, config: DetectConfig) -> None:

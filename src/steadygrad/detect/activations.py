@@ -57,6 +57,7 @@ class DeadActivation(Remembering):
     """Units of a module are zero for the whole batch. The finding's kind is `dead_units`, as from the gradients."""
 
     name = "dead_activation"
+    hears = (ActivationScan,)
     memory = ("_shares", "_info")
 
     def __init__(self, config: DetectConfig) -> None:
@@ -85,6 +86,7 @@ class SaturatedActivation(Remembering):
     """A bounded activation sits at its bound, where its derivative is zero."""
 
     name = "saturated_activation"
+    hears = (ActivationScan,)
     memory = ("_shares", "_info")
 
     def __init__(self, config: DetectConfig) -> None:
@@ -113,6 +115,7 @@ class ConstantOutput(Remembering):
     """The model says the same for every sample: collapsed, or an input that does not reach the output."""
 
     name = "constant_output"
+    hears = (ActivationScan,)
     memory = ("_baseline", "_streak", "_info", "_warning")
 
     def __init__(self, config: DetectConfig) -> None:

@@ -53,8 +53,11 @@ class VanishingGradient(Remembering):
         if len(norms) < FEWEST_ROWS:
             return
         quarter = len(norms) // 4
-        first, last = median(sorted(norms[:quarter])), median(sorted(norms[-quarter:]))
-        faded = last > 0 and first < self._config.vanishing_depth_ratio * last
+        near, far, limit = norms[-quarter:], norms[:quarter], self._config.vanishing_depth_ratio
+        first, last, faded = 0.0, 0.0, False
+        if min(far) < limit * max(near):  # else the medians, which need sorting, cannot be that far apart
+            first, last = median(sorted(far)), median(sorted(near))
+            faded = last > 0 and first < limit * last
         length = self._streak.feed(reading.step, faded)
         if self._warning.tell(reading.step, length >= self._config.vanishing_patience):
             message = (

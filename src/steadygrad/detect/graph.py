@@ -21,6 +21,7 @@ class UnregisteredLayers(Remembering):
     """
 
     name = "unregistered_layers"
+    hears = (GraphScan,)
     memory = ("_told",)
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class SilentBroadcast(Remembering):
     """A prediction (N, 1) met a target (N,), and the loss is over all N x N pairs: the model learns the mean."""
 
     name = "silent_broadcast"
+    hears = (GraphScan,)
     memory = ("_told",)
 
     def __init__(self) -> None:
@@ -86,6 +88,7 @@ class DoubleSoftmax(Remembering):
     """A softmax is fed to a softmax: cross entropy has its own, and gradients shrink."""
 
     name = "double_softmax"
+    hears = (GraphScan,)
     memory = ("_told",)
 
     def __init__(self) -> None:
@@ -110,6 +113,7 @@ class AnomalyMode(Remembering):
     """torch's anomaly mode is on (info): every backward is watched, 12 times slower on a small model on the CPU."""
 
     name = "anomaly_mode_left_on"
+    hears = (GraphScan,)
     memory = ("_told",)
 
     def __init__(self) -> None:

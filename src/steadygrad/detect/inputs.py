@@ -84,6 +84,7 @@ class OutlierInput(Remembering):
     """The largest value of an input is far above what it usually is, on the logarithm, against its own baseline."""
 
     name = "outlier_input"
+    hears = (InputScan,)
     memory = ("_baselines", "_episode")
 
     def __init__(self, config: DetectConfig) -> None:

@@ -31,6 +31,8 @@ class Remembering:
     """Base of what has a history: `memory` names the attributes that make it up. Not to be used by itself."""
 
     memory: ClassVar[tuple[str, ...]] = ()
+    hears: ClassVar[tuple[type, ...]] = ()
+    """A rule: the kinds of Fact that it is asked about; empty: all of them."""
 
     def state_dict(self) -> dict[str, Any]:
         """The history, as plain numbers and lists."""

@@ -69,6 +69,7 @@ class NonfiniteParameter(Remembering):
     """A weight is NaN or Inf. Each is told once; it may be told again after it was healed."""
 
     name = "nonfinite_parameter"
+    hears = (ParameterScan,)
     memory = ("_known",)
 
     def __init__(self) -> None:
@@ -104,6 +105,7 @@ class NonfiniteBuffer(Remembering):
     """
 
     name = "nonfinite_buffer"
+    hears = (ParameterScan,)
     memory = ("_excused", "_known", "_seen")
 
     def __init__(self) -> None:

@@ -22,6 +22,7 @@ class UnchangedParameter(Remembering):
     """
 
     name = "unchanged_parameter"
+    hears = (ParameterScan,)
     memory = ("_num_scans", "_moved", "_first", "_info", "_told")
 
     def __init__(self, config: DetectConfig) -> None:

@@ -20,6 +20,7 @@ class NonfiniteValidation(Remembering):
     """The validation loss is NaN or Inf."""
 
     name = "nonfinite_validation"
+    hears = (Validation,)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """An error at the last step before the validation."""
@@ -39,6 +40,7 @@ class NonfiniteEpoch(Remembering):
     """The mean training loss of an epoch is NaN or Inf: none of its steps could be used."""
 
     name = "nonfinite_epoch"
+    hears = (EpochEnd,)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """An error at the last step of the epoch."""

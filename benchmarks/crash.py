@@ -1,0 +1,50 @@
+"""Is there a good checkpoint after `kill -9`, at any moment? A real training, killed 200 times, mostly while it saves.
+
+Every restart must begin at the newest save that was complete, none of the confirmed ones may be lost, and the final
+weights must equal those of the training that was left alone, bit for bit. The training is that of the tests
+(tests/stories/crashes.py): dropout, shuffling, noise, accumulation, scheduler, autocast, adaptive clipping.
+Run `python benchmarks/crash.py`; `--kills N` for another number; writes results/crash.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from machine import write_results
+
+PROGRAM = Path(__file__).parent.parent / "tests" / "stories" / "crashes.py"
+
+
+def main() -> int:
+    """Run it and print what came of it; 1 when a promise was not kept."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(PROGRAM), folder, str(arguments.kills), str(arguments.seed)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    found["wall_seconds"] = round(time.perf_counter() - begin, 1)
+    for name, value in found.items():
+        print(f"{name:<55}{value}")
+    kept = (
+        found["weights_equal"]
+        and not found["num_restarts_before_a_confirmed_save"]
+        and not found["num_restarts_at_another_checkpoint_than_the_newest"]
+        and found["num_kills_while_writing"] * 2 > arguments.kills
+    )
+    if arguments.kills >= 200:
+        print(write_results("crash", found))
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Who names the culprit: `diagnose` beside torch's `detect_anomaly`, on every case of the zoo that breaks a number.
+
+Each case is trained plainly up to the step that breaks, then both are asked about that step. Right means kind, phase,
+op, module and line for `diagnose`; for `detect_anomaly` only what it can say: the op, by its autograd node, and the
+line, by the traceback it prints. Controls must raise no alarm.
+
+    python benchmarks/zoo.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see the Makefile
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "zoo"))
+
+import torch
+import zoo_backward  # noqa: F401  (registers its cases)
+import zoo_finite  # noqa: F401
+import zoo_forward  # noqa: F401
+import zoo_own  # noqa: F401
+from zoo_case import CASES, Case, Training
+
+from machine import describe_machine, write_results
+from steadygrad.diagnose import diagnose
+from steadygrad.diagnose.trace import fits_node
+from steadygrad.facts import Cause
+
+PARTS = ("kind", "phase", "op", "module", "line")
+
+
+def train_up_to(case: Case) -> tuple[Training, Any]:
+    """The training just before the step that breaks, and that step's batch."""
+    training = case.build()
+    for batch in training.batches[: case.step]:
+        training.step(batch)
+    return training, training.batches[case.step]
+
+
+def score(case: Case, cause: Cause | None) -> dict[str, bool]:
+    """Which parts of the answer are right."""
+    if cause is None:
+        return dict.fromkeys(PARTS, False)
+    return {
+        "kind": cause.kind in case.kinds,
+        "phase": cause.phase == case.phase,
+        "op": cause.op in case.ops or not case.ops,
+        "module": cause.module == case.module,
+        "line": cause.line in case.lines or not case.lines,
+    }
+
+
+def ask_anomaly_mode(case: Case) -> str:
+    """'exact', 'misleading' or 'silent'."""
+    training, batch = train_up_to(case)
+    training.optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with torch.autograd.detect_anomaly(check_nan=True):
+                result = training.loss(training.model, batch)
+                (result["loss"] if isinstance(result, dict) else result).backward()
+        except RuntimeError as error:
+            found = re.search(r"Function '(\w+)' returned nan", str(error))
+            if found is None:
+                return "silent"
+            traced = "".join(str(one.message) for one in caught)
+            lines = [int(number) for number in re.findall(r'zoo_\w+\.py", line (\d+)', traced)]
+            is_op = any(fits_node(op, found[1]) for op in case.ops)
+            return "exact" if is_op and (not case.lines or (lines and lines[-1] in case.lines)) else "misleading"
+        except Exception:  # the step raises something of its own
+            return "silent"
+    return "silent"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {}
+    for case in (one for one in CASES.values() if one.kinds):
+        training, batch = train_up_to(case)
+        cause = diagnose(training.loss, training.model, batch, model=training.model)
+        rows[case.name] = {
+            "parts": score(case, cause),
+            "anomaly_mode": ask_anomaly_mode(case),
+            "public": bool(case.seen),
+        }
+        right = all(rows[case.name]["parts"].values())
+        wrong = ", ".join(part for part, fine in rows[case.name]["parts"].items() if not fine)
+        print(
+            f"{case.name:42s} diagnose {'right' if right else 'WRONG: ' + wrong:24s} {rows[case.name]['anomaly_mode']}"
+        )
+    alarms = []
+    for case in (one for one in CASES.values() if one.is_healthy):
+        training = case.build()
+        for batch in training.batches[:8]:
+            if diagnose(training.loss, training.model, batch, model=training.model) is not None:
+                alarms.append(case.name)
+            training.step(batch)
+    summary = {
+        "cases": len(rows),
+        "diagnose": sum(all(row["parts"].values()) for row in rows.values()),
+        "anomaly_mode": {
+            word: sum(r["anomaly_mode"] == word for r in rows.values()) for word in ("exact", "misleading", "silent")
+        },
+        "controls": sum(one.is_healthy for one in CASES.values()),
+        "alarms": alarms,
+    }
+    print(describe_machine(), summary, sep="\n")
+    print(write_results("zoo", {"summary": summary, "cases": rows}))
+
+
+if __name__ == "__main__":
+    main()

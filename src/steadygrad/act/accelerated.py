@@ -1,0 +1,146 @@
+"""AcceleratorDrive: what a Guard needs of a loop that Hugging Face's accelerate drives.
+
+accelerate divides the loss for accumulation, scales it, runs backward, and says when gradients are complete; all that
+stays. Its optimizers' `step()` goes through the Guard, which is told every loss, sees the batch through a hook on the
+model, and answers whether the step was skipped. accelerate itself is never imported: its objects are asked by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from steadygrad.act.patches import Patches
+from steadygrad.config import GuardConfig
+from steadygrad.errors import ConfigError, UsageError
+from steadygrad.facts import StepRecord
+
+
+class Driven(Protocol):
+    """A Guard, as seen from a framework's loop."""
+
+    config: GuardConfig
+
+    @property
+    def last(self) -> StepRecord | None: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    def flush(self) -> None: ...
+    def step(self) -> Any: ...
+    def watch_forward(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]: ...
+    def watch_backward(self, loss: Tensor) -> None: ...
+
+
+class WasSkipped:
+    """True if the guard's last step was skipped. Asked for its truth it waits for the numbers; before that it does not.
+
+    Stands where accelerate keeps a bool, so that a scheduler that asks waits and a loop that does not ask never does.
+    """
+
+    def __init__(self, guard: Driven) -> None:
+        self._guard = guard
+
+    def __bool__(self) -> bool:
+        self._guard.flush()
+        return self._guard.last is not None and self._guard.last.skipped
+
+
+class AcceleratorDrive:
+    """The objects inside accelerate's wrappers, and the ties between them and a Guard."""
+
+    def __init__(self, accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
+        for name in ("backward", "sync_gradients", "gradient_accumulation_steps"):
+            if not hasattr(accelerator, name):
+                raise UsageError(
+                    f"from_accelerator's first argument must be an accelerate.Accelerator, got "
+                    f"{type(accelerator).__name__}, which has no {name}. Pass the Accelerator itself."
+                )
+        self._accelerator = accelerator
+        self._wrapped = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+        self.model = model
+        self.optimizers: list[torch.optim.Optimizer] = [_open(one, "optimizer") for one in self._wrapped]
+        self.scheduler = _open(scheduler, "scheduler")
+        self.scaler: torch.amp.GradScaler | None = getattr(accelerator, "scaler", None)
+        self._patches = Patches()
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether more microbatches of this step are to come."""
+        return not self._accelerator.sync_gradients
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The loss as `accelerator.backward` runs from it, loss scale aside."""
+        share = self._accelerator.gradient_accumulation_steps
+        return loss if share == 1 else loss / share
+
+    def attach(self, guard: Driven) -> None:
+        """Tie accelerate's objects to `guard`, until `detach()`."""
+        if guard.config.drop_bad_microbatches:
+            refuse_dropping("accelerator.backward")
+        run_backward: Callable[..., None] = self._accelerator.backward
+
+        def backward(loss: Tensor, **kwargs: Any) -> None:
+            guard.watch_backward(self.weigh(loss))
+            run_backward(loss, **kwargs)
+
+        def step(wrapped: Any, closure: Callable[[], Any] | None = None) -> None:
+            wrapped._opt_called = True  # what a scheduler's wrapper around `step` notes, lest it warn
+            if closure is not None:
+                closure()
+            if guard.num_microbatches:  # none: guard.step() has already been called for these gradients
+                guard.step()
+
+        self._patches.replace(self._accelerator, "backward", backward)
+        for wrapped in self._wrapped:
+            if _is_wrapper(wrapped):
+                self._patches.replace(wrapped, "step", types.MethodType(step, wrapped))  # schedulers want a method
+                self._patches.replace(wrapped, "_is_overflow", WasSkipped(guard))
+        self._hook_model(guard)
+
+    def _hook_model(self, guard: Driven) -> None:
+        """Let the guard see each training forward of the model: its batch, and the buffers before it."""
+        inside: list[contextlib.AbstractContextManager[None]] = []
+
+        def before(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            if module.training and torch.is_grad_enabled() and not inside:
+                watch = guard.watch_forward(*args, **kwargs)
+                watch.__enter__()
+                inside.append(watch)
+
+        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if inside:
+                inside.pop().__exit__(None, None, None)
+
+        self._hooks.append(self.model.register_forward_pre_hook(before, with_kwargs=True))
+        self._hooks.append(self.model.register_forward_hook(after, always_call=True))
+
+    def detach(self) -> None:
+        """Untie: accelerate's objects are as they were."""
+        self._patches.undo()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def refuse_dropping(runner: str) -> None:
+    """A microbatch can be left out only by whoever runs its backward."""
+    raise ConfigError(
+        f"GuardConfig.drop_bad_microbatches is True, but {runner} runs backward here, so one microbatch cannot be "
+        "taken out of the sum. Leave it False: the whole step is skipped then."
+    )
+
+
+def _is_wrapper(thing: Any) -> bool:
+    """Whether this is accelerate's own wrapper: its classes are known by where they come from."""
+    return any(base.__module__.partition(".")[0] == "accelerate" for base in type(thing).__mro__)
+
+
+def _open(thing: Any, attribute: str) -> Any:
+    """What accelerate's wrapper holds; anything else as it is."""
+    return getattr(thing, attribute) if _is_wrapper(thing) else thing

@@ -1,0 +1,56 @@
+"""StaleWatch: were the gradients cleared before the next backward? Seen from hooks, in the first steps only.
+
+When the caller runs backward alone, nobody tells the guard when it begins. So after a step each parameter is given a
+hook that fires when its first new gradient has been added: if that was added to the very tensor that the step has used,
+with nothing done to it in between, the old gradient is still inside. Reads only; the hooks are gone after `NUM_STEPS`
+steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NUM_STEPS = 3
+"""Steps that are watched: a loop that forgets to clear its gradients forgets it from the start."""
+
+
+class StaleWatch:
+    """Watches the parameters from the end of one step to the next one's measurement."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._named = named
+        self._steps_left = NUM_STEPS
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._stale: list[str] = []
+
+    def after_step(self) -> None:
+        """A step is over, and its gradients are the caller's to clear."""
+        if self._steps_left == 0:
+            return
+        self._steps_left -= 1
+        for name, parameter in self._named:
+            gradient = parameter.grad
+            if gradient is not None and parameter.is_leaf and parameter.requires_grad:
+                self._watch(name, parameter, (id(gradient), gradient._version))
+
+    def _watch(self, name: str, parameter: Tensor, before: tuple[int, int]) -> None:
+        fired = False
+
+        def look(changed: Tensor) -> None:
+            nonlocal fired
+            if not fired and changed.grad is not None:
+                fired = True  # a second microbatch adds to the first one's gradient, as it should
+                if (id(changed.grad), changed.grad._version - 1) == before:
+                    self._stale.append(name)
+
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(look))
+
+    def take(self) -> tuple[str, ...]:
+        """The parameters whose old gradient was added to; the hooks are removed."""
+        for hook in self._hooks:
+            hook.remove()
+        stale, self._hooks, self._stale = tuple(self._stale), [], []
+        return stale

@@ -1,0 +1,216 @@
+"""Signals: the step is finished and saved, and the exit code asks for a restart; a second one ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+from torch import nn
+
+from steadygrad import Guard, GuardConfig
+from steadygrad.checkpoint import signals
+from steadygrad.checkpoint.signals import EXIT_CODE, SignalWatch
+from steadygrad.config import CheckpointConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
+
+PROGRAM = """
+import hashlib, logging, random, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from steadygrad import Guard
+
+class Noisy(TensorDataset):
+    def __getitem__(self, i):
+        x, = super().__getitem__(i)
+        return x + torch.randn(4) * random.random()
+
+def main(run_dir, seed, workers):
+    logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), run_dir=run_dir)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    loader = DataLoader(Noisy(torch.arange(160.0).reshape(40, 4) / 160), 2, shuffle=True, num_workers=workers)
+    print("resumed", guard.resume(), flush=True)
+    for epoch in range(guard.epoch, 2):
+        for batch in guard.batches(loader):
+            guard.step(lambda x: model(x).square().mean(), batch)
+            print("step", guard.last.step, flush=True)
+            if sys.argv[3] == "slowly":
+                sys.stdin.readline()
+        guard.end_epoch()
+    guard.close()
+    text = str([p.tolist() for p in model.parameters()])
+    print("weights", hashlib.sha256(text.encode()).hexdigest(), flush=True)
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[4]))
+"""
+
+
+def start(run_dir: Path, seed: int, pace: str, workers: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(run_dir), str(seed), pace, str(workers)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def read_until(stream: IO[str], line: str) -> None:
+    for found in stream:
+        if found.strip() == line:
+            return
+    pytest.fail(f"the program ended before {line!r}")
+
+
+def finish(run_dir: Path, seed: int, workers: int = 0) -> list[str]:
+    output, errors = start(run_dir, seed, "freely", workers).communicate(timeout=120)
+    assert "weights" in output, errors
+    return output.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("number", "workers"), [(signal.SIGTERM, 2), (signal.SIGINT, 2)], ids=["SIGTERM to the group", "Ctrl-C"]
+)
+def test_the_step_is_finished_and_saved_and_a_restart_goes_on(tmp_path: Path, number: int, workers: int) -> None:
+    """To the whole group, as a cluster and a terminal send it: the data workers must outlive the last step."""
+    program = start(tmp_path / "run", 1, "slowly", workers)
+    assert program.stdin is not None
+    assert program.stdout is not None
+    for step in range(23):  # into the second epoch
+        read_until(program.stdout, f"step {step}")
+        if step == 22:
+            os.killpg(program.pid, number)
+        program.stdin.write("\n")
+        program.stdin.flush()
+    output, errors = program.communicate(timeout=120)
+    assert program.returncode == EXIT_CODE == 75, errors
+    assert f"{signal.Signals(number).name}: finishing the step" in errors
+    assert "Traceback" not in errors
+    assert output.split() == ["step", "23"] or output.split() == []
+
+    if number == signal.SIGINT:
+        return
+    rest = finish(tmp_path / "run", 99, workers)
+    assert rest[0] in ("resumed 23", "resumed 24")
+    assert rest[-1] == finish(tmp_path / "whole", 1, workers)[-1]
+
+
+# --- the watch itself, in a small process: it needs no torch ------------------------------------------------------
+
+WATCH = f"""
+import importlib.util, os, signal, sys
+spec = importlib.util.spec_from_file_location("signals", {signals.__file__!r})
+signals = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(signals)
+watch = signals.SignalWatch()
+"""
+
+
+def run_watch(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", WATCH + code], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
+    send = f"os.kill(os.getpid(), signal.{number.name})\n"
+    done = run_watch(f"watch.start()\n{send}print(watch.received.name, flush=True)\n{send}print('still here')\n")
+    assert done.stdout.split() == [number.name]
+    assert done.returncode == (-signal.SIGTERM if number is signal.SIGTERM else -signal.SIGINT)
+
+
+@pytest.mark.parametrize("setting", ["sys.ps1 = '>>> '", "sys.modules['ipykernel'] = sys"], ids=["prompt", "notebook"])
+def test_where_a_person_sits_ctrl_c_stays_a_keyboard_interrupt(setting: str) -> None:
+    code = (
+        f"{setting}\nwatch.start()\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt: print('interrupted')\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(watch.received.name)\n"
+    )
+    assert run_watch(code).stdout.split() == ["interrupted", "SIGTERM"]
+
+
+def test_a_forked_child_gets_the_signal_as_if_nobody_listened() -> None:
+    code = (
+        "watch.start()\nchild = os.fork()\n"
+        "if child == 0:\n    os.kill(os.getpid(), signal.SIGTERM)\n    os._exit(7)\n"
+        "print(os.WTERMSIG(os.waitpid(child, 0)[1]), watch.received)\n"
+    )
+    assert run_watch(code).stdout.split() == ["15", "None"]
+
+
+def test_a_handler_of_the_users_own_is_left_alone() -> None:
+    code = (
+        "signal.signal(signal.SIGTERM, lambda *_: print('mine'))\nwatch.start()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(watch.received)\n"
+    )
+    assert run_watch(code).stdout.split() == ["mine", "None"]
+
+
+def test_what_was_there_before_is_put_back() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    watch = SignalWatch()
+    watch.start()
+    assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+    watch.stop()
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_another_thread_does_not_listen() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=SignalWatch().start)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("how", ["no run directory", "signals=False"])
+def test_a_guard_that_has_nothing_to_save_to_does_not_listen(tmp_path: Path, how: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    model = nn.Linear(2, 1)
+    config = GuardConfig(checkpoint=CheckpointConfig(signals=how == "no run directory"))
+    run_dir = None if how == "no run directory" else tmp_path
+    guard = Guard(model, torch.optim.SGD(model.parameters()), config=config, run_dir=run_dir)
+    guard.step(lambda x: model(x).square().mean(), torch.ones(1, 2))
+    assert signal.getsignal(signal.SIGTERM) is before
+    guard.close()
+
+
+def test_a_guard_listens_from_its_first_step_until_it_is_closed(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    model = nn.Linear(2, 1)
+    with Guard(model, torch.optim.SGD(model.parameters()), run_dir=tmp_path) as guard:
+        assert signal.getsignal(signal.SIGTERM) is before
+        guard.step(lambda x: model(x).square().mean(), torch.ones(1, 2))
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_signal_is_answered_after_the_step_in_this_very_process(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path)
+    seen = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(seen))
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return model(x).square().mean()
+
+    def train() -> None:
+        for _ in range(9):
+            guard.step(loss, torch.ones(1, 2))
+
+    with pytest.raises(SystemExit) as caught:
+        train()
+    assert caught.value.code == EXIT_CODE
+    assert seen == [0, 1, 2]
+    assert [info.step for info in guard.checkpoints.list()] == [3]

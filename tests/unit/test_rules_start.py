@@ -1,0 +1,155 @@
+"""A learning rate that is too high from the first step on, and the starts that only look like it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from rule_traces import findings_of, poisoned, reading, rule_named
+
+from steadygrad.config import DetectConfig
+from steadygrad.config.detect import StartThresholds
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Fact, Finding, ParameterScan
+
+needs_norms = pytest.mark.skipif("norms" not in ParameterScan.__dataclass_fields__, reason="norms are not measured")
+
+
+def find(losses: Sequence[float], norms: Sequence[float] = ()) -> list[Finding]:
+    norms = norms or [1.0] * len(losses)
+    return findings_of(rule_named("rate_too_high"), [reading(t, *pair) for t, pair in enumerate(zip(losses, norms))])
+
+
+def weigh(
+    growth: float, *, weights: Sequence[float] = (3.0, 4.0), loss: float = 3.0, norm: float = 2.5
+) -> list[Finding]:
+    """Eight steps, the third of which had this loss and gradient norm, after which the weights have grown."""
+    before = {f"w{i}": size for i, size in enumerate(weights)}
+    after = {name: growth * size if size else 5.0 for name, size in before.items()}
+    facts: list[Fact] = [ParameterScan(step=-1, norms=before)]
+    facts += [reading(t, loss if t == 2 else 3.0, norm if t == 2 else 1.0) for t in range(7)]
+    facts += [ParameterScan(step=7, norms=after), reading(7, 3.0, 1.0)]
+    return findings_of(rule_named("rate_too_high"), facts)
+
+
+# --- the weights run away --------------------------------------------------------------------------------------------
+
+
+@needs_norms
+def test_weights_that_run_away_while_the_gradient_grows_are_found_at_the_eighth_step() -> None:
+    (said,) = weigh(1.8)
+
+    assert said.step == 7
+    assert said.evidence["weight_growth"] == pytest.approx(1.8)
+    # They moved by 1.5 of their norm; a tenth is usual.
+    assert said.evidence["lr_factor"] == pytest.approx(0.1 / math.sqrt(1.8**2 - 1))
+
+
+@needs_norms
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        {"growth": 1.3},  # ten times the rate of a transformer that trains well
+        {"growth": 1.8, "norm": 1.5},  # neither loss nor gradient grew
+        {"growth": 1.8, "weights": (3.0,)},  # one layer on frozen features
+        {"growth": 1.8, "weights": (3.0, 0.0)},  # the other one began as zero
+    ],
+)
+def test_weights_may_grow_where_that_does_no_harm(healthy: dict[str, float]) -> None:
+    assert weigh(**healthy) == []  # type: ignore[arg-type]
+
+
+@needs_norms
+def test_a_loss_that_rose_will_do_where_the_gradient_did_not_grow() -> None:
+    assert [f.kind for f in weigh(1.8, loss=3.6, norm=1.0)] == ["rate_too_high"]
+
+
+@needs_norms
+def test_weights_may_grow_when_the_loss_has_already_fallen_far() -> None:
+    facts: list[Fact] = [ParameterScan(step=-1, norms={"a": 1.0, "b": 1.0})]
+    facts += [reading(t, 3.0 * 0.7**t, 1.0 + 4.0 * (t == 1)) for t in range(7)]
+    facts += [ParameterScan(step=7, norms={"a": 2.0, "b": 2.0}), reading(7, 0.3, 1.0)]
+    assert findings_of(rule_named("rate_too_high"), facts) == []
+
+
+@needs_norms
+def test_a_growth_beyond_measure_does_not_say_how_much_too_high() -> None:
+    (said,) = weigh(1e6)
+    assert "lr_factor" not in said.evidence
+
+
+# --- the loss climbs -------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_climbs_with_its_gradient_is_found() -> None:
+    losses = [2.92, 2.04, 3.82, 5.45, 9.1, 10.7, 9.5, 11.4, 12.0, 16.5, 18.5, 16.6, 20.9]
+    (said,) = find(losses, [0.9, 0.9, *[5.0] * 11])
+    assert said.step == 11  # the eighth above three times the first two
+    assert said.evidence["first_loss"] == 2.92
+
+
+def test_a_bump_that_comes_back_is_none() -> None:
+    losses = [2.9, 3.5, 9.0, 24.0, 31.0, 28.0, 12.0, 6.0, 4.0, *(2.5 * 0.97**t for t in range(60))]
+    assert find(losses, [1.0, *[9.0] * 9, *[1.0] * 59]) == []
+
+
+def test_a_high_loss_without_a_grown_gradient_is_none() -> None:
+    assert find([2.9, 2.9, *[12.0] * 30]) == []
+
+
+def test_batches_of_one_sample_are_no_climb() -> None:
+    for seed in range(2000):
+        r = random.Random(seed)
+        pairs = [(3.0 * r.gauss(0, 1) ** 2 + 1e-9, 5.0 * abs(r.gauss(0, 1)) + 1e-9) for _ in range(28)]
+        assert find(*zip(*pairs)) == [], seed
+
+
+def test_growth_until_nothing_is_finite_is_found_at_once() -> None:
+    steps: list[Fact] = [reading(t, 2.9 * 20.0**t, 0.9 * 30.0**t) for t in range(5)]
+    (said,) = findings_of(rule_named("rate_too_high"), [*steps, poisoned(5, math.nan), poisoned(6, math.nan)])
+    assert said.step == 5
+
+
+def test_a_nan_out_of_the_blue_is_no_learning_rate() -> None:
+    steps: list[Fact] = [reading(t, 2.9, 0.9) for t in range(5)]
+    assert findings_of(rule_named("rate_too_high"), [*steps, poisoned(5, math.nan)]) == []
+
+
+# --- thrown up, then flat --------------------------------------------------------------------------------------------
+
+
+def flat(level: float, num: int, seed: int = 0) -> list[float]:
+    r = random.Random(seed)
+    return [level + 0.02 * r.gauss(0, 1) for _ in range(num)]
+
+
+def test_a_loss_that_was_thrown_up_and_lies_flat_since_is_found() -> None:
+    (said,) = find([1.72, 27.1, 6.6, 1.52, *flat(1.39, 30)])
+    assert said.step == 27
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [1.72, 3.79, 2.09, 1.46, *flat(1.39, 30)],  # a small overshoot on a hard task
+        [1.72, 27.1, 6.6, 1.52, *(1.5 - 0.03 * t for t in range(30))],  # it learns
+        [1.72, 27.1, 6.6, 1.52, *flat(0.2, 30)],  # it has learnt
+    ],
+)
+def test_an_overshoot_that_does_no_harm_is_none(losses: list[float]) -> None:
+    assert find(losses) == []
+
+
+# --- once ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_told_once_and_only_about_the_start() -> None:
+    assert len(find([2.9, 2.9, *[30.0] * 26], [1.0, 1.0, *[9.0] * 26])) == 1
+    assert find([2.9] * 28 + [300.0] * 30, [1.0] * 28 + [90.0] * 30) == []
+
+
+def test_a_wrong_threshold_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"StartThresholds\.weight_growth must be above 1, got 0\.9"):
+        DetectConfig(start=StartThresholds(weight_growth=0.9))
