@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad._version import __version__
+from steadygrad.act.accelerated import AcceleratorDrive
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.followers import Followers
@@ -41,6 +42,9 @@ from steadygrad.act.reflex import Reflex
 from steadygrad.act.sanitize import sanitize_gradients
 from steadygrad.act.scaler import ScalerDriver
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.checkpoint.run import RunCheckpoints, tell_unsaved
+from steadygrad.checkpoint.signals import EXIT_CODE
+from steadygrad.checkpoint.store import CheckpointStore, Save
 from steadygrad.clip import build_clipper
 from steadygrad.config import GuardConfig
 from steadygrad.detect import Detector, standard_rules
@@ -54,6 +58,7 @@ from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.loss import check_loss, detach, find_loss
 from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE
 from steadygrad.measure.scan import find_nonfinite
+from steadygrad.measure.stale import StaleWatch
 from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.record import Recorder, RunDirectory, Sink
@@ -130,13 +135,24 @@ class Guard:
             actor=self._actor,
             recorder=Recorder([*sinks, *self._open_run(run_dir)]),
         )
+        self._checkpoints = RunCheckpoints(
+            run_dir,
+            self.config.checkpoint,
+            model=self._subjects.model,
+            optimizers=self._optimizers,
+            extras=_keep_stateful({"scheduler": scheduler, "scaler": scaler, "ema": ema}),
+        )
         self._looks = Looks()
         self._random: dict[str, Any] | None = None
         weakref.finalize(self, self._judgement.close)  # a guard that nobody closed still leaves a whole record
+        weakref.finalize(self, self._checkpoints.close)
         self._batches = Accumulated()
         self._pending: _Pending | None = None
         self._next_step = self._epoch = self._num_skipped_batches = 0
         self._validation_loss: float | None = None
+        self._validated: tuple[int, float] | None = None
+        self._drive: AcceleratorDrive | None = None
+        self._is_driven = self._is_watching = False
         self._closed = False
         if not self._off:
             for finding in foresee(self._subjects):
@@ -151,8 +167,11 @@ class Guard:
         Returns what the function returned, detached; the detached loss; or None.
         """
         self._check_open()
+        self._checkpoints.listen()
         result = None if subject is None else self.backward(subject, *args, **kwargs)
-        owns_backward = self._batches.num > 0
+        if self._drive is not None and self._drive.is_accumulating:
+            return result
+        owns_backward = self._batches.num > 0 and not self._is_driven
         try:
             if self._off:
                 self._optimize_plainly()
@@ -161,10 +180,14 @@ class Guard:
             else:
                 self._optimize()
         finally:
-            self._batches, self._looks = Accumulated(), Looks()
+            self._batches, self._looks, self._is_driven = Accumulated(), Looks(), False
+            self._scaler.end_step()
             if owns_backward:
                 self._zero_grad()
+            elif not self._off:
+                self._stale.after_step()
         self._judge_if_arrived()
+        self._save_if_due()
         return result
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +200,7 @@ class Guard:
             self._batches.num += 1
             return detach(result)
         loss = find_loss(result) if result is not subject else check_loss(result)
+        loss = loss if self._drive is None else self._drive.weigh(loss)
         self._batches.num += 1
         if not self._off:
             self._lookout.look_at_graph(self._next_step, self._looks, loss)
@@ -203,8 +227,20 @@ class Guard:
             if self._actor.num_to_refuse:  # a result for the caller, and no trace of it
                 with torch.no_grad(), unchanged_random(self._devices):
                     return subject(*args, **kwargs)
-            with self._lookout.around_forward(self._next_step, self._looks, args, kwargs):
+            with self._watch(args, kwargs):
                 return subject(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _watch(self, args: Any, kwargs: Any) -> Iterator[None]:
+        if self._is_watching:  # a framework's step inside of which the model says that it is called
+            yield
+            return
+        self._is_watching = True
+        try:
+            with self._lookout.around_forward(self._next_step, self._looks, args, kwargs):
+                yield
+        finally:
+            self._is_watching = False
 
     def _begin_step(self, *, has_forward: bool) -> None:
         """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
@@ -220,7 +256,8 @@ class Guard:
         """Measure, then step or skip: on the device where the optimizers allow it, by one host read elsewhere."""
         batches = self._batches
         self._notice_new_parameters()
-        facts = {"num_microbatches": max(1, batches.num), "num_dropped_microbatches": batches.num_dropped}
+        facts: dict[str, Any] = {"num_microbatches": max(1, batches.num), "num_dropped_microbatches": batches.num_dropped}
+        facts["stale"] = self._stale.take()
         if batches.all_dropped:
             self._skip_all_dropped(facts)
             return
@@ -348,6 +385,65 @@ class Guard:
         self._take_step_number()
         self._followers.after_applied()
 
+    # --- steps that a framework drives ------------------------------------------------------------------------------
+
+    @classmethod
+    def from_accelerator(
+        cls, accelerator: Any, model: nn.Module, optimizer: Any, *, scheduler: Any = None, **options: Any
+    ) -> Self:
+        """A Guard for a loop of accelerate; `options` are those of Guard.
+
+        `accelerator.backward(loss)` and `accelerator.accumulate(model)` stay. `guard.step()`, or `optimizer.step()` as
+        it was, does nothing until accelerate has all microbatches of a step.
+        """
+        drive = AcceleratorDrive(accelerator, model, optimizer, scheduler)
+        guard = cls(drive.model, drive.optimizers, scheduler=drive.scheduler, scaler=drive.scaler, **options)
+        drive.attach(guard)
+        guard._drive = drive
+        return guard
+
+    @contextlib.contextmanager
+    def watch_forward(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Around a forward that a framework runs; the arguments are its batch. `watch_backward`, `step()` come next."""
+        self._check_open()
+        if self._off or self._is_watching:
+            yield
+            return
+        if self._batches.num == 0:
+            self._begin_step(has_forward=True)
+        with self._watch(args, kwargs):
+            yield
+
+    def watch_backward(self, loss: Tensor) -> None:
+        """A framework is about to run backward from `loss`. It clears the gradients itself."""
+        self._check_open()
+        self._is_driven = True
+        self._batches.num += 1
+        if self._off or self._actor.num_to_refuse:
+            return
+        self._lookout.look_at_graph(self._next_step, self._looks, loss)
+        self._batches.losses.append(loss.detach())
+
+    @property
+    def num_microbatches(self) -> int:
+        """Backward calls since the last step."""
+        return self._batches.num
+
+    @property
+    def num_steps(self) -> int:
+        """Steps tried so far, which is the number of the next one."""
+        return self._next_step
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether every step has been judged; with fused optimizers on CUDA the last one may be on its way."""
+        return self._pending is None
+
+    def note(self, finding: Finding) -> None:
+        """Write down what somebody else has found. Nothing is done about it."""
+        if not self._off:
+            self._judgement.note(finding)
+
     # --- judgement --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -381,6 +477,7 @@ class Guard:
         with self._buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
             facts = self._lookout.read(reading, looks)  # a late judgement comes after the next forward
         healthy = self._judgement.judge(reading, facts)
+        self._checkpoints.note_step(reading.step, healthy=healthy)
         if not self._follow_rollback() and healthy and self._snapshots.due(reading.step + 1):
             self._take_snapshot(reading.step + 1)
 
@@ -425,7 +522,7 @@ class Guard:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
         total = len(loader) if isinstance(loader, Sized) else None
-        for batch in track(loader, describe=self._describe, total=total):
+        for batch in track(self._checkpoints.iterate(loader), describe=self._describe, total=total):
             if self._actor.num_to_refuse:
                 self._actor.refuse_one()
                 self._num_skipped_batches += 1
@@ -439,6 +536,8 @@ class Guard:
         value = float(loss)
         if math.isfinite(value):
             self._validation_loss = value
+            self._validated = (self._next_step, value)
+            self._checkpoints.note_validation(self._next_step, value)
         if not self._off:
             self._judgement.validate(max(0, self._next_step - 1), self._epoch, value)
             self._follow_rollback()
@@ -451,7 +550,13 @@ class Guard:
             self._judgement.end_epoch(max(0, self._next_step - 1), self._epoch)
             self._follow_rollback()
         self._epoch += 1
+        self._checkpoints.end_epoch()
         self._followers.after_epoch(self._validation_loss)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that have ended: `for epoch in range(guard.epoch, num_epochs)` goes on after a resume."""
+        return self._epoch
 
     @property
     def should_stop(self) -> bool:
@@ -543,6 +648,63 @@ class Guard:
         self._num_skipped_batches = int(state["num_skipped_batches"])
         self._buffers.refresh()
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self) -> Save | None:
+        """Save the whole training, to be resumed bit for bit; returns when it may go on, the disk is written behind it.
+
+        None when the state cannot be saved, because it is not finite for example: that is told as an incident. So is a
+        disk that fails.
+        """
+        self._check_open()
+        self.flush()
+        step, (validated, loss) = self._next_step, self._validated or (-1, 0.0)
+        metrics = {self.config.checkpoint.best_by: loss} if validated == step else {}
+        saved = self._checkpoints.save(
+            step, self.state_dict(), accumulated=self._batches, buffers=self._buffers, metrics=metrics
+        )
+        self._tell_unsaved()
+        return saved
+
+    def _tell_unsaved(self) -> None:
+        for failure in self._checkpoints.take_failures():
+            self._judgement.note(tell_unsaved(self._next_step, failure))
+
+    def resume(self, path: str | Path | None = None, *, strict: bool = True) -> int | None:
+        """Go on from the newest good checkpoint of the run directory, or from `path`; the step that comes next.
+
+        None when there is no checkpoint yet. Settings of the optimizer that are given otherwise now win, and are told.
+        `strict=False` loads what fits a model that has changed.
+        """
+        self._check_open()
+        self.flush()
+        resumed = self._checkpoints.resume(path, strict=strict, buffers=self._buffers)
+        if resumed is None:
+            return None
+        self.load_state_dict(resumed.guard)
+        self._batches = resumed.accumulated
+        self._lookout.forget()
+        self._judgement.note(resumed.tell())
+        self._checkpoints.finish_resume()
+        return resumed.step
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        """The checkpoints of the run directory: `list()`, `best`, `load()`."""
+        return self._checkpoints.store
+
+    def _save_if_due(self) -> None:
+        """What comes by itself: a save every so many steps, and after a signal a last one and the end."""
+        received = self._checkpoints.signals.received
+        if received is not None:
+            saved = self.save()
+            where = None if saved is None else saved.wait()
+            self.close()
+            raise SystemExit(EXIT_CODE if where is not None else 128 + received)
+        if self._checkpoints.is_due(self._next_step):
+            self.save()
+        self._tell_unsaved()
+
     def close(self) -> None:
         """Judge what is pending and close the record. A closed guard refuses to step."""
         if self._closed:
@@ -551,7 +713,11 @@ class Guard:
             self.flush()
         finally:
             self._closed = True
+            if self._drive is not None:
+                self._drive.detach()
             self._rates.close()
+            self._checkpoints.close()
+            self._tell_unsaved()
             self._judgement.close()
 
     def __enter__(self) -> Self:
@@ -572,6 +738,7 @@ class Guard:
         constant_norm = None if self._clipper is None else self._clipper.constant_norm
         self._meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm)
         self._updates = UpdateMeter(named)
+        self._stale = StaleWatch(named)
         self._reflex = Reflex(self._optimizers, self._clipper)
         self._gate = MicrobatchGate(
             [p for _, p in named],

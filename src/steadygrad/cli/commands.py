@@ -5,7 +5,11 @@ from __future__ import annotations
 import click
 
 from steadygrad._version import __version__
+from steadygrad.cli.clean import clean
 from steadygrad.cli.console import Console
+from steadygrad.cli.diagnose import diagnose
+from steadygrad.cli.run import run
+from steadygrad.cli.scan import scan
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -17,6 +21,7 @@ def steadygrad() -> None:
     Example:
       steadygrad demo        a training that a NaN kills, and the same one guarded
       steadygrad doctor      what this machine and torch offer, and what to choose
+      steadygrad scan PATH   what is in a checkpoint, and whether it is finite
     """
 
 
@@ -62,3 +67,9 @@ def doctor(context: click.Context, as_json: bool) -> None:
     from steadygrad.cli.doctor import tell_machine
 
     context.exit(tell_machine(Console(), as_json=as_json))
+
+
+steadygrad.add_command(scan)
+steadygrad.add_command(clean)
+steadygrad.add_command(diagnose)
+steadygrad.add_command(run)

@@ -1,0 +1,271 @@
+"""GuardCallback: Lightning's hooks -> the calls of a Guard, for any LightningModule.
+
+Lightning keeps its loop, its precision plugin, its schedulers and its checkpoints. What is replaced, on the instances
+of one `fit` only: the plugin's `optimizer_step` (the Guard measures, clips, steps or skips there), the trainer's
+`gradient_clip_val` (the Guard clips), and `lr_scheduler_step` (the rate moves only for steps that were applied).
+"""
+
+# ruff: noqa: ARG002 - the arguments of a hook are Lightning's
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.act.accelerated import refuse_dropping
+from steadygrad.act.patches import Patches
+from steadygrad.adapters.enhanced import (
+    EnhancedTrainingMixin,
+    integrate_health_checks,
+    replace_loss_function_with_stable_version,
+)
+from steadygrad.adapters.extras import import_extra, is_switched_off
+from steadygrad.adapters.findings import describe_error
+from steadygrad.adapters.held_schedule import HeldSchedule
+from steadygrad.adapters.settings import adopt_settings, read_clipping
+from steadygrad.config import ClipStrategy, GuardConfig
+from steadygrad.errors import TrainingHalted, UsageError
+from steadygrad.guard import Guard
+from steadygrad.record import Sink
+
+__all__ = [
+    "EnhancedTrainingMixin",
+    "GuardCallback",
+    "integrate_health_checks",
+    "replace_loss_function_with_stable_version",
+]
+
+Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning").Callback
+
+
+@dataclasses.dataclass(slots=True)
+class _Seat:
+    """One optimizer, its Guard, and its schedulers' moves."""
+
+    optimizer: torch.optim.Optimizer
+    guard: Guard
+    schedule: HeldSchedule
+
+
+class GuardCallback(Callback):  # type: ignore[misc]
+    """`Trainer(callbacks=[GuardCallback()])` guards every optimizer step of `fit`.
+
+    Several optimizers (manual optimization) get a Guard each, since they step apart: `guards`, in Lightning's order,
+    and `run_dir/optimizer_0` and so on. `monitor` names the validation loss among the logged metrics.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig | None = None,
+        *,
+        run_dir: str | Path | None = None,
+        sinks: Iterable[Sink] = (),
+        monitor: str = "val_loss",
+    ) -> None:
+        super().__init__()
+        if config is not None and config.drop_bad_microbatches:
+            refuse_dropping("Lightning")
+        self._config, self._run_dir, self._sinks, self._monitor = config, run_dir, tuple(sinks), monitor
+        self._patches = Patches()
+        self._clip: ClipStrategy | None = None
+        self._seats: list[_Seat] = []
+        self._losses: list[Tensor] = []
+        self._batch: Any = None
+        self._saved: list[Mapping[str, Any]] = []
+
+    @property
+    def guards(self) -> list[Guard]:
+        """One for each optimizer; empty before training starts and with STEADYGRAD=off."""
+        return [seat.guard for seat in self._seats]
+
+    @property
+    def guard(self) -> Guard:
+        """The first of them: the only one unless optimization is manual."""
+        if not self._seats:
+            raise UsageError("no training has started yet, so there is no guard. Ask for it during or after fit().")
+        return self._seats[0].guard
+
+    # --- beginning and end ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the clipping over, before Lightning finds that it cannot clip (16-mixed with a fused optimizer)."""
+        if stage != "fit" or is_switched_off():
+            return
+        self._patches.undo()
+        by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
+        self._clip = read_clipping(trainer.gradient_clip_val, by_value=by_value)
+        self._patches.replace(trainer, "gradient_clip_val", None)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Everything is loaded and on its device: make the guards, and tie them in."""
+        if is_switched_off():
+            return
+        config = adopt_settings(self._config, self._clip)
+        self._seats = [
+            self._seat(trainer, pl_module, number, config, alone=len(trainer.optimizers) == 1)
+            for number in range(len(trainer.optimizers))
+        ]
+        for seat, state in zip(self._seats, self._saved):
+            seat.guard.load_state_dict(state)
+        self._saved = []
+        self._tie_optimizers(trainer)
+        self._tie_schedulers(trainer, pl_module)
+        if pl_module.automatic_optimization:
+            self._tie_forward(trainer)
+
+    def _seat(self, trainer: Any, pl_module: Any, number: int, config: GuardConfig, *, alone: bool) -> _Seat:
+        schedule, optimizer = HeldSchedule(), trainer.optimizers[number]
+        run_dir = self._run_dir
+        if run_dir is not None and not alone:
+            run_dir = Path(run_dir) / f"optimizer_{number}"
+        guard = Guard(
+            pl_module,
+            optimizer,
+            config=config,
+            scheduler=schedule,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            run_dir=run_dir,
+            sinks=self._sinks,
+        )
+        schedule.follow(guard)
+        return _Seat(optimizer, guard, schedule)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Judge the last step and close the record; what was found stays readable."""
+        for guard in self.guards:
+            guard.close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The trainer is as it was."""
+        self._patches.undo()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Write it down, unless it is our own; it is on its way out."""
+        if self._seats and isinstance(exception, Exception) and not isinstance(exception, TrainingHalted):
+            self.guard.note(describe_error(exception, self.guard))
+        for guard in self.guards:
+            guard.__exit__(type(exception), exception, None)
+        self._patches.undo()
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def _tie_optimizers(self, trainer: Any) -> None:
+        """Lightning runs the closure (forward, backward) and its hooks as ever; then the Guard takes the step."""
+        plugin, scaler = trainer.precision_plugin, getattr(trainer.precision_plugin, "scaler", None)
+
+        def optimizer_step(optimizer: Any, model: Any, closure: Callable[[], Any], **_kwargs: Any) -> Any:
+            result = closure()
+            has_gradient = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+            if scaler is not None and has_gradient and not getattr(optimizer, "_step_supports_amp_scaling", False):
+                scaler.unscale_(optimizer)  # hooks may look at the gradients
+            plugin._after_closure(model, optimizer)
+            if has_gradient:
+                self._step(optimizer)
+            elif scaler is None:
+                optimizer.step()  # training_step returned None: nothing to guard, nothing moves
+            return result
+
+        self._patches.replace(plugin, "optimizer_step", optimizer_step)
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        seat = next(seat for seat in self._seats if seat.optimizer is optimizer)
+        for loss in self._losses:
+            seat.guard.watch_backward(loss)
+        self._losses.clear()
+        seat.guard.step()
+        if len(self._seats) > 1:  # what this step did to the buffers is where the others start from
+            self._begin(self._batch)
+
+    def _begin(self, batch: Any) -> None:
+        for guard in self.guards:
+            with guard.watch_forward(batch):
+                pass
+
+    def _tie_forward(self, trainer: Any) -> None:
+        """Automatic optimization: the Guard sees exactly the forward."""
+        run_forward = trainer.strategy.training_step
+        guard = self.guard
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with guard.watch_forward(*args[:1]):
+                return run_forward(*args, **kwargs)
+
+        self._patches.replace(trainer.strategy, "training_step", training_step)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Manual optimization: forward, backward and steps are the user's, so the state of now is the one before."""
+        self._losses.clear()
+        self._batch = batch
+        if self._seats and not pl_module.automatic_optimization:
+            self._begin(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """A loss, divided for accumulation and scaled. Of several optimizers it belongs to the one that steps next."""
+        if not self._seats:
+            return
+        scale = getattr(trainer.precision_plugin, "scaler", None)
+        scale = None if scale is None else scale._get_scale_async()
+        loss = loss if scale is None else loss / scale
+        if len(self._seats) == 1:
+            self.guard.watch_backward(loss)
+        else:
+            self._losses.append(loss.detach())
+
+    # --- what follows a step ----------------------------------------------------------------------------------------
+
+    def _tie_schedulers(self, trainer: Any, pl_module: Any) -> None:
+        """Schedulers by step move for applied steps only; those by epoch are Lightning's alone."""
+        move = pl_module.lr_scheduler_step
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            by_step = any(c.scheduler is scheduler and c.interval == "step" for c in trainer.lr_scheduler_configs)
+            seat = next((s for s in self._seats if s.optimizer is getattr(scheduler, "optimizer", None)), None)
+            if seat is None or not by_step:
+                move(scheduler, metric)
+            else:
+                seat.schedule.ask(lambda: move(scheduler, metric))
+
+        self._patches.replace(pl_module, "lr_scheduler_step", lr_scheduler_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Numbers of the last step go to the loggers whenever Lightning writes there."""
+        if not self._seats or not trainer._logger_connector.should_update_logs:
+            return
+        for number, guard in enumerate(self.guards):
+            guard.flush()
+            suffix = f"/optimizer_{number}" if len(self._seats) > 1 else ""
+            if guard.last is not None:
+                values = {
+                    "grad/global_norm": guard.last.grad_norm,
+                    "grad/clip_coefficient": guard.last.clip_coefficient,
+                    "health/num_skipped": float(guard.stats()["num_skipped"] or 0),
+                }
+                pl_module.log_dict({f"{name}{suffix}": value for name, value in values.items()})
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Tell the validation loss, and stop if early stopping says so."""
+        loss = trainer.callback_metrics.get(self._monitor)
+        if trainer.sanity_checking or not self._seats or loss is None:
+            return
+        for guard in self.guards:
+            guard.validate(float(loss))
+        trainer.should_stop = trainer.should_stop or any(guard.should_stop for guard in self.guards)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """The epoch is over."""
+        for guard in self.guards:
+            guard.end_epoch()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the guards remember, for Lightning's checkpoint."""
+        return {"guards": [guard.state_dict() for guard in self.guards]} if self._seats else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Kept until training starts: model and optimizers come first."""
+        self._saved = list(state.get("guards", ()))

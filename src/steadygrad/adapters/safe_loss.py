@@ -1,0 +1,117 @@
+"""safe_compute_loss: a Trainer's `compute_loss` that always gives a finite loss with a graph, and tells when it had to.
+
+Where every label is masked, or the loss is None, NaN, Inf or 0, a small loss takes its place: connected to the trained
+parameters, with a gradient of zero, so that backward runs and other microbatches of the step still count. Each is
+counted, logged and, where a GradientMonitoringCallback watches the same trainer, written into its record. An exception
+is not a NaN: it is counted, logged and let through. Costs one host read a microbatch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from steadygrad.adapters.findings import describe_error, describe_replaced_loss
+from steadygrad.guard import Guard
+
+logger = logging.getLogger("steadygrad")
+
+SMALL_LOSS = 1e-6
+"""What a loss of zero becomes, and what stands in for one that cannot be used."""
+IGNORE_INDEX = -100
+"""What torch's losses leave out by default, and transformers' collators write."""
+ADVICE = {
+    "every label is masked": "Drop samples without labels: a prompt beyond the maximal length leaves none.",
+    "the loss is None": "The model gave no loss. Give it labels, or name them in TrainingArguments(label_names=...).",
+    "the loss is not finite": "Look at this batch, and at the learning rate and the precision.",
+    "the loss is 0": "Check that the batch has labels that are not masked (-100).",
+}
+
+
+class SafeLoss:
+    """Callable like `Trainer.compute_loss`; `counts` says how often each reason came up, `num_errors` is exceptions."""
+
+    def __init__(self, trainer: Any, compute_loss: Callable[..., Any]) -> None:
+        self._trainer, self._compute_loss = trainer, compute_loss
+        self.counts: Counter[str] = Counter()
+        self.num_errors = 0
+        self.guard: Guard | None = None
+        """Set by GradientMonitoringCallback while it watches the same trainer."""
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, **kwargs: Any) -> Any:
+        if not model.training:  # evaluation tells the truth
+            return self._compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        masked = _is_all_masked(inputs, getattr(self._trainer, "label_names", None) or ("labels",))
+        try:
+            result = self._compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        except Exception as error:
+            self.num_errors += 1
+            logger.error("compute_loss raised %r at step %d; it is let through.", error, self._step)
+            if self.guard is not None:
+                self.guard.note(describe_error(error, self.guard))
+            raise
+        loss, outputs = result if return_outputs else (result, None)
+        safe = self._replace_if_bad(loss, model, masked=masked)
+        return (safe, outputs) if return_outputs else safe
+
+    def _replace_if_bad(self, loss: Tensor | None, model: nn.Module, *, masked: bool) -> Tensor:
+        value = math.nan if loss is None else float(loss.detach())
+        reason = _find_reason(loss, value, masked=masked)
+        if reason is None:
+            assert loss is not None
+            return loss
+        self.counts[reason] += 1
+        total = self.counts.total()
+        finding = describe_replaced_loss(reason, ADVICE[reason], step=self._step, count=total)
+        if self.guard is not None:
+            self.guard.note(finding)
+        else:
+            logger.warning("step %d: %s. %s", finding.step, finding.message, finding.advice)
+        if loss is not None and value == 0.0 and loss.requires_grad:
+            return loss + SMALL_LOSS
+        return SMALL_LOSS + _connect(model.parameters())
+
+    @property
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step)
+
+
+def safe_compute_loss(trainer: Any) -> SafeLoss:
+    """Make `trainer.compute_loss` safe; returns what now stands there. Calling it twice changes nothing."""
+    if isinstance(trainer.compute_loss, SafeLoss):
+        return trainer.compute_loss
+    safe = SafeLoss(trainer, trainer.compute_loss)
+    trainer.compute_loss = safe
+    return safe
+
+
+def _is_all_masked(inputs: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Looked at before the forward: some trainers take the labels out of the inputs."""
+    labels = [inputs[name] for name in names if isinstance(inputs.get(name), Tensor)]
+    integers = [t for t in labels if t.numel() and not t.is_floating_point()]
+    return bool(integers) and all(bool((t == IGNORE_INDEX).all()) for t in integers)
+
+
+def _find_reason(loss: Tensor | None, value: float, *, masked: bool) -> str | None:
+    if masked:
+        return "every label is masked"
+    if loss is None:
+        return "the loss is None"
+    if not math.isfinite(value):
+        return "the loss is not finite"
+    return "the loss is 0" if value == 0.0 else None
+
+
+def _connect(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """0 with a graph to every trained parameter, whatever they hold: nan_to_num, since 0 * NaN is NaN."""
+    total: Tensor | float = 0.0
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.numel():
+            total = total + parameter.flatten()[:1].float().nan_to_num().sum() * 0.0
+    assert isinstance(total, Tensor), "a trainer has parameters to train"
+    return total

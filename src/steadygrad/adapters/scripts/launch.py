@@ -1,0 +1,63 @@
+"""A script or module and its arguments -> that program, run as `python` would run it, in this process.
+
+`sys.argv`, `sys.path[0]`, `__main__`, the exit code and the traceback of an exception are those of a plain run. torch
+is not imported here: a script may set environment variables that only count before that.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from steadygrad.errors import UsageError
+
+INTERRUPTED = 130
+"""128 + SIGINT: what a shell shows for a program that Ctrl-C has ended."""
+
+
+def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
+    """Run it. Leaves by SystemExit where the program does not end by itself."""
+    if not as_module and not Path(target).exists():
+        raise UsageError(f"there is no script {target} in {Path.cwd()}. Give its path, or -m and the name of a module.")
+    sys.argv[:] = [target, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd()) if as_module else str(Path(target).resolve().parent)
+    try:
+        if as_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(Path(target))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        sys.excepthook(type(error), error, _find_own_part(error.__traceback__))
+        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _run_file(path: Path) -> None:
+    if path.is_dir() or path.suffix not in ("", ".py", ".pyw"):
+        runpy.run_path(str(path), run_name="__main__")  # a folder or zip file with a __main__.py, or bytecode
+        return
+    place = str(path.absolute())
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __file__=place,
+        __cached__=None,
+        __builtins__=builtins,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", place),
+    )
+    sys.modules["__main__"] = main  # stays: threads, exit handlers and workers look there after the last line
+    exec(compile(path.read_bytes(), place, "exec", dont_inherit=True), main.__dict__)
+
+
+def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the program's first frame on."""
+    ours = (__file__, "<frozen runpy>", runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace

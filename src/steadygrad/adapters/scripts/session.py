@@ -1,0 +1,280 @@
+"""Session: the places in torch that every training passes, tied to a Watch for each optimizer.
+
+Made when torch has been imported, before the script makes anything. Replaced for this process: what happens when an
+optimizer is made and when it steps (each class once), `torch.autograd.backward`, `GradScaler.step` and
+`clip_grad_norm_`. A process that the script forks passes through untouched, and so does everything inside a compiled
+graph. Its own failure never ends or alters a training: it is told once, and that optimizer goes on unguarded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from steadygrad.adapters.scripts.calls import hear_calls
+from steadygrad.adapters.scripts.closures import step_with_closure
+from steadygrad.adapters.scripts.owners import list_parts
+from steadygrad.adapters.scripts.telling import Terminal
+from steadygrad.adapters.scripts.watch import Circumstances, Watch
+from steadygrad.config import GuardConfig
+from steadygrad.measure.gradients import is_dtensor
+
+logger = logging.getLogger("steadygrad")
+MAX_WATCHED = 16
+"""Optimizers of a script that are guarded; one for each parameter, stepped inside of backward, is another design."""
+KEY = "_steadygrad_watch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `steadygrad run` was asked for."""
+
+    config: GuardConfig = field(default_factory=GuardConfig)
+    observe: bool = False
+    run_dir: Path | None = None
+
+
+class Session:
+    """One run of a script in one process."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._process = os.getpid()
+        self._rank = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        self._terminal = Terminal(sys.stderr, rank=self._rank)
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._num_watched = 0
+        self._losses: list[Tensor] = []
+        self._losses_are_spent = False
+        self._thread = threading.local()
+
+    # --- ties -------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Tie everything; at the end of the process the records are closed."""
+        self._keep_log_to_itself()
+        atexit.register(self._close)  # before any of the script's, so it runs after them
+        _replace(Optimizer, "__init__", self._after_making)
+        _replace(torch.autograd, "backward", self._around_backward)
+        _replace(torch.amp.GradScaler, "step", self._around_scaler)
+        for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+            _replace(place, "clip_grad_norm_", self._around_clipping)
+
+    def _keep_log_to_itself(self) -> None:
+        """The script's logging may go to standard output, and incidents are told here: only errors show."""
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setLevel(logging.ERROR)
+        logger.addHandler(handler)
+        logger.propagate = False
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether this is the script's own process, in a moment that is the script's and not ours."""
+        return os.getpid() == self._process and not getattr(self._thread, "is_ours", False)
+
+    # --- what is made -----------------------------------------------------------------------------------------------
+
+    def _after_making(self, make: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **kwargs)
+        if not self._is_here:
+            return
+        kind = type(optimizer)
+        if not getattr(kind.step, "_is_gated", False):
+            _replace(kind, "step", self._around_step)
+            kind.step._is_gated = True  # type: ignore[attr-defined]
+        self._ours(self._watch, optimizer)
+
+    def _watch(self, optimizer: Optimizer) -> None:
+        self._num_watched += 1
+        if self._num_watched > MAX_WATCHED:
+            if self._num_watched == MAX_WATCHED + 1:
+                self._terminal.say(f"the first {MAX_WATCHED} optimizers are guarded, further ones are not")
+            return
+        watch = Watch(
+            optimizer,
+            config=self._options.config,
+            observe=self._options.observe,
+            terminal=self._terminal,
+            run_dir=self._find_folder(),
+        )
+        vars(optimizer)[KEY] = watch  # lives as long as the optimizer; its state_dict and pickles leave it out
+        self._watches.add(watch)
+        listener = _Listener(weakref.ref(watch), self)
+        for part in list_parts(watch.owner):
+            hear_calls(part, listener)
+
+    def _find_folder(self) -> Path | None:
+        """Of the next optimizer, of this rank."""
+        folder = self._options.run_dir
+        if folder is not None and self._rank:
+            folder = folder / f"rank-{self._rank}"
+        if folder is not None and self._num_watched > 1:
+            folder = folder / f"optimizer-{self._num_watched - 1}"
+        return folder
+
+    # --- what happens in a step -------------------------------------------------------------------------------------
+
+    def _around_backward(
+        self, run: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        is_loss = grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1
+        is_inside = torch._C._current_graph_task_id() != -1  # of another backward, as checkpointing has it
+        if is_loss and not is_inside and self._is_here:
+            self._note_loss(tensors)
+        run(tensors, grad_tensors, *args, **kwargs)
+
+    def _note_loss(self, loss: Tensor) -> None:
+        if self._losses_are_spent:
+            self._losses, self._losses_are_spent = [], False
+        self._losses.append(loss.detach().reshape(()))
+        for watch in self._watches:
+            watch.forget_clipping()
+
+    def _around_clipping(
+        self, clip: Callable[..., Tensor], parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not self._is_here:
+            return clip(parameters, max_norm, *args, **kwargs)
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clipped = {id(p) for p in parameters}
+        watches = [watch for watch in self._watches if watch.is_about(clipped)]
+        for watch in watches:
+            self._ours(watch.note_clipping)
+        norm = clip(parameters, max_norm, *args, **kwargs)
+        for watch in watches:
+            self._ours(watch.note_clipped, norm, max_norm)
+        return norm
+
+    def _around_step(self, make: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        watch: Watch | None = vars(optimizer).get(KEY)
+        if watch is None or not self._is_here or getattr(self._thread, "is_stepping", False):
+            return make(optimizer, *args, **kwargs)
+        self._thread.is_stepping = self._thread.has_stepped = True
+        try:
+            return self._step(watch, functools.partial(make, optimizer), optimizer, args, kwargs)
+        finally:
+            self._thread.is_stepping = False
+
+    def _step(self, watch: Watch, make: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if callable(kwargs.get("closure", args[0] if args else None)):
+            return step_with_closure(
+                make,
+                optimizer,
+                args,
+                kwargs,
+                is_bad=lambda: bool(self._ours(watch.measure, self._look_around(optimizer))),
+                conclude=lambda skipped: self._ours(watch.conclude, skipped=skipped),
+            )
+        bad = bool(self._ours(watch.measure, self._look_around(optimizer)))
+        result = None if bad else make(*args, **kwargs)
+        self._ours(watch.conclude, skipped=bad)
+        return result
+
+    def _around_scaler(
+        self, make: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        watch: Watch | None = vars(optimizer).get(KEY)
+        if watch is None or not self._is_here or not scaler.is_enabled():
+            return make(scaler, optimizer, *args, **kwargs)
+        self._thread.scaler, self._thread.has_stepped = scaler, False
+        try:
+            result = make(scaler, optimizer, *args, **kwargs)
+            if not self._thread.has_stepped:  # the scaler has found an overflow, and left the step out
+                self._ours(watch.measure, self._look_around(optimizer))
+                self._ours(watch.conclude, skipped=True)
+            return result
+        finally:
+            self._thread.scaler = None
+
+    def _look_around(self, optimizer: Optimizer) -> Circumstances:
+        scaler = getattr(self._thread, "scaler", None)
+        self._losses_are_spent = True
+        many = _count_ranks() > 1
+        return Circumstances(
+            losses=tuple(self._losses),
+            # Ranks see the same gradients and each its own loss; with several optimizers nobody knows whose loss it is.
+            loss_counts=not many and self._num_watched == 1,
+            may_skip=not many or not _is_sharded(optimizer),
+            carried_scale=getattr(optimizer, "grad_scale", None),
+            loss_scale=None if scaler is None else scaler._get_scale_async(),
+            may_replay=not many,
+        )
+
+    # --- our own ----------------------------------------------------------------------------------------------------
+
+    def hear(self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A model is called."""
+        if self._is_here and module.training and torch.is_grad_enabled():
+            self._ours(watch.begin, module, args, kwargs)
+
+    def _ours(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call something of ours. None when it fails: the training goes on as if we were not there."""
+        self._thread.is_ours = True
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self._give_up(call, error)
+            return None
+        finally:
+            self._thread.is_ours = False
+
+    def _give_up(self, call: Callable[..., Any], error: Exception) -> None:
+        owner, name = getattr(call, "__self__", None), getattr(call, "__qualname__", "a part")
+        logger.error("steadygrad: %s failed, the script goes on without it: %r", name, error)
+        logger.debug("in full:", exc_info=error)
+        if isinstance(owner, Watch):
+            vars(owner.optimizer).pop(KEY, None)
+
+    def _close(self) -> None:
+        if os.getpid() == self._process:
+            for watch in list(self._watches):
+                self._ours(watch.close)
+
+
+class _Listener:
+    """Passes calls of a model on, without keeping its Watch alive."""
+
+    def __init__(self, watch: weakref.ref[Watch], session: Session) -> None:
+        self._watch, self._session = watch, session
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        watch = self._watch()
+        if watch is not None:
+            self._session.hear(watch, module, args, kwargs)
+
+
+def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
+    """From now on `place.name(...)` is `around(original, ...)`, except inside a graph that is being compiled."""
+    original = getattr(place, name)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return around(original, *args, **kwargs)
+
+    setattr(place, name, replaced)
+
+
+def _count_ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Whether each rank holds another part of the gradients, so that one may see a NaN that the others do not."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return any(is_dtensor(p) or hasattr(p, "_sharded_size") or hasattr(p, "_params") for p in parameters)

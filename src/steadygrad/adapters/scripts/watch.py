@@ -1,0 +1,264 @@
+"""Watch: one optimizer of a script. Gradients in, a word out: may this step be made? And everything is written down.
+
+The order of a step: `begin` (the model is called), `measure` (the optimizer is about to step), then the caller makes
+the step or leaves it, then `conclude`. What a forward did to the buffers is put back after a step that was left out.
+Reads one small vector from the device a step. While observing it reads only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad._version import __version__
+from steadygrad.act.actor import Actor
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.followers import Followers
+from steadygrad.act.rates import Rates
+from steadygrad.act.snapshots import Snapshots
+from steadygrad.adapters.scripts.owners import find_owner
+from steadygrad.adapters.scripts.telling import Terminal, WithCause
+from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
+from steadygrad.detect import Detector, standard_rules
+from steadygrad.diagnose import Capture, diagnose_capture
+from steadygrad.facts import Action, Cause, Reading
+from steadygrad.judgement import Judgement
+from steadygrad.measure import Measurement, Meter, Transfer
+from steadygrad.measure.lookout import Lookout, Looks
+from steadygrad.measure.subjects import Subjects
+from steadygrad.record import Recorder, RunDirectory, Sink
+
+MAX_DIAGNOSES = 3
+"""Bad steps of one optimizer that are replayed; each costs a few steps' time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """What is around a step that is about to be made, as far as a script lets it be known."""
+
+    losses: Sequence[Tensor] = ()
+    """Of each backward since the last step."""
+    loss_counts: bool = True
+    """Whether a bad loss alone makes the step bad."""
+    carried_scale: Tensor | None = None
+    """The loss scale that the gradients still carry."""
+    loss_scale: Tensor | None = None
+    """The loss scale that the losses carry."""
+    may_skip: bool = True
+    may_replay: bool = True
+
+
+@dataclasses.dataclass(slots=True)
+class _Clipped:
+    """Gradients as they were before the script clipped them."""
+
+    measurement: Measurement
+    norm: Tensor | float = 0.0
+    max_norm: float = 1.0
+
+    @property
+    def coefficient(self) -> float:
+        """What the script multiplied them by; 1 where that was no number."""
+        norm = float(self.norm)
+        return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+
+class Watch:
+    """Measures, and knows what was measured before."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        config: GuardConfig,
+        observe: bool,
+        terminal: Terminal,
+        run_dir: Path | None,
+    ) -> None:
+        self.optimizer, self._observe, self._terminal, self._run_dir = optimizer, observe, terminal, run_dir
+        # Whatever goes beyond leaving a step out needs a loop that knows of it.
+        self._config = dataclasses.replace(config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
+        self.owner = find_owner(_list_parameters(optimizer))
+        self._buffers = BufferKeeper(nn.Module() if observe else self.owner)
+        self._judgement: Judgement | None = None
+        self._transfer = Transfer()
+        self._step = self._num_diagnoses = 0
+        self._looks = Looks()
+        self._capture: Capture | None = None
+        self._clipped: _Clipped | None = None
+        self._reading: Reading | None = None
+        self._signature: list[int] = []
+        self._with_cause = WithCause([])
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model, or a part of it, is called for training."""
+        if self._capture is None:  # the first microbatch: what moved since the last step was moved by somebody else
+            self._buffers.refresh()
+        devices = {p.device for p in _list_parameters(self.optimizer)}
+        self._looks.batch = (args, kwargs)
+        self._capture = Capture.take(module, args, kwargs, model=self.owner, devices=devices, is_model_call=True)
+
+    def is_about(self, parameters: set[int]) -> bool:
+        """Whether these ids are all of this optimizer's parameters that have a gradient."""
+        return {id(p) for p in _list_parameters(self.optimizer) if p.grad is not None} <= parameters
+
+    def note_clipping(self) -> None:
+        """The script is about to clip: these are the gradients to tell about."""
+        self._prepare()
+        measurement = self._meter.measure()
+        self._clipped = None if measurement is None else _Clipped(measurement)
+
+    def note_clipped(self, norm: Tensor, max_norm: float) -> None:
+        """It has clipped; `norm` is what it has found."""
+        if self._clipped is not None:
+            self._clipped.norm, self._clipped.max_norm = norm, float(max_norm)
+
+    def forget_clipping(self) -> None:
+        """New gradients are added."""
+        self._clipped = None
+
+    def measure(self, around: Circumstances) -> bool:
+        """Look at the gradients as the optimizer will get them; says whether the step must be left out."""
+        self._prepare()
+        loss = _add_up(around)
+        m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
+        if m is None:
+            self._reading = None
+            return False
+        reading = self._read(m, len(around.losses))
+        if self._clipped is not None:
+            reading = self._as_before_clipping(reading, self._clipped)
+        bad = reading.num_nonfinite > 0 or (around.loss_counts and reading.loss_is_nonfinite)
+        self._reading = reading
+        leave_out = bad and around.may_skip and not self._observe
+        if leave_out:
+            self._buffers.restore()
+        if around.may_replay and (reading.loss_is_nonfinite or (bad and reading.loss_scale is None)):
+            self._with_cause.cause = self._diagnose(reading)
+        return leave_out
+
+    def conclude(self, *, skipped: bool) -> None:
+        """The step was made, or left out: keep what the forward made of the buffers or put it back, and judge."""
+        reading, self._reading, self._clipped = self._reading, None, None
+        looks, self._looks, self._capture = self._looks, Looks(), None
+        if reading is None:
+            return
+        reading = dataclasses.replace(reading, skipped=skipped)
+        if skipped:
+            self._buffers.restore()
+        else:
+            self._buffers.save()
+            self._lookout.after_optimizer(reading.step, looks)
+        self._step += 1
+        if looks.rms is not None:
+            reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
+        assert self._judgement is not None
+        self._judgement.judge(reading, self._lookout.read(reading, looks))
+        self._with_cause.cause = None
+
+    def _read(self, m: Measurement, num_losses: int) -> Reading:
+        numbers = self._transfer.send(m.packed).wait()
+        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
+        return m.read(
+            numbers, step=self._step, skipped=False, learning_rates=rates, num_microbatches=max(1, num_losses)
+        )
+
+    def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
+        """Clipping spreads one NaN to every gradient, and makes every large norm the same: tell what was before."""
+        m = clipped.measurement
+        before = m.read(self._transfer.send(m.packed).wait(), step=reading.step, skipped=False, learning_rates=())
+        if before.num_nonfinite == 0 < reading.num_nonfinite:
+            return reading  # it went bad afterwards
+        return dataclasses.replace(
+            reading,
+            grad_norm=before.grad_norm,
+            finite_grad_norm=before.finite_grad_norm,
+            num_nonfinite=before.num_nonfinite,
+            num_nan=before.num_nan,
+            gradients=before.gradients,
+            clip_coefficient=clipped.coefficient,
+        )
+
+    def _diagnose(self, reading: Reading) -> Cause | None:
+        if self._capture is None or self._num_diagnoses >= MAX_DIAGNOSES:
+            return None
+        self._num_diagnoses += 1
+        is_nan = reading.num_nan > 0 or (reading.loss is not None and reading.loss != reading.loss)
+        cause = diagnose_capture(self._capture, scale=reading.loss_scale or 1.0, expects="nan" if is_nan else "inf")
+        if cause is None:
+            return None
+        known = "Only the model's forward could be replayed: a script does not tell how it computes its loss."
+        return dataclasses.replace(cause, step=reading.step, note=f"{cause.note.partition('Only the')[0]}{known}")
+
+    # --- around the steps -------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """At the first step, and when parameters were added: only now is everything where it will be trained."""
+        parameters = _list_parameters(self.optimizer)
+        signature = [id(p) for p in parameters]
+        if signature == self._signature:
+            return
+        self._signature = signature
+        if not {id(p) for p in parameters} <= {id(p) for p in self.owner.parameters()}:
+            self.owner = find_owner(parameters)
+        names = {id(p): name for name, p in self.owner.named_parameters()}
+        named = tuple((names[id(p)], p) for p in parameters)
+        subjects = Subjects(model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=())
+        self._meter = Meter(named, self._config.measure.implementation)
+        self._lookout = Lookout(subjects, self._config.measure)
+        self._lookout.begin()
+        if self._judgement is None:
+            self._judgement = self._open_judgement([name for name, _ in named])
+
+    def _open_judgement(self, names: Sequence[str]) -> Judgement:
+        rates = Rates([self.optimizer])
+        snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
+        self._with_cause = WithCause([*self._open_run(names), self._terminal])
+        return Judgement(
+            self._config,
+            detector=Detector(standard_rules(self._config.detect)),
+            followers=Followers(
+                None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers, rates=rates
+            ),
+            actor=Actor(self._config.policy, rates=rates, snapshots=snapshots),
+            recorder=Recorder([self._with_cause]),
+        )
+
+    def _open_run(self, names: Sequence[str]) -> list[Sink]:
+        if self._run_dir is None:
+            return []
+        versions = {"steadygrad": __version__, "torch": torch.__version__}
+        return [RunDirectory(self._run_dir, config=self._config.to_dict(), parameters=names, versions=versions)]
+
+    def close(self) -> None:
+        """Close the record, and say how it went."""
+        if self._judgement is None:
+            return
+        tally, judgement = self._judgement.tally, self._judgement
+        name, where = type(self.optimizer).__name__, "" if self._run_dir is None else f"; record in {self._run_dir}"
+        num_incidents, self._judgement = len(judgement.incidents), None
+        judgement.close()
+        self._terminal.say(
+            f"{name}: {tally.num_steps} steps, {tally.num_skipped} skipped, {num_incidents} incidents{where}"
+        )
+
+
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
+
+
+def _add_up(around: Circumstances) -> Tensor | None:
+    """The loss of the step, without its scale, on the device where it was computed."""
+    if not around.losses:
+        return None
+    device = around.losses[-1].device
+    total = torch.stack([loss.to(device).float() for loss in around.losses]).sum()
+    return total if around.loss_scale is None else total / around.loss_scale.to(device)

@@ -1,0 +1,198 @@
+"""GradientMonitoringCallback: the events of transformers' Trainer -> the calls of a Guard.
+
+The Trainer clips before any callback and shows callbacks no gradients, so the callback finds its trainer and ties a
+Guard to the trainer's accelerator: measuring, clipping, stepping and skipping happen in `optimizer.step()`. What is
+replaced, on this trainer's instances and during `train()` only: `accelerator.backward` and `clip_grad_norm_`, the
+optimizer's `step`, and the trainer's `compute_loss` (to see the batch) and `log` (to write true numbers).
+"""
+
+# ruff: noqa: ARG002 - the arguments of an event are the Trainer's
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.patches import Patches
+from steadygrad.adapters.extras import import_extra, is_switched_off
+from steadygrad.adapters.findings import describe_error
+from steadygrad.adapters.safe_loss import SafeLoss, safe_compute_loss
+from steadygrad.adapters.settings import adopt_settings, read_clipping
+from steadygrad.adapters.stable_arguments import stable_training_arguments
+from steadygrad.config import GuardConfig
+from steadygrad.errors import UsageError
+from steadygrad.guard import Guard
+from steadygrad.record import Sink
+
+__all__ = ["GradientMonitoringCallback", "SafeLoss", "safe_compute_loss", "stable_training_arguments"]
+
+_transformers = import_extra("transformers", "transformers")
+TrainerCallback: Any = _transformers.TrainerCallback
+
+STATE_FILE = "steadygrad.pt"
+"""What the Guard remembers, beside the Trainer's own files in each of its checkpoints."""
+
+
+class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
+    """`Trainer(..., callbacks=[GradientMonitoringCallback()])` guards every optimizer step of `train()`."""
+
+    def __init__(
+        self,
+        config: GuardConfig | None = None,
+        *,
+        run_dir: str | Path | None = None,
+        sinks: Iterable[Sink] = (),
+    ) -> None:
+        self._config, self._run_dir, self._sinks = config, run_dir, tuple(sinks)
+        self._patches = Patches()
+        self._guard: Guard | None = None
+        self._window: Tensor | None = None
+        self._num_skipped_logged = 0
+
+    @property
+    def guard(self) -> Guard:
+        """Findings, incidents, the last step: during training and after it."""
+        if self._guard is None:
+            raise UsageError("no training has started yet, so there is no guard. Ask for it during or after train().")
+        return self._guard
+
+    # --- beginning and end ------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model, optimizer and scheduler are ready, and loaded where training resumes."""
+        self._release()  # a training that ended in an exception, or that starts again with smaller batches
+        if is_switched_off():
+            return
+        trainer, checkpoint = _find_trainer()
+        self._guard = Guard.from_accelerator(
+            trainer.accelerator,
+            kwargs["model"],
+            trainer.optimizer,
+            config=adopt_settings(self._config, read_clipping(args.max_grad_norm)),
+            run_dir=self._run_dir,
+            sinks=self._sinks,
+        )
+        self._window, self._num_skipped_logged = None, 0
+        self._resume(checkpoint)
+        self._tie(trainer)
+
+    def _tie(self, trainer: Any) -> None:
+        guard = self.guard
+        if isinstance(trainer.compute_loss, SafeLoss):
+            self._patches.replace(trainer.compute_loss, "guard", guard)
+        compute_loss, log = trainer.compute_loss, trainer.log
+
+        def watched_compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return compute_loss(model, inputs, *args, **kwargs)
+            with guard.watch_forward(dict(inputs)):  # a copy: some trainers take things out
+                result = self._let_errors_through(compute_loss, model, inputs, *args, **kwargs)
+            self._add_to_window(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        def true_log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            self._correct(logs)
+            log(logs, *args, **kwargs)
+
+        self._patches.replace(trainer, "compute_loss", watched_compute_loss)
+        self._patches.replace(trainer, "log", true_log)
+        # One NaN would become NaN everywhere. The norm goes into the log when the Guard has measured it.
+        self._patches.replace(trainer.accelerator, "clip_grad_norm_", lambda *_args, **_kwargs: math.nan)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Judge the last step and close the record; what was found stays readable."""
+        self._release()
+
+    def _release(self) -> None:
+        self._patches.undo()
+        if self._guard is not None:
+            self._guard.close()
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def _let_errors_through(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(call, SafeLoss):  # which has told it
+                self.guard.note(describe_error(error, self.guard))
+            raise
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer is about to write down where it is: know how the last step went, and move its scheduler."""
+        if self._guard is not None and (control.should_log or control.should_save or control.should_evaluate):
+            self._guard.flush()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The epoch is over."""
+        if self._guard is not None:
+            self._guard.end_epoch()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Tell the validation loss, and stop if early stopping says so; not for `evaluate()` outside of `train()`."""
+        if self._guard is None or self._patches.is_empty or not metrics or "eval_loss" not in metrics:
+            return
+        self._guard.validate(metrics["eval_loss"])
+        control.should_training_stop = control.should_training_stop or self._guard.should_stop
+
+    # --- true numbers -----------------------------------------------------------------------------------------------
+
+    def _add_to_window(self, loss: Any) -> None:
+        """The losses since the last log as one sum on the device: not finite if one of them was not."""
+        if isinstance(loss, Tensor):
+            loss = loss.detach().float().sum()
+            self._window = loss if self._window is None else self._window + loss
+
+    def _correct(self, logs: dict[str, float]) -> None:
+        """The Trainer leaves non-finite losses out of its mean; the mean of a window that has one is not finite."""
+        if "loss" not in logs:
+            return
+        guard = self.guard
+        guard.flush()
+        total = 0.0 if self._window is None else float(self._window)
+        self._window = None
+        if not math.isfinite(total):
+            logs["loss"] = total
+        if guard.last is not None:
+            logs["grad_norm"] = guard.last.grad_norm
+        num_skipped = int(guard.stats()["num_skipped"] or 0)
+        if num_skipped > self._num_skipped_logged:
+            logs["num_skipped_steps"] = num_skipped
+        self._num_skipped_logged = num_skipped
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put what the Guard remembers beside the Trainer's own files."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if self._guard is not None and folder.is_dir():
+            torch.save(self._guard.state_dict(), folder / STATE_FILE)
+
+    def _resume(self, checkpoint: str | None) -> None:
+        path = None if checkpoint is None else Path(checkpoint) / STATE_FILE
+        if path is not None and path.is_file():
+            self.guard.load_state_dict(torch.load(path, weights_only=True))
+            self._num_skipped_logged = int(self.guard.stats()["num_skipped"] or 0)
+
+
+def _find_trainer() -> tuple[Any, str | None]:
+    """The Trainer whose training loop is calling, and the checkpoint that it resumes from.
+
+    Callbacks are given everything but the trainer itself, so the loop's own frame is looked up.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, _transformers.Trainer) and "resume_from_checkpoint" in frame.f_locals:
+            checkpoint = frame.f_locals["resume_from_checkpoint"]
+            return owner, str(checkpoint) if isinstance(checkpoint, str | Path) else None
+        frame = frame.f_back
+    raise UsageError(
+        "GradientMonitoringCallback was called outside of the training loop of a transformers.Trainer. Pass it as "
+        "Trainer(callbacks=[GradientMonitoringCallback()]) and call trainer.train()."
+    )

@@ -1,0 +1,24 @@
+"""Checkpoints: verified, atomic, safe to read; and a resume that is exact."""
+
+from steadygrad.checkpoint.load import Checkpoint
+from steadygrad.checkpoint.refusals import (
+    CheckpointError,
+    DamagedCheckpoint,
+    MismatchError,
+    NonFiniteStateError,
+    UnsafePickleError,
+)
+from steadygrad.checkpoint.shelf import CheckpointInfo
+from steadygrad.checkpoint.store import CheckpointStore, Save
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointStore",
+    "DamagedCheckpoint",
+    "MismatchError",
+    "NonFiniteStateError",
+    "Save",
+    "UnsafePickleError",
+]

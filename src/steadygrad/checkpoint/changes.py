@@ -1,0 +1,99 @@
+"""What the user changed between two starts of a run wins over what was saved: `--resume --lr 0.000125`.
+
+The settings that optimizers were made with are saved beside the state. Those that are given differently at the next
+start are written into the loaded state before it is put back: a learning rate by its ratio, in the groups, in the
+schedule and in what the policy made of it, so that the schedule goes on where it was, only lower. Pure: plain values
+in, the same plain values changed, and a list of what was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Given = list[list[dict[str, Any]]]
+"""For each optimizer and group its settings."""
+RATES = ("lr", "weight_decay")
+"""Settings that a policy may have scaled: changed by their ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting that the user gave differently."""
+
+    optimizer: int
+    group: int
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        where = f" of group {self.group}" if self.group else ""
+        return f"{self.name}{where} {self.before} -> {self.after}"
+
+
+def note_given(optimizers: Sequence[Any]) -> Given:
+    """The settings of every group as the user made it; a schedule that has already begun is looked through."""
+    return [[_note_group(group) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _note_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    noted = {name: _as_plain(value) for name, value in group.items() if name != "params"}
+    if "initial_lr" in noted:
+        noted["lr"] = noted.pop("initial_lr")
+    return {name: value for name, value in noted.items() if _is_plain(value)}
+
+
+def _as_plain(value: Any) -> Any:
+    return float(value) if hasattr(value, "item") else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def find_changes(given: Given, saved: Given) -> list[Change]:
+    """What is given now and was given otherwise; groups that were not there before are no change."""
+    return [
+        Change(i, g, name, before[name], now[name])
+        for i, (own, theirs) in enumerate(zip(given, saved))
+        for g, (now, before) in enumerate(zip(own, theirs))
+        for name in now
+        if name in before and now[name] != before[name]
+    ]
+
+
+def apply_changes(changes: Sequence[Change], state: MutableMapping[str, Any]) -> None:
+    """Write the changes into a loaded state."""
+    for change in changes:
+        group = state["optimizers"][change.optimizer]["groups"][change.group]
+        place = sum(len(one["groups"]) for one in state["optimizers"][: change.optimizer]) + change.group
+        if change.name not in RATES or not change.before:
+            group[change.name] = change.after
+            continue
+        ratio = change.after / change.before
+        for key in [key for key in group if key == change.name or (change.name == "lr" and key.endswith("_lr"))]:
+            group[key] = group[key] * ratio
+        if change.name == "lr":
+            for schedule in _each_schedule(state["extras"].get("scheduler")):
+                _scale_at(schedule, ("base_lrs", "_last_lr"), place, ratio)
+        rates = state["guard"]["actor"]["rates"][change.name]
+        _scale_at(rates, ("raw",), place, ratio)
+
+
+def _each_schedule(tree: Any) -> Iterator[MutableMapping[str, Any]]:
+    """A scheduler's state, and those of the schedulers that it is made of."""
+    if isinstance(tree, MutableMapping):
+        yield tree
+        for inner in tree.get("_schedulers") or ():
+            yield from _each_schedule(inner)
+
+
+def _scale_at(values: MutableMapping[str, Any], keys: Sequence[str], place: int, ratio: float) -> None:
+    for key in keys:
+        numbers = values.get(key)
+        if isinstance(numbers, list) and place < len(numbers):
+            values[key] = [number * ratio if i == place else number for i, number in enumerate(numbers)]

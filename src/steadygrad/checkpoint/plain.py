@@ -1,0 +1,165 @@
+"""A state of any nesting <-> plain containers, with its tensors taken out and named by where they stood.
+
+`pack` copies every container, so that what training does next cannot reach what is being written, and leaves the
+tensors as they are. What is neither a tensor nor plain is refused by path and type at once: a file that only its own
+code could read would be found out at the worst moment. Tensors that share their memory are kept once.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.checkpoint.image import fits_image
+from steadygrad.errors import UnsupportedError
+
+TENSOR, ARRAY = "$tensor", "$array"
+"""Keys of the dicts that stand where a tensor or a numpy array was."""
+MODEL, STATE = "model", "state"
+"""The two files of tensors: weights under their own names, and everything else."""
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(slots=True)
+class Packed:
+    """A state taken apart."""
+
+    tree: Any = None
+    """Plain containers, with a mark where each tensor was."""
+    files: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, STATE: {}})
+    """For each file its tensors by name."""
+    odd: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that safetensors has no word for (sparse, quantized, complex): they stay in the tree, as copies."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Of the model: tied name -> the name under which the tensor is kept."""
+    _seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    _alive: list[Tensor] = field(default_factory=list)
+
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor under the name that people are told: where it stands in the state."""
+        named = {f"{MODEL}.{name}": tensor for name, tensor in self.files[MODEL].items()}
+        return named | self.files[STATE] | self.odd
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Exchange the tensor that `named()` calls `name`."""
+        for place in (self.files[STATE], self.odd):
+            if name in place:
+                place[name] = tensor
+                return
+        self.files[MODEL][name.removeprefix(f"{MODEL}.")] = tensor
+
+
+def pack(state: Mapping[str, Any]) -> Packed:
+    """Take a state apart. Weights are what stands under "model"."""
+    packed = Packed()
+    packed.tree = {str(key): _pack(value, str(key), packed) for key, value in state.items()}
+    return packed
+
+
+def _pack(value: Any, path: str, packed: Packed) -> Any:
+    if isinstance(value, Tensor):
+        return _pack_tensor(value, path, packed)
+    if isinstance(value, Mapping):
+        if TENSOR in value or ARRAY in value:
+            raise UnsupportedError(f"the state has a key {TENSOR!r} or {ARRAY!r} at {path}; these are marks of ours.")
+        made = {_pack_key(key, path): _pack(item, f"{path}.{key}", packed) for key, item in value.items()}
+        return _remake(value, made)
+    if type(value) in (list, tuple, set):
+        return type(value)(_pack(item, f"{path}.{i}", packed) for i, item in enumerate(value))
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, enum.Enum):
+        return _pack(value.value, path, packed)
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        if isinstance(value, numpy.generic):
+            return _pack(value.item(), path, packed)
+        if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+            return {ARRAY: _pack_tensor(torch.from_numpy(value.copy()), path, packed), "dtype": value.dtype.str}
+    raise UnsupportedError(
+        f"the state holds a {type(value).__module__}.{type(value).__qualname__} at {path}, and only numbers, text, "
+        "tensors and dicts, lists and tuples of them are saved. Leave it out of the state, or save what it is made of."
+    )
+
+
+def _remake(like: Any, items: dict[Any, Any]) -> Any:
+    """Of the kinds of dict those that a reader without code knows; every other becomes a dict."""
+    return type(like)(items) if type(like) in (OrderedDict, Counter) else items
+
+
+def _pack_key(key: Any, path: str) -> Any:
+    if isinstance(key, str | int | float | bool | None | tuple) and not isinstance(key, enum.Enum):
+        return key
+    raise UnsupportedError(f"the state has a key of type {type(key).__name__} at {path}. Use text or a number.")
+
+
+def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
+    if not fits_image(tensor):
+        return _keep_odd(tensor, path, packed)
+    file = MODEL if path.startswith(f"{MODEL}.") else STATE
+    name = path.removeprefix(f"{MODEL}.") if file is MODEL else path
+    key = (file, tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    kept = packed._seen.get(key) if tensor.numel() else None
+    if kept is None:
+        kept = _unused(name, packed.files[file])
+        packed.files[file][kept] = tensor.detach()
+        packed._seen[key] = kept
+        packed._alive.append(tensor)  # an address is a tensor's own only while it lives
+    elif file is MODEL:
+        packed.aliases[name] = kept
+    mark: dict[str, Any] = {TENSOR: f"{file}:{kept}"}
+    if tensor.device.type != "cpu":
+        mark["device"] = str(tensor.device)
+    if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 0:
+        mark["stride"] = tuple(tensor.stride())
+    return mark
+
+
+def _unused(name: str, names: Mapping[str, Any]) -> str:
+    """`name`, or with a number behind it where a dotted key and a nested one meet."""
+    made, number = name, 2
+    while made in names or made == "__metadata__":
+        made, number = f"{name}#{number}", number + 1
+    return made
+
+
+def _keep_odd(tensor: Tensor, path: str, packed: Packed) -> Any:
+    if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter | torch.nn.Buffer):
+        raise UnsupportedError(
+            f"the state holds a {type(tensor).__module__}.{type(tensor).__qualname__} at {path}; tensors of such "
+            "classes are not saved. Give a plain tensor, as full_tensor() or dequantize() makes it."
+        )
+    packed.odd[path] = tensor.detach().to("cpu", copy=True)
+    return {TENSOR: f"odd:{path}"}
+
+
+def unpack(tree: Any, find: Callable[[str], Tensor], devices: dict[int, str]) -> Any:
+    """The state again, on the CPU; `devices` learns where each tensor was, under its id."""
+    if isinstance(tree, dict):
+        if TENSOR in tree:
+            return _unpack_tensor(tree, find, devices)
+        if ARRAY in tree:
+            array = unpack(tree[ARRAY], find, devices).numpy()
+            return array.astype(tree["dtype"]) if array.dtype.str != tree["dtype"] else array
+        made = {key: unpack(value, find, devices) for key, value in tree.items()}
+        return _remake(tree, made)
+    if isinstance(tree, list | tuple) and type(tree) is not torch.Size:
+        return type(tree)(unpack(item, find, devices) for item in tree)
+    return tree
+
+
+def _unpack_tensor(mark: dict[str, Any], find: Callable[[str], Tensor], devices: dict[int, str]) -> Tensor:
+    tensor = find(mark[TENSOR])
+    if "stride" in mark:
+        made = torch.empty_strided(tensor.shape, mark["stride"], dtype=tensor.dtype)
+        tensor = made.copy_(tensor)
+    if "device" in mark:
+        devices[id(tensor)] = mark["device"]
+    return tensor

@@ -1,0 +1,290 @@
+"""DataPositions: where each loader stands in its pass -> the same place again, in another process.
+
+A loader with a state of its own is asked for it. A plain DataLoader is run again from the random state that its pass
+began with, and its sampler is moved on without loading data: shuffling, generators and worker processes are as they
+were. Everything else is run through from its start, and the user is told that its order cannot be promised. Loaders
+are known by the order in which an epoch first uses them. Knows nothing of steps or weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from steadygrad.act.random_state import capture_random, restore_random
+from steadygrad.checkpoint.refusals import MismatchError
+from steadygrad.checkpoint.workers import ResumingInit, Skip, SkippingSampler, TaggingCollate, copy_loader, read_tag
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """One pass over one loader."""
+
+    source: _Source
+    num_drawn: int = 0
+    """Batches that came out of the loader."""
+    exhausted: bool = False
+    start: dict[str, Any] | None = None
+    """Random generators when it began."""
+    start_generators: list[torch.Tensor] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        source = self.source
+        return {
+            "num_drawn": self.num_drawn,
+            "exhausted": self.exhausted,
+            "length": source.length,
+            "start": self.start,
+            "start_generators": list(self.start_generators),
+            "generators": [one.get_state() for one in source.generators],
+            "workers": {worker: read_tag((worker, state))[1] for worker, state in source.workers.items()},
+            "num_workers": source.num_workers,
+            "is_first": source.num_passes == 1,
+            "loader": source.loader.state_dict() if source.is_stateful else None,
+        }
+
+
+class _Source:
+    """One loader, and what is remembered of it from pass to pass."""
+
+    def __init__(self, loader: Any) -> None:
+        self.original = self.loader = loader
+        self.is_stateful = callable(getattr(loader, "state_dict", None)) and callable(
+            getattr(loader, "load_state_dict", None)
+        )
+        self.num_passes = 0
+        self.workers: dict[int, dict[str, Any]] = {}
+        self.num_workers = loader.num_workers if isinstance(loader, DataLoader) else 0
+        self.init: ResumingInit | None = None
+        self.sampler: SkippingSampler | None = None
+        if _can_skip(loader):
+            self.sampler = SkippingSampler(loader.batch_sampler)
+            self.loader = copy_loader(loader, batch_sampler=self.sampler)
+        if self._has_known_workers(loader):
+            self.init = ResumingInit(loader.worker_init_fn, {})
+            changes = {"collate_fn": TaggingCollate(loader.collate_fn), "worker_init_fn": self.init}
+            self.loader = copy_loader(self.loader, **changes)
+
+    def _has_known_workers(self, loader: Any) -> bool:
+        return self.num_workers > 0 and (_can_skip(loader) or _is_stateful_data_loader(loader))
+
+    @property
+    def length(self) -> int | None:
+        try:
+            return len(self.original)
+        except TypeError:  # none, or an IterableDataset without one
+            return None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Every generator of its own, each once."""
+        batch_sampler = getattr(self.original, "batch_sampler", None)
+        samplers = [getattr(self.original, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+        found = [getattr(owner, "generator", None) for owner in (self.original, *samplers)]
+        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether its workers, and with them their random state, live from pass to pass."""
+        return self.num_workers > 0 and bool(self.original.persistent_workers)
+
+    def draw(self, iterator: Iterator[Any], now: _Pass) -> Iterator[Any]:
+        """The batches as the user's functions made them, counted."""
+        for item in iterator:
+            if self.init is not None:
+                batch, tag = item
+                self.workers[tag[0]] = tag[1]
+            else:
+                batch = item
+            now.num_drawn += 1
+            yield batch
+        now.exhausted = True
+
+
+class DataPositions:
+    """The loaders of one training, by the order in which an epoch first uses them."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, _Source] = {}
+        self._order: list[_Source] = []
+        self._passes: dict[int, _Pass] = {}
+        self._resumed: dict[int, Mapping[str, Any]] = {}
+        self._random: Mapping[str, Any] | None = None
+
+    def iterate(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of one pass, or of the rest of the one that was under way when the state was saved."""
+        source = self._sources.setdefault(id(loader), _Source(loader))
+        if source not in self._order:
+            self._order.append(source)
+        place = self._order.index(source)
+        now = self._passes[place] = _Pass(source)
+        source.num_passes += 1
+        resumed = self._resumed.pop(place, None)
+        if resumed is None:
+            now.start = capture_random(())
+            now.start_generators = [one.get_state() for one in source.generators]
+            if source.init is not None:
+                source.init.states = {}
+            if not source.keeps_workers:
+                source.workers = {}
+            yield from source.draw(iter(source.loader), now)
+        else:
+            yield from self._go_on(source, now, resumed)
+
+    def end_epoch(self) -> None:
+        """The next pass of every loader is one from its start."""
+        self._order, self._passes, self._resumed = [], {}, {}
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each loader stands. One that was loaded and not used yet is handed on."""
+        used = {place: now.state_dict() for place, now in self._passes.items()}
+        return {"passes": {**self._resumed, **used}}
+
+    def load_state_dict(self, state: Mapping[str, Any], random: Mapping[str, Any]) -> None:
+        """Go on there; `random` are the generators as they were when the state was saved."""
+        self.end_epoch()
+        self._resumed, self._random = dict(state["passes"]), random
+
+    # --- going on ---------------------------------------------------------------------------------------------------
+
+    def _go_on(self, source: _Source, now: _Pass, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """The rest of a pass."""
+        if saved["length"] != source.length:
+            raise MismatchError(
+                f"the loader has {source.length} batches, and had {saved['length']} when the checkpoint was saved in "
+                f"the middle of a pass, after {saved['num_drawn']}. Resume with the same data and batch size."
+            )
+        now.num_drawn, now.start = saved["num_drawn"], saved["start"]
+        now.start_generators = list(saved["start_generators"])
+        source.workers = {worker: _as_tag(state) for worker, state in saved["workers"].items()}
+        if saved["exhausted"]:
+            now.exhausted = True
+            if source.is_stateful and saved["loader"] is not None:
+                source.loader.load_state_dict(saved["loader"])
+            self._set_to_saved(source, saved)
+            return
+        yield from source.draw(self._reopen(source, now, saved), now)
+
+    def _reopen(self, source: _Source, now: _Pass, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """An iterator whose next item is the one after the last that was drawn."""
+        if source.init is not None:
+            self._give_workers_their_state(source, saved)
+        if source.is_stateful and saved["loader"] is not None:
+            source.loader.load_state_dict(saved["loader"])
+            iterator: Iterator[Any] = iter(source.loader)
+        else:
+            _set_to_start(source, saved)
+            iterator = self._skip(source, now.num_drawn, saved)
+        if source.sampler is None or source.num_workers:  # otherwise its sampler does, between the skipped and the next
+            self._set_to_saved(source, saved)
+        return iterator
+
+    def _skip(self, source: _Source, num_drawn: int, saved: Mapping[str, Any]) -> Iterator[Any]:
+        if source.sampler is not None:
+            return self._skip_indices(source, source.sampler, num_drawn, saved)
+        if isinstance(source.original, Sequence):
+            return itertools.islice(iter(source.original), num_drawn, None)
+        _warn_of_order(source.original)
+        iterator: Iterator[Any] = iter(source.loader)
+        for _ in itertools.islice(iterator, num_drawn):
+            pass
+        return iterator
+
+    def _skip_indices(
+        self, source: _Source, sampler: SkippingSampler, num_drawn: int, saved: Mapping[str, Any]
+    ) -> Iterator[Any]:
+        _warn_of_sampler(source.original)
+        skip = sampler.skip = Skip(num_drawn, 0, before=_do_nothing, after=_do_nothing)
+        if source.num_workers == 0:  # indices are drawn one by one, between the user's own random numbers
+            skip.after = lambda: self._set_to_saved(source, saved)
+            return iter(source.loader)
+        skip.num_empty = num_drawn % source.num_workers
+        if source.keeps_workers and not saved["is_first"]:
+            # A later pass of living workers draws no seed for them; new workers do, before the sampler's first index.
+            skip.before = lambda: _set_to_start(source, saved)
+        return _draw_empty(iter(source.loader), skip.num_empty)
+
+    def _give_workers_their_state(self, source: _Source, saved: Mapping[str, Any]) -> None:
+        assert source.init is not None
+        if saved["num_workers"] != source.num_workers:
+            warnings.warn(
+                f"the loader has {source.num_workers} workers, and had {saved['num_workers']} when the checkpoint was "
+                "saved: the order of the data is the same, random numbers drawn in workers are not.",
+                stacklevel=2,
+            )
+            source.workers = {}
+            return
+        source.init.states = {worker: read_tag((worker, state))[1] for worker, state in source.workers.items()}
+
+    def _set_to_saved(self, source: _Source, saved: Mapping[str, Any]) -> None:
+        """From here on everything draws what it would have drawn."""
+        for generator, state in zip(source.generators, saved["generators"]):
+            generator.set_state(state)
+        if self._random is not None:
+            restore_random(self._random)
+
+
+def _do_nothing() -> None:
+    """For a skip that nothing is done around."""
+
+
+def _set_to_start(source: _Source, saved: Mapping[str, Any]) -> None:
+    """Every generator as it was when the pass began."""
+    restore_random(saved["start"])
+    for generator, state in zip(source.generators, saved["start_generators"]):
+        generator.set_state(state)
+
+
+def _draw_empty(iterator: Iterator[Any], num_empty: int) -> Iterator[Any]:
+    """Draw the empty batches now: each lets one more index be drawn, as the batches did that they stand for."""
+    for _ in range(num_empty):
+        next(iterator)
+    return iterator
+
+
+def _as_tag(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "torch": bytes(state["torch"].tolist())}
+
+
+def _is_stateful_data_loader(loader: Any) -> bool:
+    return type(loader).__module__.startswith("torchdata.stateful_dataloader") and isinstance(loader, DataLoader)
+
+
+def _can_skip(loader: Any) -> bool:
+    """A DataLoader whose sampler says which batches there are, and which loads them in that order."""
+    plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    return plain and loader.batch_sampler is not None and getattr(loader, "in_order", True)
+
+
+def _warn_of_order(loader: Any) -> None:
+    warnings.warn(
+        f"a {type(loader).__name__} of this kind is moved to its place by running through it; the order of its data "
+        "cannot be promised. Use torchdata's StatefulDataLoader, or give it state_dict() and load_state_dict().",
+        stacklevel=2,
+    )
+
+
+def _warn_of_sampler(loader: DataLoader[Any]) -> None:
+    known = ("torch.utils.data.", "torchdata.")
+    samplers = (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    unknown = [type(one).__name__ for one in samplers if one is not None and not _module_of(one).startswith(known)]
+    if unknown:
+        warnings.warn(
+            f"{unknown[0]} was run again to the place where it was. Its order is the same if it draws its random "
+            "numbers when a pass begins, and cannot be promised if it draws them as it goes.",
+            stacklevel=2,
+        )
+
+
+def _module_of(thing: object) -> str:
+    return f"{type(thing).__module__}."

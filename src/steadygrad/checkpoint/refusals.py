@@ -1,0 +1,59 @@
+"""The errors of checkpoints, each with the path, what was found there, and what to do.
+
+UsageError
+└── CheckpointError
+    ├── DamagedCheckpoint      a folder that was cut short, changed or never finished
+    ├── NonFiniteStateError    a state that must not be saved, or should not have been
+    ├── UnsafePickleError      a file that would run code when it is read
+    └── MismatchError          a checkpoint of another model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from steadygrad.errors import UsageError
+
+
+class CheckpointError(UsageError):
+    """A checkpoint could not be written, read or used."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A folder whose contents are not what was written."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(
+            f"{folder} cannot be used: {reason}. Use the checkpoint before it; resume() does so by itself."
+        )
+        self.folder, self.reason = folder, reason
+
+
+class NonFiniteStateError(CheckpointError):
+    """A state with NaN or Inf in it. `tensors` says how many elements of which."""
+
+    def __init__(self, where: str, tensors: Mapping[str, int]) -> None:
+        shown = ", ".join(f"{name} ({count})" for name, count in list(tensors.items())[:5])
+        more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+        super().__init__(
+            f"{where} holds values that are not finite in {len(tensors)} tensors: {shown}{more}. "
+            "Go back to the last good checkpoint, or save with clean=True to replace them."
+        )
+        self.tensors = dict(tensors)
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle that needs more than plain containers and tensors. Nothing of it was run."""
+
+    def __init__(self, path: Path, wanted: Sequence[str]) -> None:
+        names = ", ".join(wanted) if wanted else "something that could not be read"
+        super().__init__(
+            f"{path} was refused: reading it would run {names}. Nothing was run. Use only files that you trust, or ask "
+            "for weights as safetensors."
+        )
+        self.wanted = list(wanted)
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint does not fit the model or the optimizers."""

@@ -1,0 +1,293 @@
+"""RunCheckpoints: what a Guard needs to save a whole training and to go on with it, behind a few calls.
+
+It puts the pieces together: gathering and putting back (`training`), the data position (`position`), the disk
+(`store`), what the user changed (`changes`), signals. It holds no numbers of the Guard's own; those come and go as the
+plain state that `Guard.state_dict()` is. Without a run directory nothing is ever written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.microbatches import Accumulated
+from steadygrad.act.random_state import restore_random
+from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
+from steadygrad.checkpoint.finite import count_nonfinite
+from steadygrad.checkpoint.ledger import rewind_ledger
+from steadygrad.checkpoint.load import Checkpoint
+from steadygrad.checkpoint.manifest import NAME
+from steadygrad.checkpoint.position import DataPositions
+from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.checkpoint.signals import SignalWatch
+from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.checkpoint.training import gather_training, live_random, put_back
+from steadygrad.config.checkpoint import CheckpointConfig
+from steadygrad.errors import UnsupportedError, UsageError
+from steadygrad.facts import Finding, Severity
+
+T = TypeVar("T")
+FOLDER = "checkpoints"
+"""Of a run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was put back, and what the Guard must take over."""
+
+    step: int
+    path: Path
+    guard: dict[str, Any]
+    accumulated: Accumulated
+    changes: list[Change] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def tell(self) -> Finding:
+        """What a person should know of it; above info only when something is not as it was saved."""
+        told = [f"{change} as it is given now" for change in self.changes] + self.problems
+        return Finding(
+            kind="resumed",
+            severity=Severity.WARNING if told else Severity.INFO,
+            step=self.step,
+            message="; ".join([f"resumed before step {self.step} from {self.path}", *told]),
+        )
+
+
+def tell_unsaved(step: int, reason: str) -> Finding:
+    """A checkpoint that could not be saved."""
+    return Finding(
+        kind="checkpoint_failed",
+        severity=Severity.ERROR,
+        step=step,
+        message=reason.rstrip("."),
+        advice="See to the disk or the state; the next save tries again.",
+    )
+
+
+class RunCheckpoints:
+    """The checkpoints of one Guard."""
+
+    def __init__(
+        self,
+        run_dir: str | Path | None,
+        config: CheckpointConfig,
+        *,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        extras: Mapping[str, Any],
+    ) -> None:
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._config = config
+        self._model, self._optimizers, self._extras = model, list(optimizers), dict(extras)
+        self._given = note_given(self._optimizers)
+        self._born_nonfinite = set() if run_dir is None else set(count_nonfinite(dict(model.named_buffers())))
+        self._positions = DataPositions()
+        self._store: CheckpointStore | None = None
+        self._last_saved: int | None = None
+        self._follows_data = run_dir is not None
+        self._refused: list[str] = []
+        self._explained: set[str] = set()
+        self.signals = SignalWatch()
+
+    # --- while training ---------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Answer signals from now on, where there is something to save to."""
+        if self._run_dir is not None and self._config.signals:
+            self.signals.start()
+
+    def iterate(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of a loader; where they can be saved, their position is followed."""
+        return self._positions.iterate(loader) if self._follows_data else iter(loader)
+
+    def end_epoch(self) -> None:
+        """The next pass over the data is one from its start."""
+        self._positions.end_epoch()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the Guard should save by itself before step `step`."""
+        every = self._config.every
+        due = every is not None and step % every == 0 and step != self._last_saved
+        return due and self._run_dir is not None
+
+    def note_step(self, step: int, *, healthy: bool) -> None:
+        """Tell how a step went, so that checkpoints before it become good, or suspect."""
+        if self._store is None:
+            return
+        if healthy:
+            self._store.healthy_step(step)
+        else:
+            self._store.unhealthy_step(step)
+
+    def note_validation(self, step: int, loss: float) -> None:
+        """A validation loss of the weights before step `step`, saved already or not yet."""
+        if self._store is not None and self._last_saved == step:
+            self._store.tell_metrics(step, {self._config.best_by: loss})
+
+    def take_failures(self) -> list[str]:
+        """Why states were refused, and what went wrong on the disk, each thing once."""
+        refused, self._refused = self._refused, []
+        return refused if self._store is None else refused + self._store.take_failures()
+
+    # --- save -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        guard: Mapping[str, Any],
+        *,
+        accumulated: Accumulated,
+        buffers: BufferKeeper,
+        metrics: Mapping[str, float],
+    ) -> Save | None:
+        """Save everything before step `step`; None when it cannot be, which `take_failures()` explains."""
+        store = self.store
+        try:
+            return self._save(store, step, guard, accumulated, buffers, metrics)
+        except (CheckpointError, UnsupportedError, MemoryError, RuntimeError) as error:
+            if str(error) not in self._explained:
+                self._explained.add(str(error))
+                self._refused.append(str(error))
+            return None
+
+    def _save(
+        self,
+        store: CheckpointStore,
+        step: int,
+        guard: Mapping[str, Any],
+        accumulated: Accumulated,
+        buffers: BufferKeeper,
+        metrics: Mapping[str, float],
+    ) -> Save:
+        state = gather_training(self._model, self._optimizers, self._extras)
+        state |= {
+            "guard": dict(guard),
+            "given": self._given,
+            "data": self._positions.state_dict(),
+            "accumulated": _gather_accumulated(accumulated, self._model, buffers),
+        }
+        saved = store.save(
+            state,
+            step=step,
+            metrics=metrics,
+            may_be_nonfinite=self._name_born_nonfinite(state),
+            about={"next_step": step},
+        )
+        self._last_saved = step
+        return saved
+
+    @property
+    def store(self) -> CheckpointStore:
+        """Where they lie; UsageError without a run directory."""
+        if self._run_dir is None:
+            raise UsageError("there is no place for checkpoints: give Guard a run_dir.")
+        if self._store is None:
+            self._store = CheckpointStore.of(self._run_dir / FOLDER, self._config)
+        return self._store
+
+    def _name_born_nonfinite(self, state: Mapping[str, Any]) -> set[str]:
+        """Buffers that never were finite, such as a mask of -inf, under the names that they are saved with."""
+        if not self._born_nonfinite:
+            return set()
+        ema = state["extras"].get("ema")
+        copies = {
+            f"extras.ema.{name}"
+            for name in (ema if isinstance(ema, Mapping) else ())
+            if any(str(name).endswith(f".{born}") or name == born for born in self._born_nonfinite)
+        }
+        kinds = ("model", "other_buffers", "accumulated.buffers")
+        return copies | {f"{kind}.{name}" for kind in kinds for name in self._born_nonfinite}
+
+    # --- resume -----------------------------------------------------------------------------------------------------
+
+    def resume(self, path: str | Path | None, *, strict: bool, buffers: BufferKeeper) -> Resumed | None:
+        """Put the newest usable checkpoint back, or that of `path`; None when there is none yet.
+
+        The Guard must then load its own state, and call `finish_resume()`.
+        """
+        checkpoint = self._load(path)
+        if checkpoint is None:
+            return None
+        state = checkpoint.state
+        if "guard" not in state:
+            raise CheckpointError(
+                f"{checkpoint.info.path} was not saved by a Guard. Load it with CheckpointStore.load()."
+            )
+        changes = find_changes(self._given, state["given"])
+        apply_changes(changes, state)
+        problems = put_back(checkpoint, self._model, self._optimizers, self._extras, strict=strict)
+        accumulated = _put_accumulated(state["accumulated"], self._model, buffers)
+        self._positions.load_state_dict(state["data"], live_random(state["random"]))
+        self._random = live_random(state["random"])
+        self._follows_data = True
+        self._last_saved = checkpoint.step
+        if self._run_dir is not None:
+            rewind_ledger(self._run_dir, checkpoint.step)
+        return Resumed(checkpoint.step, checkpoint.info.path, state["guard"], accumulated, changes, problems)
+
+    def finish_resume(self) -> None:
+        """The last thing: random generators as they were, whatever loading has drawn."""
+        restore_random(self._random)
+
+    def _load(self, path: str | Path | None) -> Checkpoint | None:
+        if path is None:
+            return self.store.load()
+        folder = Path(path)
+        if (folder / NAME).is_file():
+            return CheckpointStore(folder.parent).load(path=folder)
+        inner = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+        found = CheckpointStore(inner).load() if inner.is_dir() else None
+        if found is None:
+            raise CheckpointError(f"{folder} holds no checkpoint. Give a run directory, or one of its checkpoints.")
+        return found
+
+    def close(self) -> None:
+        """Wait for the disk, and listen no more."""
+        self.signals.stop()
+        if self._store is not None:
+            self._store.close()
+
+
+def _gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: BufferKeeper) -> dict[str, Any]:
+    """Microbatches of a step that is not made yet, and the buffers from before its first forward."""
+    if accumulated.num == 0:
+        return {"num": 0}
+    with buffers.as_saved():
+        before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return {
+        "num": accumulated.num,
+        "num_dropped": accumulated.num_dropped,
+        "overflowed": accumulated.overflowed,
+        "losses": list(accumulated.losses),
+        "buffers": before,
+    }
+
+
+@torch.no_grad()
+def _put_accumulated(saved: Mapping[str, Any], model: nn.Module, buffers: BufferKeeper) -> Accumulated:
+    """The microbatches again; `buffers` learns what a skip of their step must go back to."""
+    live = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()} if saved["num"] else {}
+    _write(live, saved.get("buffers", {}))
+    buffers.refresh(everything=True)
+    _write(live, {name: now for name, (_, now) in live.items()})
+    if not saved["num"]:
+        return Accumulated()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return Accumulated(
+        losses=[loss.to(device) for loss in saved["losses"]],
+        num=saved["num"],
+        num_dropped=saved["num_dropped"],
+        overflowed=saved["overflowed"],
+    )
+
+
+def _write(live: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+    for name, (buffer, _) in live.items():
+        if name in values and values[name].shape == buffer.shape:
+            buffer.data.copy_(values[name])

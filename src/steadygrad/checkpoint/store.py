@@ -1,0 +1,448 @@
+"""CheckpointStore: training states -> checkpoints on disk that are never bad -> the newest good state again.
+
+A save checks the state, copies it to host memory that is used again, and returns; a thread writes it aside, fsyncs,
+renames, reads it back, and only then removes older ones. A state that is not finite is refused before anything is
+written. A disk that fails never ends a training: it is told once, the checkpoints that are there stay, and the next
+save tries again. Reading sets aside what is damaged, with the reason, and goes on to the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import io
+import logging
+import math
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from steadygrad._version import __version__
+from steadygrad.checkpoint.finite import count_nonfinite, replace_nonfinite
+from steadygrad.checkpoint.image import FileImage
+from steadygrad.checkpoint.load import FILES, PLAIN_FILE, Checkpoint, read_checkpoint
+from steadygrad.checkpoint.manifest import FileEntry, Manifest, check_files, split_pieces
+from steadygrad.checkpoint.plain import MODEL, STATE, Packed, pack
+from steadygrad.checkpoint.proofs import Proofs, write_marks
+from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError
+from steadygrad.checkpoint.shelf import (
+    CheckpointInfo,
+    find_best,
+    find_folders,
+    find_removable,
+    name_folder,
+    rank,
+    read_info,
+    read_infos,
+)
+from steadygrad.checkpoint.write import remove_folder, remove_leftovers, write_folder
+from steadygrad.config.checkpoint import CheckpointConfig
+from steadygrad.errors import UsageError
+
+logger = logging.getLogger("steadygrad")
+SET_ASIDE = "set_aside"
+"""Folder for checkpoints that could not be used, each with a reason.txt."""
+
+
+class Save:
+    """One save, under way or done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.stall_seconds = 0.0
+        """How long the training waited for it."""
+        self.durable_seconds: float | None = None
+        """How long it took until it was on disk under its name."""
+        self.error: str | None = None
+        """Why it failed; None while it has not."""
+        self.path: Path | None = None
+        """Where it is, once it is on disk."""
+        self._begin = time.perf_counter()
+        self._done = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is on disk and verified, or has failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path | None:
+        """Wait for it; its folder, or None when it failed or the time was not enough."""
+        self._done.wait(timeout)
+        return self.path if self.done and self.error is None else None
+
+    def _place(self, path: Path) -> None:
+        self.path, self.durable_seconds = path, time.perf_counter() - self._begin
+
+    def _finish(self, error: str | None = None) -> None:
+        self.error = error
+        self._done.set()
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one folder that one process writes.
+
+    `state` is a mapping of plain containers and tensors; what stands under "model" goes to model.safetensors. Objects
+    with a `state_dict()` may stand at the top.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_last: int = 3,
+        keep_best: int = 1,
+        keep_every: int | None = None,
+        best_by: str = "val_loss",
+        good_after: int = 20,
+        asynchronous: bool = True,
+        clean: bool = False,
+        clean_value: float = 0.0,
+    ) -> None:
+        self.directory = Path(directory)
+        self.config = CheckpointConfig(
+            keep_last=keep_last,
+            keep_best=keep_best,
+            keep_every=keep_every,
+            best_by=best_by,
+            good_after=good_after,
+            asynchronous=asynchronous,
+            clean=clean,
+            clean_value=clean_value,
+        )
+        self._images = {MODEL: FileImage(), STATE: FileImage()}
+        self._images_free = threading.Event()
+        self._images_free.set()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # around what was told, by the writing thread or the training
+        self._opened = self._closed = False
+        self._complained = False
+        self._failures: list[str] = []
+        self._proofs = Proofs(self.config.good_after)
+
+    @classmethod
+    def of(cls, directory: str | Path, config: CheckpointConfig) -> Self:
+        """A store with the settings of `config`."""
+        settings = dataclasses.asdict(config)
+        return cls(directory, **{name: settings[name] for name in settings.keys() - {"every", "signals"}})
+
+    # --- save -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        clean: bool | None = None,
+        may_be_nonfinite: Collection[str] = (),
+        about: Mapping[str, Any] | None = None,
+    ) -> Save:
+        """Save the state before step `step`. Returns when training may go on; `Save.wait()` waits for the disk.
+
+        NonFiniteStateError names the tensors that are not finite, unless they are in `may_be_nonfinite` or `clean` is
+        true. A failing disk does not raise: see `Save.error`.
+        """
+        if self._closed:
+            raise UsageError("this store is closed. Make a new one to go on saving.")
+        save = Save(step)
+        packed = pack({key: _as_state(value) for key, value in state.items()})
+        cleaned = self._check(packed, step, self.config.clean if clean is None else clean, set(may_be_nonfinite))
+        self._images_free.wait()  # the save before may still be writing from them
+        self._stage(packed)
+        plain = _dump({"tree": packed.tree, "odd": packed.odd, "may_be_nonfinite": sorted(may_be_nonfinite)})
+        manifest = Manifest(
+            step=step,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            serial=0,  # known when it is written
+            files={},
+            metrics=_keep_finite(metrics or {}),
+            cleaned=cleaned,
+            about={"steadygrad": __version__, "torch": str(torch.__version__), **(about or {})},
+        )
+        self._images_free.clear()
+        self._proofs.begin(step)
+        if self.config.asynchronous:
+            # No daemon: a program that ends without close() still finishes its last checkpoint.
+            self._thread = threading.Thread(
+                target=self._write, args=(save, plain, manifest, self._thread), name="steadygrad-checkpoint"
+            )
+            self._thread.start()
+        else:
+            self._write(save, plain, manifest, None)
+        save.stall_seconds = time.perf_counter() - save._begin
+        return save
+
+    def _check(self, packed: Packed, step: int, clean: bool, may_be: set[str]) -> dict[str, int]:
+        """Refuse what is not finite, or exchange it for a cleaned copy; says how many elements were replaced."""
+        named = packed.named()
+        bad = count_nonfinite(named, may_be=may_be)
+        if bad and not clean:
+            raise NonFiniteStateError(f"the state before step {step}", bad)
+        for name in bad:
+            packed.replace(name, replace_nonfinite(named[name], self.config.clean_value))
+        if bad:
+            logger.warning("step %d: %d tensors were cleaned in the checkpoint: %s", step, len(bad), ", ".join(bad))
+        return bad
+
+    def _stage(self, packed: Packed) -> None:
+        self._images[MODEL].stage(packed.files[MODEL], packed.aliases)
+        self._images[STATE].stage(packed.files[STATE], {})
+
+    def _write(self, save: Save, plain: bytes, manifest: Manifest, before: threading.Thread | None) -> None:
+        """The writing thread: after the save before, put this one on disk, verify it, and make room."""
+        error: str | None = None
+        try:
+            if before is not None:
+                before.join()
+            save._place(self._put_on_disk(save.step, plain, manifest))
+        except Exception as failure:
+            error = _describe(failure)
+        finally:
+            self._images_free.set()
+        if error is None and save.path is not None:
+            error = self._verify_and_make_room(save.path)
+        if error is not None or save.path is None:
+            self._proofs.drop(save.step)
+            self._tell(save.step, error or "it was not written")
+        else:
+            self._proofs.place(save.step, save.path)
+            self._complained = False
+        save._finish(error)
+
+    def _put_on_disk(self, step: int, plain: bytes, manifest: Manifest) -> Path:
+        self._open_directory()
+        files: dict[str, Any] = {FILES[kind]: image.pieces() for kind, image in self._images.items()}
+        files[PLAIN_FILE] = split_pieces(memoryview(plain))
+        target = self.directory / name_folder(step, [path.name for path in find_folders(self.directory)])
+        serial = 1 + max((info.serial for info in read_infos(self.directory)), default=0)
+
+        def describe(entries: dict[str, FileEntry]) -> Manifest:
+            return dataclasses.replace(manifest, serial=serial, files=entries)
+
+        write_folder(target, files, describe)
+        return target
+
+    def _open_directory(self) -> None:
+        """The first save makes the folder. One that vanishes later is made again only where its parent still is: a
+        disk that was unmounted must not be written over."""
+        if not self._opened:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(self.directory)
+            self._opened = True
+        elif not self.directory.is_dir():
+            self.directory.mkdir()
+            self._tell(None, f"the folder {self.directory} had vanished and was made again")
+
+    def _verify_and_make_room(self, folder: Path) -> str | None:
+        """Read the new checkpoint back; only when it is right, remove what no rule keeps. Says what went wrong."""
+        try:
+            check_files(folder, read_info(folder).manifest)
+        except DamagedCheckpoint as damage:
+            self._set_aside(folder, damage.reason)
+            return f"it was read back and is not what was written: {damage.reason}"
+        except OSError as failure:
+            return _describe(failure)
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+            for info in find_removable(read_infos(self.directory), self.config):
+                remove_folder(info.path)
+        return None
+
+    def _tell(self, step: int | None, message: str) -> None:
+        """Once, until a save works again."""
+        with self._lock:
+            if not self._complained:
+                self._complained = True
+                which = "" if step is None else f"the checkpoint before step {step} could not be saved: "
+                text = f"{which}{message}. Training goes on; earlier checkpoints stay."
+                self._failures.append(text)
+                logger.error(text)
+
+    def take_failures(self) -> list[str]:
+        """What went wrong since this was last asked, each thing once."""
+        with self._lock:
+            failures, self._failures = self._failures, []
+        return failures
+
+    def wait(self) -> None:
+        """Wait until every save is on disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Wait for the disk and give the host memory back. A closed store refuses to save; it can still be read."""
+        self.wait()
+        self._closed = True
+        self._images = {MODEL: FileImage(), STATE: FileImage()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- which ones are good ----------------------------------------------------------------------------------------
+
+    def healthy_step(self, step: int) -> None:
+        """Step `step` was healthy: what was saved before it comes closer to being good."""
+        self._proofs.healthy(step)
+
+    def unhealthy_step(self, step: int, reason: str = "") -> None:
+        """Step `step` was not: what is not good yet counts anew, and is suspect until then."""
+        self._proofs.unhealthy(step, f"step {step} was not healthy{reason and ': '}{reason}")
+
+    def mark_good(self, step: int) -> None:
+        """Call the checkpoint before step `step` good."""
+        self._proofs.drop(step)
+        write_marks(self._find(step).path, good=True, suspect=None)
+
+    def tell_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics that were learnt after the checkpoint before step `step` was saved."""
+        told = _keep_finite(metrics)
+        if told and not self._proofs.tell(step, told):
+            write_marks(self._find(step).path, metrics=told)
+
+    def _find(self, step: int) -> CheckpointInfo:
+        """The checkpoint before `step`, the last attempt of it."""
+        infos = self.list()
+        found = [info for info in infos if info.step == step]
+        if not found:
+            have = ", ".join(str(info.step) for info in infos) or "none"
+            raise CheckpointError(f"{self.directory} has no checkpoint before step {step}; it has {have}.")
+        return found[-1]
+
+    @property
+    def best(self) -> CheckpointInfo | None:
+        """The one with the lowest metric; None when none has it."""
+        return next(iter(find_best(self.list(), self.config.best_by)), None)
+
+    @property
+    def newest(self) -> CheckpointInfo | None:
+        """The one that a resume would try first."""
+        return next(iter(rank(self.list())), None)
+
+    # --- load -------------------------------------------------------------------------------------------------------
+
+    def load(self, step: int | None = None, *, path: str | Path | None = None) -> Checkpoint | None:
+        """The newest checkpoint that can be used, or the one asked for; None when there is none yet.
+
+        Damaged ones are set aside with the reason and told, unless they were asked for by step or path: then it is the
+        error. CheckpointError when there were some and none could be used.
+        """
+        self.wait()
+        if path is not None:
+            return read_checkpoint(read_info(Path(path)))
+        if step is not None:
+            return read_checkpoint(self._find(step))
+        return self._load_newest()
+
+    def _load_newest(self) -> Checkpoint | None:
+        reasons = []
+        for folder in find_folders(self.directory):
+            try:
+                read_info(folder)
+            except DamagedCheckpoint as damage:
+                reasons.append(self._set_aside(folder, damage.reason))
+        for info in rank(read_infos(self.directory)):
+            try:
+                checkpoint = read_checkpoint(info)
+            except CheckpointError as error:
+                reasons.append(
+                    self._set_aside(info.path, error.reason if isinstance(error, DamagedCheckpoint) else str(error))
+                )
+                continue
+            if not info.good:
+                self._proofs.begin(info.step, info.path, suspect=info.suspect)
+            return checkpoint
+        if reasons:
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint that can be used: {'; '.join(reasons)}. They are kept under "
+                f"{SET_ASIDE}/; start anew, or give another checkpoint."
+            )
+        return None
+
+    def resume(self, targets: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> Checkpoint | None:
+        """Load the newest usable checkpoint into `targets` by their `load_state_dict`; None when there is none yet.
+
+        A model's missing, unexpected and mis-shaped tensors are named; `strict=False` loads what fits.
+        """
+        checkpoint = self.load(step)
+        if checkpoint is None:
+            return None
+        missing = targets.keys() - checkpoint.state.keys()
+        if missing:
+            raise MismatchError(
+                f"{checkpoint.info.path} has no state of {', '.join(sorted(missing))}; it has "
+                f"{', '.join(checkpoint.state)}. Ask for those that were saved."
+            )
+        for name, target in targets.items():
+            if isinstance(target, torch.nn.Module):
+                load_module(target, checkpoint.state[name], where=f"{checkpoint.info.path}, {name}", strict=strict)
+            else:
+                target.load_state_dict(checkpoint.state[name])
+        return checkpoint
+
+    def _set_aside(self, folder: Path, reason: str) -> str:
+        """Move a checkpoint out of the way, and say why; on a disk that cannot, it is only left out."""
+        target = self.directory / SET_ASIDE / folder.name
+        number = 2
+        while target.exists():
+            target, number = target.with_name(f"{folder.name}.{number}"), number + 1
+        logger.warning("checkpoint %s is not used: %s; set aside", folder.name, reason)
+        with contextlib.suppress(OSError):
+            target.parent.mkdir(exist_ok=True)
+            folder.rename(target)
+            (target / "reason.txt").write_text(f"{reason}\n", encoding="utf-8")
+        return f"{folder.name}: {reason}"
+
+    def list(self) -> tuple[CheckpointInfo, ...]:
+        """Every checkpoint on disk whose manifest can be read, oldest first."""
+        return tuple(read_infos(self.directory))
+
+
+def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, where: str, strict: bool) -> list[str]:
+    """Load a state_dict; what does not fit is named, in an error or, with `strict=False`, in what is returned."""
+    own = module.state_dict()
+    problems = [f"missing {name}" for name in own if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in own]
+    misshaped = [
+        name
+        for name, value in own.items()
+        if name in state and isinstance(value, torch.Tensor) and state[name].shape != value.shape
+    ]
+    problems += [f"{name} has shape {tuple(own[name].shape)}, saved {tuple(state[name].shape)}" for name in misshaped]
+    if problems and strict:
+        raise MismatchError(f"{where} does not fit the model: {'; '.join(problems)}. strict=False loads what fits.")
+    fitting = {name: value for name, value in state.items() if name in own and name not in misshaped}
+    module.load_state_dict(fitting, strict=False)
+    for problem in problems:
+        logger.warning("%s: %s", where, problem)
+    return problems
+
+
+def _as_state(value: Any) -> Any:
+    """The state of an object that has one."""
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+
+def _dump(plain: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(plain, file)
+    return file.getvalue()
+
+
+def _keep_finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Numbers that can be compared; a loss that is not finite is no metric."""
+    return {str(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
+
+
+def _describe(failure: BaseException) -> str:
+    if isinstance(failure, OSError) and failure.strerror:
+        where = f" ({failure.filename})" if failure.filename else ""
+        return f"{failure.strerror}{where}"
+    return repr(failure)

@@ -1,0 +1,254 @@
+"""A live training -> one plain state -> the same training again, in another process.
+
+What is gathered: weights and every buffer, optimizers, scheduler, scaler, EMA, random generators, gradients that are
+still accumulating. Parameters are known by name, so that a model that has changed is told tensor by tensor. Putting
+back goes through `act.capture.Restorer`, in place and without the casts of `Optimizer.load_state_dict`. Nothing is
+changed before everything was compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from steadygrad.act.capture import Collector, Restorer, Slot, State, collect_state
+from steadygrad.checkpoint.load import Checkpoint
+from steadygrad.checkpoint.refusals import MismatchError
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+# --- gather -------------------------------------------------------------------------------------------------------
+
+
+def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of everything; its tensors are the live ones, to be copied before anything moves."""
+    collector = Collector([model, *optimizers, *extras.values()])
+    captured = collect_state(collector, model, optimizers, extras)
+    names = name_parameters(model, optimizers)
+
+    def fill(tree: Any) -> Any:
+        return _fill(tree, collector)
+
+    return {
+        "model": _find_weights(model),
+        "other_parameters": {names[id(p)]: p for p in _only_in_optimizers(model, optimizers)},
+        "other_buffers": {name: buffer for name, _, _, buffer in _find_buffers(model, persistent=False)},
+        "extra_state": {path: module.get_extra_state() for path, module in _find_extra_state(model)},
+        "optimizers": [
+            {
+                "groups": fill(groups),
+                "params": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+                "state": {names[id(key)]: fill(value) for key, value in state if id(key) in names},
+            }
+            for optimizer, (groups, state) in zip(optimizers, captured.optimizers)
+        ],
+        "extras": {name: fill(tree) for name, tree in captured.extras.items()},
+        "gradients": {name: p.grad for name, p in _each_parameter(model, optimizers) if p.grad is not None},
+        "random": plain_random(captured.rng),
+    }
+
+
+def _find_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What a state_dict has of tensors; parameters that have no shape yet are left out."""
+    return {
+        name: value for name, value in model.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)
+    }
+
+
+def name_parameters(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
+    """id -> name, of the model's parameters and of those that only an optimizer holds."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                names.setdefault(id(parameter), f"optimizer {i} group {g} parameter {k}")
+    return names
+
+
+def _each_parameter(model: nn.Module, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
+    names = name_parameters(model, optimizers)
+    for parameter in (*model.parameters(), *_only_in_optimizers(model, optimizers)):
+        if not is_lazy(parameter):
+            yield names[id(parameter)], parameter
+
+
+def _only_in_optimizers(model: nn.Module, optimizers: Optimizers) -> list[Tensor]:
+    own = {id(p) for p in model.parameters()}
+    held = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+    return [p for i, p in held.items() if i not in own]
+
+
+def _find_buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(full name, module, name, buffer) of the buffers that a state_dict has, or of those that it leaves out."""
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if (
+                buffer is not None
+                and not is_lazy(buffer)
+                and (name in module._non_persistent_buffers_set) is not persistent
+            ):
+                yield f"{path}.{name}" if path else name, module, name, buffer
+
+
+def _find_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield path, module
+
+
+def _fill(tree: Any, collector: Collector) -> Any:
+    """The tree with the live tensors in the place of their numbers."""
+    if isinstance(tree, Slot):
+        return collector.sources[tree.index].tensor
+    if isinstance(tree, dict):
+        return {key: _fill(value, collector) for key, value in tree.items()}
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
+        return type(tree)(_fill(item, collector) for item in tree)
+    return tree
+
+
+def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Random generators with devices spelled as text."""
+    return {**state, "cuda": {str(device): generator for device, generator in state["cuda"].items()}}
+
+
+def live_random(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for `restore_random`; generators of devices that are not here are left out."""
+    here = {device: generator for device, generator in state["cuda"].items() if _find_device(device).type == "cuda"}
+    return {**state, "cuda": {torch.device(device): generator for device, generator in here.items()}}
+
+
+# --- compare ------------------------------------------------------------------------------------------------------
+
+
+def compare_training(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
+    """What does not fit, each in a few words; empty when everything does."""
+    own = _find_weights(model)
+    saved = state["model"]
+    problems = [f"missing {name}" for name in own if name not in saved]
+    problems += [f"unexpected {name}" for name in saved if name not in own]
+    problems += [
+        f"{name} has shape {tuple(own[name].shape)}, saved was {tuple(value.shape)}"
+        for name, value in saved.items()
+        if name in own and own[name].shape != value.shape
+    ]
+    if len(state["optimizers"]) != len(optimizers):
+        problems.append(f"{len(optimizers)} optimizers, saved were {len(state['optimizers'])}")
+    names = name_parameters(model, optimizers)
+    for i, (optimizer, kept) in enumerate(zip(optimizers, state["optimizers"])):
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if groups != kept["params"]:
+            problems.append(f"optimizer {i} has other groups of parameters: {_compare_groups(groups, kept['params'])}")
+    return problems
+
+
+def _compare_groups(own: list[list[str]], saved: list[list[str]]) -> str:
+    if len(own) != len(saved):
+        return f"{len(own)} groups, saved were {len(saved)}"
+    here, there = {n for group in own for n in group}, {n for group in saved for n in group}
+    added, gone = sorted(here - there), sorted(there - here)
+    parts = [f"{what} {', '.join(names[:5])}" for what, names in (("new", added), ("gone", gone)) if names]
+    return "; ".join(parts) or "in another order"
+
+
+# --- put back -----------------------------------------------------------------------------------------------------
+
+
+class _Hosts:
+    """Loaded tensors, numbered for the Restorer, each with the device that it belongs on."""
+
+    def __init__(self, saved_devices: Mapping[int, str]) -> None:
+        self.tensors: list[Tensor] = []
+        self.devices: list[torch.device] = []
+        self._saved = saved_devices
+
+    def number(self, tree: Any) -> Any:
+        """The tree with slots for its tensors."""
+        if isinstance(tree, Tensor):
+            self.tensors.append(tree)
+            self.devices.append(_find_device(self._saved.get(id(tree), "cpu")))
+            return Slot(len(self.tensors) - 1)
+        if isinstance(tree, dict):
+            return {key: self.number(value) for key, value in tree.items()}
+        if isinstance(tree, list | tuple) and type(tree) is not torch.Size:
+            return type(tree)(self.number(item) for item in tree)
+        return tree
+
+
+@torch.no_grad()
+def put_back(
+    checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any], *, strict: bool = True
+) -> list[str]:
+    """Write the state over the live training; returns what did not fit, or with `strict` raises MismatchError."""
+    state = checkpoint.state
+    problems = compare_training(state, model, optimizers)
+    problems += [f"no state of the {name} was saved" for name in extras if name not in state["extras"]]
+    if problems and strict:
+        raise MismatchError(
+            f"{checkpoint.info.path} does not fit this training: {'; '.join(problems)}. Make model and optimizers as "
+            "they were, or resume with strict=False to load what fits."
+        )
+    hosts = _Hosts(checkpoint.devices)
+    made = _number_state(state, model, optimizers, extras, hosts)
+    Restorer(made, hosts.tensors, hosts.devices, shared=()).restore(optimizers, extras)
+    for path, module in _find_extra_state(model):
+        if path in state["extra_state"]:
+            module.set_extra_state(state["extra_state"][path])
+    _put_gradients(state["gradients"], model, optimizers)
+    return problems
+
+
+def _number_state(
+    state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any], hosts: _Hosts
+) -> State:
+    saved = {**state["model"], **state["other_parameters"]}
+    parameters = dict(_each_parameter(model, optimizers))
+    fitting = {name: p for name, p in parameters.items() if name in saved and saved[name].shape == p.shape}
+    buffers = {**state["model"], **state["other_buffers"]}
+    return State(
+        parameters=[(p, hosts.number(saved[name])) for name, p in fitting.items()],
+        buffers=[
+            (module, name, hosts.number(buffers[full]))
+            for persistent in (True, False)
+            for full, module, name, live in _find_buffers(model, persistent=persistent)
+            if full in buffers and buffers[full].shape == live.shape
+        ],
+        optimizers=[
+            _number_optimizer(optimizer, kept, fitting, hosts)
+            for optimizer, kept in zip(optimizers, state["optimizers"])
+        ],
+        extras={name: hosts.number(tree) for name, tree in state["extras"].items() if name in extras},
+        rng=live_random(state["random"]),
+    )
+
+
+def _number_optimizer(
+    optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], parameters: Mapping[str, Tensor], hosts: _Hosts
+) -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
+    """Groups and state for the Restorer; of a group that was not saved the live settings."""
+    live = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [hosts.number(kept["groups"][i]) if i < len(kept["groups"]) else group for i, group in enumerate(live)]
+    state = [(parameters[name], hosts.number(value)) for name, value in kept["state"].items() if name in parameters]
+    return groups, state
+
+
+def _put_gradients(gradients: Mapping[str, Tensor], model: nn.Module, optimizers: Optimizers) -> None:
+    for name, parameter in _each_parameter(model, optimizers):
+        saved = gradients.get(name)
+        fits = saved is not None and saved.shape == parameter.shape
+        parameter.grad = saved.to(parameter.device, copy=True) if fits and saved is not None else None
+
+
+def _find_device(saved: str) -> torch.device:
+    """The device of that name, or the nearest thing to it that is here."""
+    device = torch.device(saved)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)

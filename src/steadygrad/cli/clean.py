@@ -1,0 +1,52 @@
+"""`steadygrad clean`: writes a repaired copy of a checkpoint and says what was replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from steadygrad.cli.console import Console
+from steadygrad.cli.exit_codes import DONE
+from steadygrad.cli.scan_words import MAX_ROWS, escape
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--value", type=float, default=0.0, show_default=True, help="What every NaN and Inf is replaced by.")
+@click.option("--force", is_flag=True, help="Write over TARGET if it is a file that exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
+@click.pass_context
+def clean(context: click.Context, source: Path, target: Path, value: float, force: bool, as_json: bool) -> None:
+    """Write a copy of SOURCE to TARGET in which every NaN and Inf is replaced.
+
+    SOURCE stays as it is; every byte of the copy that was not bad is the same. A model repaired so has lost what those
+    weights knew: a checkpoint from before the damage is better where there is one. Exit code 0: the copy is written; 2:
+    it is not.
+
+    \b
+    Example:
+      steadygrad clean broken.safetensors repaired.safetensors
+    """
+    context.exit(tell_clean(Console(), source, target, value=value, force=force, as_json=as_json))
+
+
+def tell_clean(console: Console, source: Path, target: Path, *, value: float, force: bool, as_json: bool) -> int:
+    """Clean, tell, and return the exit code."""
+    from steadygrad.checkpoint.clean import clean_checkpoint
+    from steadygrad.record.encode import to_json
+
+    report = clean_checkpoint(source, target, value=value, force=force)
+    if as_json:
+        click.echo(to_json(report))
+        return DONE
+    for name, count in list(report.replaced.items())[:MAX_ROWS]:
+        console.say(f"  {escape(name)}: {count} replaced by {value:g}")
+    if len(report.replaced) > MAX_ROWS:
+        console.say(f"  ... and {len(report.replaced) - MAX_ROWS} more tensors")
+    for name in report.left:
+        console.say(f"  {escape(name)} is a plain number that is not finite; it was left", "yellow")
+    total = sum(report.replaced.values())
+    console.say(f"{target}: written, {total} elements of {len(report.replaced)} tensors replaced.", "green")
+    return DONE

@@ -1,0 +1,78 @@
+"""`steadygrad run`: any training script, unedited, kept from bad steps and written down.
+
+Arguments in, the script's own exit code out. What it is told goes to standard error.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import click
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-m", "as_module", is_flag=True, help="TARGET is a module, run as python -m would.")
+@click.option(
+    "--run-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where the record is written.  [default: runs/<script>-<time>]",
+)
+@click.option("--observe", is_flag=True, help="Only watch: every number of the script stays what it was.")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A YAML or TOML file with a GuardConfig: thresholds of rules, what is recorded.",
+)
+@click.argument("target", metavar="SCRIPT|MODULE")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def run(
+    as_module: bool,
+    run_dir: Path | None,
+    observe: bool,
+    config_file: Path | None,
+    target: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run a PyTorch training script and keep bad steps from its weights.
+
+    Every optimizer that the script makes is guarded: a step whose gradients or loss are not finite is left out, and
+    told. Options come before the script; what stands behind it is the script's. So are the exit code, and everything on
+    standard output.
+
+    \b
+    Example:
+      steadygrad run --run-dir runs/a train.py --epochs 3
+      steadygrad run --observe -m my_package.train
+      torchrun --nproc-per-node 2 -m steadygrad run train.py
+    """
+    from steadygrad.adapters.scripts.arrival import when_torch_arrives
+    from steadygrad.adapters.scripts.launch import launch
+    from steadygrad.config import GuardConfig
+
+    config = GuardConfig() if config_file is None else GuardConfig.load(config_file)
+    folder = run_dir.absolute() if run_dir is not None else _name_folder(target)  # the script may change directory
+
+    def begin() -> None:
+        from steadygrad.adapters.scripts.session import Options, Session
+
+        Session(Options(config=config, observe=observe, run_dir=folder)).begin()
+
+    if os.environ.get("STEADYGRAD", "").lower() != "off":
+        when_torch_arrives(begin)
+    launch(target, arguments, as_module=as_module)
+
+
+def _name_folder(target: str) -> Path | None:
+    """runs/train-20260131-101500; of several ranks only the first writes where nobody has said where."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        return None
+    name = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]
+    name = f"{Path(name).name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    parent = Path.cwd() / "runs"
+    names = (name if number == 1 else f"{name}-{number}" for number in range(1, 1000))
+    return next(parent / name for name in names if not (parent / name).exists())

@@ -1,0 +1,138 @@
+"""`steadygrad scan`: what is in checkpoints, as sentences and tables or as one JSON object.
+
+Exit code 2 wins over 1: something that could not be read may hold worse than what was found elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from steadygrad.cli.console import Console
+from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
+from steadygrad.cli.scan_words import MIB, escape, tell_changes, tell_checkpoint
+
+if TYPE_CHECKING:
+    from steadygrad.checkpoint.scan import CheckpointScan
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
+@click.option("--diff", "as_diff", is_flag=True, help="What changed from the first of two checkpoints to the second.")
+@click.option("--all", "show_all", is_flag=True, help="Show every tensor, not only those with something to tell.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
+@click.pass_context
+def scan(context: click.Context, paths: tuple[Path, ...], as_diff: bool, show_all: bool, as_json: bool) -> None:
+    """Say what checkpoints hold: NaN and Inf, ranges, norms, zeros, tied weights, and whether hashes agree.
+
+    PATH is a .safetensors, .pt, .pth, .ckpt or .bin file, a Hugging Face folder, a distributed checkpoint or a run
+    directory. Nothing in it is run, and only a little of it is in memory at a time. Exit code 0: clean (with --diff:
+    equal); 1: something was found; 2: something could not be read, or was refused.
+
+    \b
+    Example:
+      steadygrad scan model.safetensors
+      steadygrad scan --diff before.pt after.pt
+    """
+    console = Console()
+    if as_diff:
+        if len(paths) != 2:
+            raise click.UsageError(f"--diff compares two checkpoints, got {len(paths)}.")
+        context.exit(tell_diff(console, *paths, show_all=show_all, as_json=as_json))
+    context.exit(tell_scan(console, paths, show_all=show_all, as_json=as_json))
+
+
+def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool) -> int:
+    """Scan, tell, and return the exit code."""
+    scans, refused = _scan_all(console, paths, quiet=as_json)
+    if as_json:
+        _print_json(
+            {
+                "clean": not refused and all(one.is_clean for one in scans),
+                "checkpoints": [_describe_scan(one) for one in scans],
+                "refused": [{"path": path, "reason": reason} for path, reason in refused],
+            }
+        )
+    else:
+        for one in scans:
+            tell_checkpoint(console, one, show_all=show_all)
+        for _, reason in refused:
+            click.echo(f"Error: {escape(reason)}", err=True)
+    if refused:
+        return FAILED
+    return DONE if all(one.is_clean for one in scans) else FOUND
+
+
+def _scan_all(
+    console: Console, paths: Sequence[Path], *, quiet: bool
+) -> tuple[list[CheckpointScan], list[tuple[str, str]]]:
+    """What could be scanned, and (path, reason) of what could not; one that is refused does not stop the others."""
+    from steadygrad.checkpoint.reading import find_checkpoints, read_contents
+    from steadygrad.checkpoint.scan import scan_contents
+    from steadygrad.errors import SteadygradError
+
+    scans, refused = [], []
+    for path in paths:
+        try:
+            sources = find_checkpoints(path)
+        except SteadygradError as error:
+            refused.append((str(path), str(error)))
+            continue
+        for source in sources:
+            try:
+                contents = read_contents(source)
+                with _track(console, f"scanning {source.name}", _sum_bytes(contents.tensors), quiet=quiet) as advance:
+                    scans.append(scan_contents(contents, advance))
+            except (SteadygradError, OSError) as error:
+                refused.append((str(source), str(error)))
+    return scans, refused
+
+
+def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as_json: bool) -> int:
+    """Compare, tell, and return the exit code."""
+    from steadygrad.checkpoint.diff import diff_checkpoints
+    from steadygrad.checkpoint.reading import read_tensors
+
+    total = _sum_bytes(read_tensors(first))
+    with _track(console, "comparing", total, quiet=as_json) as advance:
+        diff = diff_checkpoints(first, second, advance)
+    if as_json:
+        from steadygrad.record.encode import to_plain
+
+        _print_json({"equal": diff.is_empty, **to_plain(diff)})
+    else:
+        tell_changes(console, diff, show_all=show_all)
+    return DONE if diff.is_empty else FOUND
+
+
+# --- JSON and the bar ---------------------------------------------------------------------------------------------
+
+
+def _describe_scan(scan: CheckpointScan) -> dict[str, Any]:
+    from steadygrad.record.encode import to_plain
+
+    return {"clean": scan.is_clean, "num_bad_tensors": len(scan.bad_tensors), **to_plain(scan)}
+
+
+def _print_json(value: Any) -> None:
+    from steadygrad.record.encode import to_json
+
+    click.echo(to_json(value))
+
+
+@contextlib.contextmanager
+def _track(console: Console, title: str, num_bytes: int, *, quiet: bool) -> Iterator[Callable[[int, str], None]]:
+    """A bar in MiB, moved by a number of bytes."""
+    if quiet:
+        yield lambda *_: None
+        return
+    with console.track(escape(title), max(1, num_bytes // MIB)) as advance:
+        yield lambda done, name: advance(done // MIB, f"MiB {escape(name)}")
+
+
+def _sum_bytes(tensors: Sequence[Any]) -> int:
+    return sum({tensor.place: tensor.num_bytes for tensor in tensors}.values())

@@ -1,0 +1,94 @@
+"""Facts -> named numbers for trackers: `grad/*`, `health/*`, `action/*`. The same names whatever tracker draws them.
+
+Per-parameter numbers are aggregated: a few numbers over all of them, and one norm for each of at most `MAX_BLOCKS`
+parts of the model. A thousand curves that nobody looks at would cost more than the training. NaN and Inf stay what they
+are: a curve that breaks off is what a person looks for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from typing import Any
+
+from steadygrad.facts import NUM_COLUMNS, GradientTable, Incident, StepRecord
+
+MAX_BLOCKS = 16
+"""Parts of the model that get a curve of their own."""
+
+
+def list_step(record: StepRecord) -> dict[str, float]:
+    """The numbers of a step; a number that there was none of is left out."""
+    numbers: dict[str, float | None] = {
+        "grad/norm": record.grad_norm,
+        "grad/num_nonfinite": record.num_nonfinite,
+        "health/loss": record.loss,
+        "health/learning_rate": max(record.learning_rates, default=None),
+        "health/loss_scale": record.loss_scale,
+        "action/clip_coefficient": record.clip_coefficient,
+        "action/clipped": record.clipped,
+        "action/skipped": record.skipped,
+        "action/num_dropped_microbatches": record.num_dropped_microbatches or None,
+    }
+    return {name: float(number) for name, number in numbers.items() if number is not None}
+
+
+def list_layers(gradients: GradientTable) -> dict[str, float]:
+    """The numbers over all parameters of a step, and the norm of each block; empty when there is no gradient."""
+    if not gradients:
+        return {}
+    norms = list_norms(gradients) or [math.nan]
+    blocks = measure_blocks(gradients)
+    return {
+        "grad/layer_norm_max": max(norms),
+        "grad/layer_norm_median": statistics.median(norms),
+        "grad/layer_norm_min": min(norms),
+        "grad/max_abs": max(gradients.cells[1::NUM_COLUMNS]),
+        "grad/zero_share": sum(gradients.cells[4::NUM_COLUMNS]) / max(1, sum(gradients.numels)),
+        "health/num_bad_layers": float(len(gradients.nonfinite())),
+        **{f"grad/block/{name}": norm for name, norm in blocks.items()},
+    }
+
+
+def list_norms(gradients: GradientTable) -> list[float]:
+    """One norm for each parameter, over its finite elements; one that is itself not finite has no place in a spread."""
+    return [float(norm) for norm in gradients.cells[::NUM_COLUMNS] if math.isfinite(norm)]
+
+
+def measure_blocks(gradients: GradientTable) -> dict[str, float]:
+    """Part of the model -> norm, NaN where one of its gradients was not finite; as deep as `MAX_BLOCKS` allows."""
+    paths = [name.split(".")[:-1] or [name] for name in gradients.names]
+    depth = 1
+    while depth < max(map(len, paths)) and len({tuple(path[: depth + 1]) for path in paths}) <= MAX_BLOCKS:
+        depth += 1
+    squares: dict[str, float] = {}
+    for i, path in enumerate(paths):
+        name = ".".join(path[:depth])
+        row = gradients.row(i)
+        squares[name] = squares.get(name, 0.0) + (math.nan if row.num_nonfinite else row.norm**2)
+    shown = dict(list(squares.items())[:MAX_BLOCKS])
+    return {name: math.sqrt(square) for name, square in shown.items()}
+
+
+def describe_incident(incident: Incident) -> str:
+    """An event as text of a few lines; Markdown shows it well."""
+    finding, outcome = incident.finding, incident.outcome
+    lines = [f"**step {finding.step}: {finding.kind}** ({finding.severity}): {finding.message}"]
+    lines.append(f"{outcome.action}: {outcome.message}")
+    if finding.advice:
+        lines.append(finding.advice)
+    if incident.cause is not None:
+        lines.append("\n".join(f"    {line}" for line in str(incident.cause).splitlines()))
+    return "\n\n".join(lines)
+
+
+def import_tracker(extra: str, module: str) -> Any:
+    """The tracker's own library, or which extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this sink needs {extra}, which cannot be imported ({error}). "
+            f"Install it with: pip install 'steadygrad[{extra}]'"
+        ) from error

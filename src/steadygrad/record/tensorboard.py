@@ -1,0 +1,60 @@
+"""TensorBoardSink: facts -> an event file that TensorBoard draws.
+
+Scalars `grad/*`, `health/*` and `action/*`, a histogram of the layers' norms, each incident as text. NaN and Inf are
+written as scalars, and left out of histograms, which cannot hold them. Incidents are on disk when the call returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from steadygrad.facts import GradientTable, Incident, StepRecord
+from steadygrad.record.series import describe_incident, import_tracker, list_layers, list_norms, list_step
+
+LOWEST = 1e-30
+"""What a norm of 0 is drawn as: histograms are of powers of ten, and layers that are dead should show."""
+
+
+class TensorBoardSink:
+    """`Guard(model, optimizer, sinks=[TensorBoardSink("runs/a/tensorboard")])`."""
+
+    def __init__(self, log_dir: str | Path, *, every: int = 1) -> None:
+        """`every`: steps between two points of a curve; skipped steps are always drawn."""
+        import_tracker("tensorboard", "tensorboard")
+        writer = import_tracker("tensorboard", "torch.utils.tensorboard")
+        self._writer = writer.SummaryWriter(str(log_dir))
+        self._every = every
+        self._actions: Counter[str] = Counter()
+
+    def write_step(self, record: StepRecord) -> None:
+        """The scalars of a step."""
+        if record.step % self._every and not record.skipped:
+            return
+        self._write_scalars(list_step(record), record.step)
+
+    def write_layers(self, step: int, gradients: GradientTable) -> None:
+        """Aggregates as scalars, and how the norms spread over the layers as a histogram of powers of ten."""
+        self._write_scalars(list_layers(gradients), step)
+        powers = [math.log10(max(norm, LOWEST)) for norm in list_norms(gradients)]
+        if powers:
+            import torch
+
+            self._writer.add_histogram("grad/layer_norm_log10", torch.tensor(powers, dtype=torch.float64), step)
+
+    def write_incident(self, incident: Incident) -> None:
+        """Text under `incidents/<kind>`, and how often that action was taken so far."""
+        action = incident.outcome.action.value
+        self._actions[action] += 1
+        self._writer.add_text(f"incidents/{incident.finding.kind}", describe_incident(incident), incident.step)
+        self._writer.add_scalar(f"action/num_{action}", self._actions[action], incident.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is held back."""
+        self._writer.close()
+
+    def _write_scalars(self, numbers: dict[str, float], step: int) -> None:
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)

@@ -1,0 +1,343 @@
+"""GradientMonitoringCallback in real trainings of transformers: faults, clipping, logs, resume, and a quiet run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from trainer_trainings import (
+    BATCH,
+    NUM_STEPS,
+    InOrder,
+    Regression,
+    assert_equal,
+    is_finite,
+    make_language_model,
+    make_rows,
+    make_texts,
+    spoil,
+    state_of,
+    steps_of,
+    train,
+)
+
+from steadygrad import Action, FixedNorm, GuardConfig, NonFiniteError, Policy, SnapshotConfig, UsageError, ZClip
+from steadygrad.adapters.transformers import GradientMonitoringCallback
+from steadygrad.testing import poison_gradient
+
+TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+# --- quiet ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}, {"optim": "sgd"}, {"max_grad_norm": 0.0}],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_a_quiet_run_is_bit_identical(options: dict[str, Any], tmp_path: Path) -> None:
+    callback = GradientMonitoringCallback()
+    plain = train(Regression(), make_rows(), tmp_path, **options)
+    guarded = train(Regression(), make_rows(), tmp_path, callback, **options)
+
+    assert_equal(state_of(guarded), state_of(plain))
+    assert not callback.guard.incidents
+    assert callback.guard.stats()["num_steps"] == plain.state.global_step
+    for ours, theirs in zip(guarded.state.log_history, plain.state.log_history, strict=True):
+        # torch sums the squares of the norm in float32, we in float64
+        norms = [line.pop("grad_norm", 0.0) for line in (ours, theirs)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        assert {k: v for k, v in ours.items() if k not in TIMES} == {k: v for k, v in theirs.items() if k not in TIMES}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_is_bit_identical(use_reentrant: bool, tmp_path: Path) -> None:
+    options = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
+        "gradient_accumulation_steps": 2,
+    }
+    callback = GradientMonitoringCallback()
+    plain = train(make_language_model(), make_texts(), tmp_path, **options)
+    guarded = train(make_language_model(), make_texts(), tmp_path, callback, **options)
+
+    assert_equal(state_of(guarded), state_of(plain))
+    assert not callback.guard.incidents
+
+
+def test_the_trainer_is_as_it_was_when_training_is_over(tmp_path: Path) -> None:
+    plain = train(Regression(), make_rows(), tmp_path)
+    trainer = train(Regression(), make_rows(), tmp_path, GradientMonitoringCallback())
+    assert vars(trainer).keys() == vars(plain).keys()
+    assert vars(trainer.accelerator).keys() == vars(plain.accelerator).keys()
+    assert vars(trainer.optimizer).keys() == vars(plain.optimizer).keys()
+    assert trainer.optimizer.step.__qualname__ == plain.optimizer.step.__qualname__
+    assert trainer.optimizer.step_was_skipped is False
+    assert not trainer.model._forward_hooks
+    assert not trainer.model._forward_pre_hooks
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["nan", "overflow"])
+def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(fault: str, tmp_path: Path) -> None:
+    rows = make_rows()
+    spoiled = spoil(rows, 3, fault)
+    plain = train(Regression(), spoiled, tmp_path)
+    assert not is_finite(plain.model)
+
+    callback = GradientMonitoringCallback(run_dir=tmp_path / "run")
+    guarded = train(Regression(), spoiled, tmp_path, callback, lr_scheduler_type="constant")
+    del rows[3 * BATCH : 4 * BATCH]
+    without = train(Regression(), rows, tmp_path, lr_scheduler_type="constant")
+
+    assert is_finite(guarded.model)
+    assert_equal(state_of(guarded), state_of(without))
+    guard = callback.guard
+    kinds = {"nonfinite_loss", "nonfinite_gradient"} | ({"nonfinite_input"} if fault == "nan" else set())
+    assert {f.kind for f in guard.findings} == kinds
+    assert {f.step for f in guard.findings} == {3}
+    assert {i.outcome.action for i in guard.incidents} == {Action.SKIP}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["skipped"]] == [3]
+
+
+def test_the_learning_rate_holds_at_a_skipped_step(tmp_path: Path) -> None:
+    trainer = train(Regression(), spoil(make_rows(), 3, "nan"), tmp_path, GradientMonitoringCallback())
+    rates = [line["learning_rate"] for line in steps_of(trainer)]
+    assert rates[3] == rates[4]
+    assert len(set(rates)) == NUM_STEPS - 1
+
+
+def test_a_bad_gradient_behind_a_good_loss_is_caught_before_the_trainer_clips(tmp_path: Path) -> None:
+    def poison(trainer: transformers.Trainer) -> None:
+        poison_gradient(trainer.model.net[0].weight, at={2})
+
+    plain = train(Regression(), make_rows(), tmp_path, prepare=poison)
+    assert not any(p.isfinite().all() for p in plain.model.parameters()), "clipping has spread one NaN to all"
+
+    callback = GradientMonitoringCallback()
+    guarded = train(Regression(), make_rows(), tmp_path, callback, prepare=poison)
+
+    assert is_finite(guarded.model)
+    (finding,) = callback.guard.findings
+    assert (finding.kind, finding.step) == ("nonfinite_gradient", 2)
+    assert "net.0.weight" in finding.message
+    assert "1 of " in finding.message
+
+
+def test_sanitizing_repairs_the_gradient_and_makes_the_step(tmp_path: Path) -> None:
+    callback = GradientMonitoringCallback(GuardConfig(on_nonfinite=Action.SANITIZE))
+    trainer = train(
+        Regression(),
+        make_rows(),
+        tmp_path,
+        callback,
+        prepare=lambda trainer: poison_gradient(trainer.model.net[0].weight, at={2}),
+    )
+    assert is_finite(trainer.model)
+    assert callback.guard.stats()["num_skipped"] == 0
+    told = [i for i in callback.guard.incidents if i.finding.kind == "nonfinite_gradient"]
+    assert [(i.step, i.outcome.action) for i in told] == [(2, Action.SANITIZE)]
+
+
+def test_one_bad_microbatch_skips_its_step(tmp_path: Path) -> None:
+    rows = make_rows()
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
+    callback = GradientMonitoringCallback()
+    guarded = train(Regression(), spoil(rows, 3, "nan"), tmp_path, callback, **options)
+    del rows[2 * BATCH : 4 * BATCH]
+    without = train(Regression(), rows, tmp_path, **options)
+
+    assert_equal(state_of(guarded), state_of(without))
+    assert {f.step for f in callback.guard.findings} == {1}
+
+
+def test_a_batch_without_labels_is_hidden_by_the_trainer_and_reported_here(tmp_path: Path) -> None:
+    texts = make_texts(masked=(4, 5))
+    plain = train(make_language_model(), texts, tmp_path)
+    assert steps_of(plain)[2]["loss"] == 0.0, "a NaN, which the Trainer leaves out of its log"
+
+    callback = GradientMonitoringCallback()
+    guarded = train(make_language_model(), texts, tmp_path, callback)
+
+    assert math.isnan(steps_of(guarded)[2]["loss"])
+    assert steps_of(guarded)[2]["num_skipped_steps"] == 1
+    assert {f.kind for f in callback.guard.findings} == {"nonfinite_loss", "all_labels_masked"}
+
+
+def test_many_bad_batches_in_a_row_roll_back_and_the_run_finishes(tmp_path: Path) -> None:
+    rows = make_rows(60 * BATCH)
+    for step in range(40, 46):
+        rows = spoil(rows, step, "nan")
+    policy = Policy(nonfinite_steps_to_scale_lr=2, nonfinite_steps_to_rollback=5, change_hyperparameters=False)
+    snapshots = SnapshotConfig(every=10, good_after=5, skip_batches=3)
+    callback = GradientMonitoringCallback(GuardConfig(policy=policy, snapshots=snapshots))
+
+    trainer = train(Regression(), rows, tmp_path, callback)
+
+    assert is_finite(trainer.model)
+    assert [i.step for i in callback.guard.incidents if i.outcome.action is Action.ROLLBACK] == [44]
+    assert trainer.state.global_step == 60
+
+
+def test_raising_ends_the_training(tmp_path: Path) -> None:
+    callback = GradientMonitoringCallback(GuardConfig(on_nonfinite=Action.RAISE))
+    with pytest.raises(NonFiniteError):
+        train(Regression(), spoil(make_rows(), 3, "nan"), tmp_path, callback)
+    assert callback.guard.last is not None
+    assert callback.guard.last.step == 3
+
+
+def test_an_exception_in_compute_loss_is_let_through_and_recorded_and_one_can_train_again(tmp_path: Path) -> None:
+    class Broken(InOrder):
+        broken = True
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            if self.broken and self.state.global_step == 2:
+                raise KeyError("mine")
+            return super().compute_loss(*args, **kwargs)
+
+    callback = GradientMonitoringCallback()
+    trainers: list[Any] = []
+    with pytest.raises(KeyError, match="mine"):
+        train(Regression(), make_rows(), tmp_path, callback, kind=Broken, prepare=trainers.append)
+    (finding,) = callback.guard.findings
+    assert (finding.kind, finding.step) == ("exception", 2)
+
+    trainers[0].broken = False
+    trainers[0].train()
+
+    assert callback.guard.stats()["num_steps"] == NUM_STEPS
+    assert not callback.guard.findings
+
+
+# --- clipping and numbers -------------------------------------------------------------------------------------------
+
+
+def test_max_grad_norm_is_taken_over_and_numbers_are_those_of_a_plain_torch_loop(tmp_path: Path) -> None:
+    callback = GradientMonitoringCallback()
+    trainer = train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=0.5, lr_scheduler_type="constant")
+
+    losses, norms, model = train_plainly(make_rows(), max_norm=0.5)
+    assert callback.guard.config.clip == FixedNorm(max_norm=0.5)
+    # The clip coefficient differs in its last bits; Adam and a BatchNorm over two samples make more of that.
+    assert [line["loss"] for line in steps_of(trainer)] == pytest.approx(losses, rel=1e-3)
+    assert [line["grad_norm"] for line in steps_of(trainer)] == pytest.approx(norms, rel=1e-3)
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def train_plainly(rows: list[dict[str, Tensor]], *, max_norm: float) -> tuple[list[float], list[float], nn.Module]:
+    model, losses, norms = Regression(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for start in range(0, len(rows), BATCH):
+        part = rows[start : start + BATCH]
+        loss = model(torch.stack([row["x"] for row in part]), torch.stack([row["labels"] for row in part]))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, norms, model
+
+
+def test_a_strategy_of_the_config_goes_before_max_grad_norm(tmp_path: Path) -> None:
+    callback = GradientMonitoringCallback(GuardConfig(clip=ZClip()))
+    train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=1.0)
+    assert callback.guard.config.clip == ZClip()
+
+
+def test_true_losses_reach_other_callbacks_too_and_the_mean_recovers(tmp_path: Path) -> None:
+    class Listener(transformers.TrainerCallback):
+        heard: list[float]
+
+        def __init__(self) -> None:
+            self.heard = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.heard += [logs["loss"]] if "loss" in logs else []
+
+    listener = Listener()
+    rows = spoil(make_rows(), 3, "nan")
+    trainer = train(Regression(), rows, tmp_path, listener, GradientMonitoringCallback(), logging_steps=2)
+
+    assert [math.isfinite(loss) for loss in listener.heard] == [True, False, True, True]
+    assert [line["loss"] for line in steps_of(trainer)][2:] == listener.heard[2:]
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+def test_evaluation_reaches_the_guard_and_early_stopping_stops_the_trainer(tmp_path: Path) -> None:
+    class Flat(Regression):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            result = super().forward(x, labels)
+            return result if self.training else {**result, "loss": torch.ones(())}
+
+    callback = GradientMonitoringCallback(GuardConfig(policy=Policy(early_stopping_patience=2)))
+    trainer = train(
+        Flat(),
+        make_rows(),
+        tmp_path,
+        callback,
+        validation=make_rows(4),
+        eval_strategy="steps",
+        eval_steps=1,
+        num_train_epochs=3,
+        label_names=["labels"],
+    )
+    assert callback.guard.best is not None
+    assert trainer.state.global_step == 3
+
+
+# --- resume ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_training_goes_on_with_the_state_of_the_guard(tmp_path: Path) -> None:
+    config = GuardConfig(clip=ZClip())
+    rows = spoil(make_rows(), 1, "nan")
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    straight = GradientMonitoringCallback(config)
+    whole = train(Regression(), rows, tmp_path / "whole", straight, **options)
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    train(Regression(), rows, tmp_path / "parts", GradientMonitoringCallback(config), Stop(), **options)
+    resumed = GradientMonitoringCallback(config)
+    rest = train(Regression(), rows, tmp_path / "parts", resumed, resume=True, **options)
+
+    assert_equal(state_of(rest), state_of(whole))
+    stats, expected = resumed.guard.stats(), straight.guard.stats()
+    assert stats["num_skipped"] == 1, "from before the checkpoint"
+    names = expected.keys() - {"num_incidents"}  # incidents are what this process has seen
+    assert {name: stats[name] for name in names} == {name: expected[name] for name in names}
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_steadygrad_off_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(Regression(), make_rows(), tmp_path, max_grad_norm=0.1)
+    monkeypatch.setenv("STEADYGRAD", "off")
+    off = train(Regression(), make_rows(), tmp_path, GradientMonitoringCallback(), max_grad_norm=0.1)
+    assert_equal(state_of(off), state_of(plain))
+
+
+def test_asking_for_the_guard_too_early_says_so() -> None:
+    with pytest.raises(UsageError, match=r"during or after train\(\)"):
+        _ = GradientMonitoringCallback().guard
+
+
+def test_outside_of_a_trainer_the_callback_says_what_it_needs() -> None:
+    control = transformers.TrainerControl()
+    with pytest.raises(UsageError, match=r"transformers\.Trainer"):
+        GradientMonitoringCallback().on_train_begin(None, transformers.TrainerState(), control)
