@@ -17,6 +17,7 @@ from steadygrad.config import (
     AdaGC,
     AdaptiveUnitClip,
     AutoClip,
+    CheckpointConfig,
     ClipValue,
     DetectConfig,
     FixedNorm,
@@ -36,11 +37,13 @@ from steadygrad.errors import (
     UnsupportedError,
     UsageError,
 )
-from steadygrad.facts import Action, Finding, Incident, Reading, Severity, StepRecord
+from steadygrad.facts import Action, Cause, Finding, Incident, Reading, Severity, StepRecord
 
 if TYPE_CHECKING:
+    from steadygrad import diagnose, losses, nn
     from steadygrad.act.precision import choose_precision, conservative_scaler
     from steadygrad.act.sanitize import handle_nan_inf
+    from steadygrad.checkpoint import CheckpointStore
     from steadygrad.guard import Guard
     from steadygrad.measure.check import check_nan_inf
     from steadygrad.monitor import ActivationMonitor, GradientHealthMonitor
@@ -51,6 +54,9 @@ __all__ = [
     "AdaGC",
     "AdaptiveUnitClip",
     "AutoClip",
+    "Cause",
+    "CheckpointConfig",
+    "CheckpointStore",
     "ClipValue",
     "ConfigError",
     "DetectConfig",
@@ -78,10 +84,14 @@ __all__ = [
     "check_nan_inf",
     "choose_precision",
     "conservative_scaler",
+    "diagnose",
     "handle_nan_inf",
+    "losses",
+    "nn",
 ]
 
 _LAZY = {
+    "CheckpointStore": "steadygrad.checkpoint",
     "ActivationMonitor": "steadygrad.monitor",
     "GradientHealthMonitor": "steadygrad.monitor",
     "Guard": "steadygrad.guard",
@@ -90,9 +100,13 @@ _LAZY = {
     "conservative_scaler": "steadygrad.act.precision",
     "handle_nan_inf": "steadygrad.act.sanitize",
 }
+_PACKAGES = ("diagnose", "losses", "nn")
+"""Exported as they are; `diagnose` can be called."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"steadygrad.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'steadygrad' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

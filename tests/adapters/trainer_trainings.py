@@ -59,10 +59,10 @@ def make_texts(count: int = NUM_STEPS * BATCH, *, masked: Sequence[int] = ()) ->
 
 
 def spoil(rows: list[dict[str, Tensor]], step: int, fault: str) -> list[dict[str, Tensor]]:
-    """The same rows, the first of `step` bad: NaN, or finite with a square that is not."""
+    """The same rows, those of `step` bad: NaN, or finite with a sum that is not."""
     rows = [dict(row) for row in rows]
-    row = rows[step * BATCH]
-    row |= {"x": row["x"] * math.nan} if fault == "nan" else {"labels": torch.tensor(1e38)}
+    for row in rows[step * BATCH : (step + 1) * BATCH]:
+        row |= {"x": row["x"] * math.nan} if fault == "nan" else {"labels": torch.tensor(3e38)}
     return rows
 
 

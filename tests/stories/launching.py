@@ -17,6 +17,13 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+PRELOADED = [
+    "torch._dynamo.convert_frame",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.trainer",
+    "lightning.pytorch.trainer.connectors.accelerator_connector",
+    "steadygrad.adapters.scripts.session",
+]
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
@@ -51,7 +58,7 @@ def _run(folder: Path, command: list[str] | None, target: list[str]) -> Done:
 @functools.cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "transformers", "lightning", "steadygrad.guard"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -79,6 +86,7 @@ def _become(folder: Path, command: list[str] | None, target: list[str]) -> None:
         code = 99
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    if os.environ.get("CPU"): print("CPU", __import__("time").process_time(), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

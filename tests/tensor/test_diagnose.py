@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from steadygrad.diagnose import Capture, diagnose, diagnose_capture
+from steadygrad.diagnose import Capture, StepRecorder, diagnose, diagnose_capture, diagnose_captures
 
 
 def break_at_zero(model: nn.Module, x: Tensor) -> Tensor:
@@ -521,3 +521,62 @@ def test_a_suspected_explosion_names_the_derivative_that_enlarges_most() -> None
     assert cause is not None
     assert (cause.kind, cause.op, cause.phase) == ("exploding", "aten.mul", "backward")
     assert cause.growth == pytest.approx(1e4, rel=1e-3)
+
+
+# --- noting steps ----------------------------------------------------------------------------------------------------
+
+
+def test_a_recorder_notes_microbatches_and_the_bad_one_is_named() -> None:
+    model = linear()
+    recorder = StepRecorder(model)
+    batches = [torch.randn(6, 4), bad_batch(), torch.randn(6, 4)]
+
+    for batch in batches:
+        recorder.run(break_at_zero, (model, batch), {}).backward()
+    captures = recorder.take()
+    cause = diagnose_captures(captures, expects="nan")
+
+    assert recorder.take() == ()
+    assert cause is not None
+    assert (cause.op, cause.samples) == ("aten.sqrt", (2,))
+    assert cause.note == "In microbatch 1 of 3."
+
+
+def test_a_recorder_notes_the_calls_of_the_model_where_only_a_loss_is_given() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = linear()
+
+        def forward(self, x: Tensor, *, scale: float) -> Tensor:
+            return (self.fc(x) * scale).exp()
+
+    model = Net()
+    recorder = StepRecorder(model)
+    recorder.watch_calls()
+    with torch.no_grad():
+        model.fc.weight.fill_(1.0)
+    loss = model(torch.full((2, 4), 1e3), scale=1e6).mean()
+    with torch.no_grad():
+        model(torch.ones(1, 4), scale=1.0)  # a validation in between is not the step
+    captures = recorder.take()
+    recorder.close()
+    model(torch.ones(1, 4), scale=1.0)
+
+    assert recorder.take() == ()
+    assert len(captures) == 1
+    assert torch.isinf(loss)
+    cause = diagnose_captures(captures)
+    assert cause is not None
+    assert (cause.op, cause.module) == ("aten.exp", "")
+
+
+def test_a_step_that_is_noted_is_not_noted_again_by_the_calls_inside_of_it() -> None:
+    model = linear()
+    recorder = StepRecorder(model)
+    recorder.watch_calls()
+
+    recorder.run(lambda x: model(x).sum(), (torch.ones(1, 4),), {})
+
+    (capture,) = recorder.take()
+    assert not capture.is_model_call

@@ -208,9 +208,8 @@ class Account:
     def _spell_link(self, event: Event) -> str:
         place = event.place
         if event.is_given:
-            return (
-                "an infinity, given" if place.code is None else f"{event.name} at {spell_place(place.code, place.line)}"
-            )
+            where = spell_place(place.code, place.line)
+            return "an infinity, given" if where is None else f"a constant at {where}"
         if place.code is None and event.forward is not None:
             forward = self.trace.events[event.forward]
             return f"backward of {forward.name} at {spell_place(forward.place.code, forward.place.line)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.health import find_ailment, find_amplifier
 from steadygrad.diagnose.optimizers import find_optimizers, trace_optimizers
 from steadygrad.diagnose.ranges import Range
-from steadygrad.diagnose.replay import Run, Step, call_user
+from steadygrad.diagnose.replay import Observer, Run, Step, call_user
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
 from steadygrad.diagnose.subject import name_inputs, name_modules
@@ -34,6 +35,8 @@ from steadygrad.facts import Cause
 
 EXACT = "yes, bit for bit (software, not hardware)"
 SAME_KIND = "yes, the same kind with other bits: an op of the step is not deterministic"
+COLLECTIVE_REPLAYS = 3
+"""Each rank makes as many, whatever it finds: the others wait for it in their collectives."""
 NOT_AGAIN = "no: the same step, replayed, was healthy"
 
 
@@ -49,7 +52,7 @@ class Diagnosis:
         collective: bool = False,
     ) -> None:
         self._step, self._optimizers, self._suspect = step, optimizers, suspect
-        self._collective = collective
+        self._collective, self._num_replays = collective, 0
         self._modules = name_modules(step.model)
         self._stack = StackReader(self._modules, call_user)
         self._trace = Trace(self._stack)
@@ -59,11 +62,23 @@ class Diagnosis:
         reason = self._find_obstacle()
         if reason:
             return unknown(reason)
-        with self._step.replay() as run:
+        try:
+            return self._make()
+        finally:
+            while self._collective and self._num_replays < COLLECTIVE_REPLAYS:
+                with self._replay():
+                    pass
+
+    def _replay(self, observer: Observer | None = None) -> AbstractContextManager[Run]:
+        self._num_replays += 1
+        return self._step.replay(observer)
+
+    def _make(self) -> Cause | None:
+        with self._replay() as run:
             first = find_symptoms(run, self._step.model)
         if not first.hurts and not self._collective:
             return self._look_further()
-        with self._step.replay(self._trace) as run:
+        with self._replay(self._trace) as run:
             second = find_symptoms(run, self._step.model)
             terms = describe_named_terms(run.result)
             hurts = self._find_hurts(run, second)
@@ -75,6 +90,8 @@ class Diagnosis:
         if origin is None or (first.error is not None and origin.event.constant):
             return self._tell_without_origin(first, second)
         cause, view = self._tell(origin, blame)
+        if self._collective and cause.file is None:
+            return unknown("it came from another rank, through a collective", kind=cause.kind)
         if not terms and hurts[0].name == "loss":
             terms = describe_summed_terms(self._trace, blame, hurts[0].read)
         cause = dataclasses.replace(cause, terms=terms, reproducible=compare_replays(first, second))
@@ -128,7 +145,7 @@ class Diagnosis:
 
     def _tell_amplifier(self) -> Cause | None:
         """No layer grows: the op whose derivative enlarged the gradient most."""
-        with self._step.replay(self._trace):
+        with self._replay(self._trace):
             pass
         self._trace.ranges.read()
         found = find_amplifier(self._trace, Blame(self._trace.events, self._trace.ranges))
@@ -158,7 +175,7 @@ class Diagnosis:
             if account.find_given_key() in owners or not origin.event.constant:
                 return tell_given(account, owners), None
         closeup = Closeup(account.targets)
-        with self._step.replay(closeup):
+        with self._replay(closeup):
             pass
         account.views = closeup.views
         return account.tell(), closeup.views.get(origin.event.number)
@@ -190,7 +207,7 @@ class Diagnosis:
         event, view = refusal.event, View()
         if event is not None:
             closeup = Closeup({event.number: event.name})
-            with self._step.replay(closeup):
+            with self._replay(closeup):
                 pass
             view = closeup.views.get(event.number, View())
         phase = "backward" if event is not None and event.in_engine else "forward"

@@ -81,6 +81,18 @@ def diagnose_capture(
     return cause
 
 
+def diagnose_captures(captures: Sequence[Capture], *, expects: str | None = None, **settings: Any) -> Cause | None:
+    """Diagnose the microbatches of a step, in order; the first that is bad. `settings` as for `diagnose_capture`."""
+    for place, capture in enumerate(captures):
+        is_last = place == len(captures) - 1
+        cause = diagnose_capture(capture, expects=expects if is_last else None, **settings)
+        if cause is not None:
+            many = len(captures) > 1 and cause.phase != "unknown"
+            note = f"In microbatch {place} of {len(captures)}. {cause.note}" if many else cause.note
+            return dataclasses.replace(cause, note=note.strip())
+    return None
+
+
 def tell_unrepeated(step: Step, kind: str, changed: Sequence[str]) -> Cause:
     """The step failed when it ran, and does not when it is replayed: two more replays say what to suspect."""
     if changed or step.is_model_call:

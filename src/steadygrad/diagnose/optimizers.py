@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from steadygrad.diagnose.blame import Blame, Hurt, Origin
 from steadygrad.diagnose.frames import StackReader
@@ -34,15 +35,24 @@ class OptimizerOrigin:
     parameter: str
 
 
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Those that were found before: looking at all objects of the process takes a tenth of a second."""
+
+
 def find_optimizers(model: nn.Module | None) -> list[Optimizer]:
     """The optimizers alive that hold a parameter of `model`, found among all objects."""
     wanted = set() if model is None else {id(parameter) for parameter in model.parameters()}
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
-    return [
-        optimizer
-        for optimizer in alive
-        if any(id(p) in wanted for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
-    ]
+    if not wanted:
+        return []
+    known = [optimizer for optimizer in _seen if _holds(optimizer, wanted)]
+    if not known:
+        _seen.update(thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
+        known = [optimizer for optimizer in _seen if _holds(optimizer, wanted)]
+    return known
+
+
+def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
+    return any(id(p) in wanted for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
 
 def trace_optimizers(step: Step, optimizers: Sequence[Optimizer]) -> OptimizerOrigin | None:
@@ -85,7 +95,8 @@ def _trace_one(step: Step, run: Run, optimizer: Optimizer) -> OptimizerOrigin | 
 def _has_hooks(optimizer: Optimizer) -> bool:
     """Whether a step would run somebody's code."""
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return any(bool(getattr(optimizer, name, None)) for name in hooks)
+    everywhere = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return any(everywhere) or any(bool(getattr(optimizer, name, None)) for name in hooks)
 
 
 @contextlib.contextmanager
@@ -94,11 +105,14 @@ def _undone(optimizer: Optimizer) -> Iterator[None]:
     before: dict[Any, Any] = {
         key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()
     }
+    names = set(vars(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int)}
     try:
         yield
     finally:
         optimizer.state.clear()
         optimizer.state.update(before)
+        for name in [name for name in vars(optimizer) if name not in names]:  # a scheduler's mark that it stepped
+            delattr(optimizer, name)
         for name, value in attributes.items():
             setattr(optimizer, name, value)

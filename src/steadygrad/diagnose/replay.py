@@ -41,6 +41,11 @@ class Run:
     grads: dict[str, Tensor] = field(default_factory=dict)
     keeper: StorageKeeper = field(default_factory=StorageKeeper)
 
+    def forget(self) -> None:
+        """Let go of everything it made."""
+        self.result = self.loss = None
+        self.grads = {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -102,6 +107,7 @@ class Step:
             finally:
                 for leaf, grad in outside:
                     leaf.grad = grad
+                run.forget()  # an output of the size of a vocabulary must not live through the next replay
 
     def _run(self, run: Run, outside: list[tuple[Tensor, Tensor | None]]) -> None:
         try:

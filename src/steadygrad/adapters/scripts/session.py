@@ -167,6 +167,7 @@ class Session:
             return self._step(watch, functools.partial(make, optimizer), optimizer, args, kwargs)
         finally:
             self._thread.is_stepping = False
+            self._losses_are_spent = True
 
     def _step(self, watch: Watch, make: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if callable(kwargs.get("closure", args[0] if args else None)):
@@ -195,13 +196,13 @@ class Session:
             if not self._thread.has_stepped:  # the scaler has found an overflow, and left the step out
                 self._ours(watch.measure, self._look_around(optimizer))
                 self._ours(watch.conclude, skipped=True)
+                self._losses_are_spent = True
             return result
         finally:
             self._thread.scaler = None
 
     def _look_around(self, optimizer: Optimizer) -> Circumstances:
         scaler = getattr(self._thread, "scaler", None)
-        self._losses_are_spent = True
         many = _count_ranks() > 1
         return Circumstances(
             losses=tuple(self._losses),

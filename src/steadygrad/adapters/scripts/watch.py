@@ -193,10 +193,7 @@ class Watch:
         self._num_diagnoses += 1
         is_nan = reading.num_nan > 0 or (reading.loss is not None and reading.loss != reading.loss)
         cause = diagnose_capture(self._capture, scale=reading.loss_scale or 1.0, expects="nan" if is_nan else "inf")
-        if cause is None:
-            return None
-        known = "Only the model's forward could be replayed: a script does not tell how it computes its loss."
-        return dataclasses.replace(cause, step=reading.step, note=f"{cause.note.partition('Only the')[0]}{known}")
+        return None if cause is None else _tell_limits(cause, reading.step)
 
     # --- around the steps -------------------------------------------------------------------------------------------
 
@@ -262,3 +259,13 @@ def _add_up(around: Circumstances) -> Tensor | None:
     device = around.losses[-1].device
     total = torch.stack([loss.to(device).float() for loss in around.losses]).sum()
     return total if around.loss_scale is None else total / around.loss_scale.to(device)
+
+
+def _tell_limits(cause: Cause, step: int) -> Cause:
+    """The cause in the words of a script; lines that are of the replay and not of the model are left out."""
+    note = cause.note
+    if cause.phase != "unknown":
+        note = "Only the model's forward could be replayed: a script does not tell how it computes its loss."
+    if cause.file is not None and Path(cause.file).name == "contextlib.py":
+        cause = dataclasses.replace(cause, file=None, line=None, source=None, caller=None)
+    return dataclasses.replace(cause, step=step, note=note)

@@ -1,0 +1,43 @@
+"""Without a framework: steadygrad imports, and an adapter says which extra to install."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import steadygrad
+
+BLOCKED = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
+
+
+def run_python(code: str, *blocked: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(Path(steadygrad.__file__).parent.parent)}
+    code = BLOCKED.format(names=blocked) + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("adapter", "blocked"),
+    [("lightning", ("lightning", "lightning.pytorch", "pytorch_lightning")), ("transformers", ("transformers",))],
+)
+def test_an_adapter_without_its_library_names_the_extra(adapter: str, blocked: tuple[str, ...]) -> None:
+    code = (
+        "import steadygrad\n"
+        f"try:\n    import steadygrad.adapters.{adapter}\n"
+        "except ImportError as error: print(error)\n"
+    )
+    assert f"pip install 'steadygrad[{adapter}]'" in run_python(code, *blocked)
+
+
+def test_a_guard_loads_no_framework() -> None:
+    code = (
+        "from steadygrad import Guard\n"
+        "print(*(n for n in ('lightning', 'transformers', 'accelerate') if sys.modules.get(n)), 'end')\n"
+    )
+    assert run_python(code).split() == ["end"]
