@@ -56,6 +56,7 @@ EXPORTED = [
     "ClipValue",
     "ConfigError",
     "DetectConfig",
+    "DiagnoseConfig",
     "Finding",
     "FixedNorm",
     "GradientHealthMonitor",
@@ -82,6 +83,7 @@ EXPORTED = [
     "conservative_scaler",
     "diagnose",
     "handle_nan_inf",
+    "load_checkpoint",
     "losses",
     "nn",
 ]

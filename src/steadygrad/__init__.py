@@ -20,6 +20,7 @@ from steadygrad.config import (
     CheckpointConfig,
     ClipValue,
     DetectConfig,
+    DiagnoseConfig,
     FixedNorm,
     GuardConfig,
     MeasureConfig,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from steadygrad.act.precision import choose_precision, conservative_scaler
     from steadygrad.act.sanitize import handle_nan_inf
     from steadygrad.checkpoint import CheckpointStore
+    from steadygrad.checkpoint.foreign import load_checkpoint
     from steadygrad.guard import Guard
     from steadygrad.measure.check import check_nan_inf
     from steadygrad.monitor import ActivationMonitor, GradientHealthMonitor
@@ -60,6 +62,7 @@ __all__ = [
     "ClipValue",
     "ConfigError",
     "DetectConfig",
+    "DiagnoseConfig",
     "Finding",
     "FixedNorm",
     "GradientHealthMonitor",
@@ -86,6 +89,7 @@ __all__ = [
     "conservative_scaler",
     "diagnose",
     "handle_nan_inf",
+    "load_checkpoint",
     "losses",
     "nn",
 ]
@@ -99,6 +103,7 @@ _LAZY = {
     "choose_precision": "steadygrad.act.precision",
     "conservative_scaler": "steadygrad.act.precision",
     "handle_nan_inf": "steadygrad.act.sanitize",
+    "load_checkpoint": "steadygrad.checkpoint.foreign",
 }
 _PACKAGES = ("diagnose", "losses", "nn")
 """Exported as they are; `diagnose` can be called."""

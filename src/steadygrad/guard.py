@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -49,19 +51,26 @@ from steadygrad.clip import build_clipper
 from steadygrad.config import GuardConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
+from steadygrad.detect.own import split_facts, split_rules
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import TrainingHalted, UsageError
-from steadygrad.facts import Action, Finding, Incident, Outcome, Reading, StepRecord, Verdict
+from steadygrad.facts import Action, Cause, Fact, Finding, Incident, Outcome, Reading, StepRecord, Verdict
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, Ticket, Transfer
-from steadygrad.measure.foresee import foresee, refuse_many_ranks
+from steadygrad.measure.foresee import foresee
+from steadygrad.measure.joining import join_uneven
 from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.loss import check_loss, detach, find_loss
 from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE
+from steadygrad.measure.origin import Origin, OwnGradients
+from steadygrad.measure.ranks import Told, find_ranks
 from steadygrad.measure.scan import find_nonfinite
 from steadygrad.measure.stale import StaleWatch
 from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.record import Recorder, RunDirectory, Sink
+from steadygrad.record.rank_file import RankFile
 from steadygrad.view.progress import track
 from steadygrad.view.summary import summarise
 
@@ -100,11 +109,17 @@ class Guard:
         ema: Any = None,
         run_dir: str | Path | None = None,
         sinks: Iterable[Sink] = (),
+        process_group: Any = None,
     ) -> None:
+        """`process_group`: the ranks that decide together; None: those of the model's DDP, or all there are."""
         self.config = config if config is not None else GuardConfig()
         self._subjects = find_subjects(model, optimizer)
-        refuse_many_ranks()
         self._off = os.environ.get("STEADYGRAD", "").lower() == "off"
+        self._rank_file: RankFile | None = None
+        self._is_asked_to_stop = False
+        self._ranks = find_ranks(model, self._subjects.named, process_group=process_group)
+        if not self._off:
+            self._ranks.check_alike(repr(self.config.to_dict()))
         self._optimizers = self._subjects.optimizers
         self._clipper = None if self.config.clip is None else build_clipper(self.config.clip)
         self._transfer = Transfer(slots=6)
@@ -121,11 +136,18 @@ class Guard:
             rates=self._rates,
         )
         threshold = getattr(self.config.clip, "max_norm", None)
-        detector = Detector(standard_rules(self.config.detect, clip_threshold=threshold))
+        rules, own_rules = standard_rules(self.config.detect, clip_threshold=threshold), None
+        if self._ranks.many:
+            rules, own_rules = split_rules(rules)
+        detector = Detector(rules)
         extras = {"scheduler": scheduler, "scaler": scaler, "ema": ema, "clip": self._clipper, "detect": detector}
         extras |= {"rates": self._rates}
         self._snapshots = Snapshots(
-            self._subjects.model, self._optimizers, extras=_keep_stateful(extras), config=self.config.snapshots
+            self._subjects.model,
+            self._optimizers,
+            extras=_keep_stateful(extras),
+            config=self.config.snapshots,
+            agree=self._ranks.find_common if self._ranks.many else None,
         )
         self._actor = Actor(self.config.policy, rates=self._rates, snapshots=self._snapshots)
         self._judgement = Judgement(
@@ -134,13 +156,21 @@ class Guard:
             followers=self._followers,
             actor=self._actor,
             recorder=Recorder([*sinks, *self._open_run(run_dir)]),
+            own=None if own_rules is None else Detector(own_rules),
         )
         self._checkpoints = RunCheckpoints(
             run_dir,
             self.config.checkpoint,
             model=self._subjects.model,
             optimizers=self._optimizers,
-            extras=_keep_stateful({"scheduler": scheduler, "scaler": scaler, "ema": ema}),
+            extras={"scheduler": scheduler, "scaler": scaler, "ema": ema},
+            clip=None if self.config.clip is None else self.config.clip.kind,
+        )
+        self._investigator = Investigator(
+            dataclasses.replace(self.config.diagnose, enabled=self.config.diagnose.enabled and not self._off),
+            model=self._subjects.model,
+            optimizers=self._optimizers,
+            run_dir=run_dir,
         )
         self._looks = Looks()
         self._random: dict[str, Any] | None = None
@@ -181,6 +211,7 @@ class Guard:
                 self._optimize()
         finally:
             self._batches, self._looks, self._is_driven = Accumulated(), Looks(), False
+            self._investigator.take()
             self._scaler.end_step()
             if owns_backward:
                 self._zero_grad()
@@ -193,6 +224,7 @@ class Guard:
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
         self._check_open()
+        self._ranks.asks_to_stop = self._checkpoints.signals.received is not None
         if self._batches.num == 0 and not self._off:
             self._begin_step(has_forward=callable(subject) and not isinstance(subject, Tensor))
         result = self._forward(subject, args, kwargs)
@@ -204,6 +236,7 @@ class Guard:
         self._batches.num += 1
         if not self._off:
             self._lookout.look_at_graph(self._next_step, self._looks, loss)
+            self._ranks.start([loss] if self.config.drop_bad_microbatches else [*self._batches.losses, loss])
         if self.config.drop_bad_microbatches and not self._off:
             dropped = self._gate.backward(loss, self._batches)
             if dropped is not None:
@@ -211,6 +244,7 @@ class Guard:
         else:
             self._scaler.scale(loss).backward()
             self._batches.losses.append(loss.detach())
+            self._ranks.finish_backward(self._batches.losses)
         return detach(result)
 
     def _forward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
@@ -227,7 +261,7 @@ class Guard:
             if self._actor.num_to_refuse:  # a result for the caller, and no trace of it
                 with torch.no_grad(), unchanged_random(self._devices):
                     return subject(*args, **kwargs)
-            with self._watch(args, kwargs):
+            with self._watch(args, kwargs), self._investigator.watch(subject, args, kwargs):
                 return subject(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -255,9 +289,14 @@ class Guard:
     def _optimize(self) -> None:
         """Measure, then step or skip: on the device where the optimizers allow it, by one host read elsewhere."""
         batches = self._batches
+        self._looks.captures = self._investigator.take()
         self._notice_new_parameters()
-        facts: dict[str, Any] = {"num_microbatches": max(1, batches.num), "num_dropped_microbatches": batches.num_dropped}
+        facts: dict[str, Any] = {
+            "num_microbatches": max(1, batches.num),
+            "num_dropped_microbatches": batches.num_dropped,
+        }
         facts["stale"] = self._stale.take()
+        self._looks.own_gradients = self._own_gradients.take()
         if batches.all_dropped:
             self._skip_all_dropped(facts)
             return
@@ -308,9 +347,11 @@ class Guard:
         numbers = self._transfer.send(used.packed).wait()
         bad = numbers[FOUND] > 0
         reading = used.read(numbers, skipped=bad, **facts)
+        told = self._meter.read_told(used, numbers)
         if repaired is not None:  # tell what was found, and what was made of it
-            found = m.read(self._transfer.send(m.packed).wait(), skipped=False, **facts)
-            reading = _as_repaired(found, reading)
+            numbers_found = self._transfer.send(m.packed).wait()
+            told = self._meter.read_told(m, numbers_found)
+            reading = _as_repaired(m.read(numbers_found, skipped=False, **facts), reading)
         measure_updates = not bad and self._updates_are_due(reading.step)
         if measure_updates:
             self._updates.before()
@@ -329,7 +370,7 @@ class Guard:
             self._scaler.update(bad_gradient=overflowed, bad_loss=None)
         if measure_updates:
             reading = self._with_updates(reading, self._transfer.send(self._updates.after()))
-        self._judge(reading, self._looks)
+        self._judge(reading, self._looks, told)
 
     def _prepare_optimizers(self) -> tuple[float, ...]:
         """The last moment before a weight can change; the learning rates that it will change with."""
@@ -362,7 +403,8 @@ class Guard:
         if self._batches.overflowed:
             self._scaler.update(bad_gradient=torch.ones(()), bad_loss=None)
         facts |= {"step": self._take_step_number(), "learning_rates": self._learning_rates()}
-        self._judge(m.read(numbers, skipped=True, **facts), self._looks)
+        told = self._meter.read_told(m, numbers)
+        self._judge(m.read(numbers, skipped=True, **facts), self._looks, told)
 
     def _tell_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
         reading = m.read(numbers, step=self._next_step, skipped=True, learning_rates=())
@@ -423,6 +465,7 @@ class Guard:
             return
         self._lookout.look_at_graph(self._next_step, self._looks, loss)
         self._batches.losses.append(loss.detach())
+        self._ranks.start(self._batches.losses)
 
     @property
     def num_microbatches(self) -> int:
@@ -447,8 +490,23 @@ class Guard:
     # --- judgement --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wait until the host has judged every step."""
+        """Wait until the host has judged every step. On many ranks call it on each, as all that steers training."""
         self._judge_pending()
+
+    def _catch_up(self) -> None:
+        """Judge what is pending for somebody who asks; on many ranks one may ask alone, and gets what is known."""
+        if not self._ranks.many:
+            self._judge_pending()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop in which ranks may run out of data at different steps, in the place of `ddp.join()`.
+
+        A rank without data keeps the others company until all are done, and then takes over their weights. Only for
+        DistributedDataParallel. While it is open nothing is rolled back.
+        """
+        with join_uneven(self._ranks):
+            yield
 
     def _judge_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -458,28 +516,52 @@ class Guard:
         reading = pending.measurement.read(numbers, skipped=numbers[FOUND] > 0, **pending.facts)
         if pending.updates is not None:
             reading = self._with_updates(reading, pending.updates)
-        self._judge(reading, pending.looks)
+        self._judge(reading, pending.looks, self._meter.read_told(pending.measurement, numbers))
 
     def _judge_if_arrived(self) -> None:
-        """Judge the step that was just queued if its numbers are here: the optimizer runs on the device meanwhile."""
-        pending = self._pending
+        """Judge the step that was just queued if its numbers are here: the optimizer runs on the device meanwhile.
+
+        On many ranks never: they must judge at the same point of their program, and numbers arrive when they do.
+        """
+        pending = None if self._ranks.many else self._pending
         if pending is None or pending.updates is not None or pending.looks.under_way:
             return
         if pending.ticket.ready:
             self._random = None  # nothing has been drawn since
             self._judge_pending()
 
-    def _judge(self, reading: Reading, looks: Looks) -> None:
+    def _judge(self, reading: Reading, looks: Looks, told: Told) -> None:
         """Hand a step to judgement, then see to what follows from it: snapshots, or a rollback."""
         self._reflex.expects_clipping = reading.clipped
         if looks.rms is not None and not reading.skipped:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
         with self._buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
             facts = self._lookout.read(reading, looks)  # a late judgement comes after the next forward
-        healthy = self._judgement.judge(reading, facts)
+        find_cause = functools.partial(self._find_cause, looks.captures)
+        if self._ranks.many:
+            facts, origin = self._consult_ranks(reading, facts, looks, told)
+        else:
+            origin = None
+        healthy = self._judgement.judge(reading, facts, find_cause=find_cause, origin=origin)
         self._checkpoints.note_step(reading.step, healthy=healthy)
         if not self._follow_rollback() and healthy and self._snapshots.due(reading.step + 1):
             self._take_snapshot(reading.step + 1)
+
+    def _consult_ranks(
+        self, reading: Reading, facts: list[Fact], looks: Looks, told: Told
+    ) -> tuple[list[Fact], Origin]:
+        """Tell what this rank alone has seen, and learn where a bad step began. The facts that are everybody's."""
+        self._is_asked_to_stop |= told.asks_to_stop
+        if self._rank_file is not None:
+            self._rank_file.write_own(reading.step, told.own_loss)
+        facts, own_facts = split_facts(facts)
+        signs = [finding.message for finding in self._judgement.tell_own(reading, own_facts)]
+        return facts, self._own_gradients.find_origin(reading, told, looks.own_gradients, signs)
+
+    def _find_cause(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
+        """Replay the step, from the buffers that it began with."""
+        with self._buffers.as_saved():
+            return self._investigator.investigate(captures, reading, findings)
 
     def _follow_rollback(self) -> bool:
         """After a rollback, what was remembered of weights and buffers is no more."""
@@ -530,10 +612,13 @@ class Guard:
             yield batch
 
     def validate(self, loss: float | Tensor) -> None:
-        """Tell the validation loss; a non-finite one is a finding, and steers neither scheduler nor early stopping."""
+        """Tell the validation loss; a non-finite one is a finding, and steers neither scheduler nor early stopping.
+
+        On many ranks call it on each: their mean is what counts.
+        """
         self._check_open()
         self.flush()
-        value = float(loss)
+        value = self._ranks.take_mean(float(loss))
         if math.isfinite(value):
             self._validation_loss = value
             self._validated = (self._next_step, value)
@@ -571,7 +656,7 @@ class Guard:
 
     def summary(self) -> str:
         """The run so far on one screen of text."""
-        self.flush()
+        self._catch_up()
         rate = f"rate       learning rate {self._learning_rates()[0]:.4g}" + (
             f", {self._rates.factor:g} of its schedule" if self._rates.factor != 1.0 else ""
         )
@@ -585,7 +670,7 @@ class Guard:
 
     def health(self) -> dict[str, bool]:
         """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
-        self.flush()
+        self._catch_up()
         last = self._judgement.last_reading
         parameters = not find_nonfinite(self._subjects.model.named_parameters())
         buffers = set(find_nonfinite(self._subjects.model.named_buffers()))
@@ -599,7 +684,7 @@ class Guard:
 
     def stats(self) -> dict[str, float | int | None]:
         """Counts and current numbers."""
-        self.flush()
+        self._catch_up()
         last, tally = self._judgement.last_reading, self._judgement.tally
         return {
             "current_learning_rate": self._learning_rates()[0],
@@ -696,6 +781,8 @@ class Guard:
     def _save_if_due(self) -> None:
         """What comes by itself: a save every so many steps, and after a signal a last one and the end."""
         received = self._checkpoints.signals.received
+        if self._ranks.many:  # a signal reaches ranks at different steps: all stop after the step that told them all
+            received = (received or signal.SIGTERM) if self._is_asked_to_stop else None
         if received is not None:
             saved = self.save()
             where = None if saved is None else saved.wait()
@@ -716,9 +803,12 @@ class Guard:
             if self._drive is not None:
                 self._drive.detach()
             self._rates.close()
+            self._investigator.close()
             self._checkpoints.close()
             self._tell_unsaved()
             self._judgement.close()
+            if self._rank_file is not None:
+                self._rank_file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -727,6 +817,8 @@ class Guard:
         if kind is None:
             self.close()
             return
+        if self._ranks.many:
+            self._pending = None  # the other ranks would not answer one that is on its way out
         with contextlib.suppress(TrainingHalted):  # the error on its way out is the one to show
             self.close()
 
@@ -736,8 +828,9 @@ class Guard:
         """Make what depends on the list of parameters."""
         named = self._subjects.named
         constant_norm = None if self._clipper is None else self._clipper.constant_norm
-        self._meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm)
-        self._updates = UpdateMeter(named)
+        self._meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm, ranks=self._ranks)
+        self._own_gradients = OwnGradients(self._ranks, named)
+        self._updates = UpdateMeter(named, ranks=self._ranks)
         self._stale = StaleWatch(named)
         self._reflex = Reflex(self._optimizers, self._clipper)
         self._gate = MicrobatchGate(
@@ -747,7 +840,7 @@ class Guard:
             scaler=self._scaler,
             buffers=self._buffers,
         )
-        self._lookout = Lookout(self._subjects, self.config.measure)
+        self._lookout = Lookout(self._subjects, self.config.measure, ranks=self._ranks)
         self._devices = sorted({p.device for _, p in named}, key=str)
         self._signature = _sign(self._optimizers)
 
@@ -795,6 +888,10 @@ class Guard:
     def _open_run(self, run_dir: str | Path | None) -> list[Sink]:
         if run_dir is None or self._off:
             return []
+        if self._ranks.many:
+            self._rank_file = RankFile(run_dir, self._ranks.rank, self._ranks.num)
+        if not self._ranks.is_first:
+            return [] if self._rank_file is None else [self._rank_file]
         return [
             RunDirectory(
                 run_dir,

@@ -7,22 +7,25 @@ Only a Verdict to halt leaves it as an exception.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from steadygrad.act.actor import Actor
 from steadygrad.act.followers import Followers
-from steadygrad.act.outcome import UNTOUCHED
+from steadygrad.act.outcome import UNTOUCHED, tell_reflex
 from steadygrad.config import GuardConfig
 from steadygrad.decide import EarlyStopping, Judge
+from steadygrad.decide.reflex import ABOUT_STEPS, decide
 from steadygrad.detect import Detector
 from steadygrad.errors import NonFiniteError, TrainingHalted
 from steadygrad.facts import (
     Action,
     ActionTaken,
+    Cause,
     EpochEnd,
     Fact,
     Finding,
@@ -34,11 +37,13 @@ from steadygrad.facts import (
     Validation,
     Verdict,
 )
+from steadygrad.measure.origin import Origin
 from steadygrad.record import Recorder
 from steadygrad.record.tally import Tally
 
 logger = logging.getLogger("steadygrad")
 NO_ACTION = Verdict(action=Action.NONE, reason="told, not acted on")
+FindCause = Callable[[Reading, Sequence[Finding]], "Cause | None"]
 BY_REFLEX = (Action.NONE, Action.CLIP)
 """Verdicts that ask for nothing that would make an incident."""
 
@@ -47,10 +52,18 @@ class Judgement:
     """Judges each step after its optimizer was queued, while the weights are still those it left."""
 
     def __init__(
-        self, config: GuardConfig, *, detector: Detector, followers: Followers, actor: Actor, recorder: Recorder
+        self,
+        config: GuardConfig,
+        *,
+        detector: Detector,
+        followers: Followers,
+        actor: Actor,
+        recorder: Recorder,
+        own: Detector | None = None,
     ) -> None:
+        """`own`: on many ranks, the rules about what this rank alone has seen, which are told and not acted on."""
         self._config, self._followers, self._actor, self._recorder = config, followers, actor, recorder
-        self._detector = detector
+        self._detector, self._own = detector, own
         self._judge = Judge(config.policy, on_nonfinite=config.on_nonfinite)
         self._started = time.monotonic()
         self._complained: set[str] = set()
@@ -68,8 +81,19 @@ class Judgement:
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
-    def judge(self, reading: Reading, facts: Sequence[Fact] = ()) -> bool:
-        """One step, from its numbers to the record; says whether it was healthy."""
+    def judge(
+        self,
+        reading: Reading,
+        facts: Sequence[Fact] = (),
+        *,
+        find_cause: FindCause | None = None,
+        origin: Origin | None = None,
+    ) -> bool:
+        """One step, from its numbers to the record; says whether it was healthy.
+
+        `find_cause` is asked once, before anything is done, when something above info was found. `origin` names the
+        ranks that a bad step began on.
+        """
         if not reading.skipped:
             self._followers.after_applied()
         self._epoch_losses.add(None if reading.skipped else reading.loss)
@@ -77,12 +101,28 @@ class Judgement:
         self.last_reading = reading
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
         findings = [finding for fact in (*facts, reading) for finding in self._detector.observe(fact)]
+        if origin is not None:
+            findings = [_name_origin(finding, origin) for finding in findings]
         self._record_step(self.last, reading, findings)
-        self._answer(findings, reading)
+        notable = any(finding.severity is not Severity.INFO for finding in findings)
+        cause = find_cause(reading, findings) if notable and find_cause is not None else None
+        if cause is not None:
+            logger.warning("%s", cause)
+        self._answer(findings, reading, cause)
         healthy = not reading.is_nonfinite and all(f.severity is Severity.INFO for f in findings)
         for reason in self._actor.after_step(reading.step, healthy=healthy):
             logger.warning(reason)
         return healthy
+
+    def tell_own(self, reading: Reading, facts: Sequence[Fact]) -> list[Finding]:
+        """What this rank alone has to say; nothing that training depends on changes by it."""
+        if self._own is None:
+            return []
+        findings = [finding for fact in (*facts, reading) for finding in self._own.observe(fact)]
+        for finding in findings:
+            verdict = decide(finding, reading, self._config.on_nonfinite)
+            self.conclude(finding, verdict, tell_reflex(verdict.action, reading))
+        return findings
 
     def validate(self, step: int, epoch: int, loss: float) -> None:
         """A validation loss was told."""
@@ -120,25 +160,25 @@ class Judgement:
 
     # --- detect, decide, act, record --------------------------------------------------------------------------------
 
-    def _answer(self, findings: Sequence[Finding], reading: Reading | None) -> None:
+    def _answer(self, findings: Sequence[Finding], reading: Reading | None, cause: Cause | None = None) -> None:
         """Decide about all, then act on each; a run that is to be halted is left as it is, and told whole."""
         verdicts = [self._judge.decide(finding, reading=reading) for finding in findings]
         if any(verdict.action is Action.HALT for verdict in verdicts):
             verdicts = [_leave(verdict) for verdict in verdicts]
         halting: Incident | None = None
         for finding, verdict in zip(findings, verdicts):
-            halts = self._carry_out(finding, verdict, reading)
+            halts = self._carry_out(finding, verdict, reading, cause)
             halting = self.incidents[-1] if halts and halting is None else halting
         if halting is not None:
             raise _as_error(halting, tuple(self.incidents))
 
-    def _carry_out(self, finding: Finding, verdict: Verdict, reading: Reading | None) -> bool:
+    def _carry_out(self, finding: Finding, verdict: Verdict, reading: Reading | None, cause: Cause | None) -> bool:
         """Act on one finding and write it down; says whether it halts the run."""
         outcome = self._actor.carry_out(verdict, reading, step=finding.step if reading is None else reading.step)
         if verdict.action is Action.ROLLBACK and outcome.action is Action.NONE and _is_fatal(finding):
             verdict = Verdict(action=Action.HALT, reason=f"{verdict.reason}, and there is nothing to go back to")
             outcome = Outcome(action=Action.HALT, message=outcome.message)
-        self.conclude(finding, verdict, outcome)
+        self.conclude(finding, verdict, outcome, cause)
         if verdict.action is Action.HALT:
             return True
         if outcome.action not in BY_REFLEX and finding.severity is not Severity.INFO:
@@ -151,14 +191,14 @@ class Judgement:
             self._last_action = taken
             self._consider(taken)
 
-    def conclude(self, finding: Finding, verdict: Verdict, outcome: Outcome) -> None:
+    def conclude(self, finding: Finding, verdict: Verdict, outcome: Outcome, cause: Cause | None = None) -> None:
         """Write a finding down; it is an incident when it matters, or when something was done about it."""
         self.findings.append(finding)
         self.tally.add_outcome(outcome)
         level = logging.INFO if finding.severity is Severity.INFO else logging.WARNING
         logger.log(level, "step %d: %s (%s). %s", finding.step, finding.message, outcome.message, finding.advice)
         if finding.severity is not Severity.INFO or verdict.action not in BY_REFLEX:
-            incident = Incident(step=finding.step, finding=finding, verdict=verdict, outcome=outcome)
+            incident = Incident(step=finding.step, finding=finding, verdict=verdict, outcome=outcome, cause=cause)
             self.incidents.append(incident)
             self._recorder.write_incident(incident)
             self._call_back(incident)
@@ -231,6 +271,14 @@ class _Mean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sum, self._count, self._attempts = state["sum"], state["count"], state["attempts"]
+
+
+def _name_origin(finding: Finding, origin: Origin) -> Finding:
+    """A bad step with the ranks that it began on."""
+    if finding.kind not in ABOUT_STEPS or not origin.text:
+        return finding
+    evidence = {**finding.evidence, "ranks": list(origin.ranks)}
+    return dataclasses.replace(finding, message=f"{finding.message}; {origin.text}", evidence=evidence)
 
 
 def _leave(verdict: Verdict) -> Verdict:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from steadygrad import ConfigError, Guard, GuardConfig, UsageError
+from steadygrad import ConfigError, Guard, GuardConfig, UsageError, ZClip
 from steadygrad.testing import poison_batches
 
 accelerate = pytest.importorskip("accelerate")
@@ -34,7 +34,7 @@ def make_batches() -> list[tuple[Tensor, Tensor]]:
 def run(
     batches: Sequence[Any], *, guarded: str | None = None, accumulate: int = 1, hand_over: bool = False, **options: Any
 ) -> tuple[nn.Module, Any, Guard | None]:
-    """One loop of accelerate. `guarded`: 'guard' calls guard.step(), 'optimizer' keeps optimizer.step(), None: plain."""
+    """One loop of accelerate; `guarded`: "guard" calls guard.step(), "optimizer" keeps optimizer.step()."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, mixed_precision="no")
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -85,9 +85,7 @@ def test_a_quiet_loop_is_bit_identical(guarded: str, hand_over: bool, accumulate
 
 @pytest.mark.parametrize("hand_over", [False, True])
 @pytest.mark.parametrize("guarded", ["guard", "optimizer"])
-def test_a_bad_batch_ruins_the_plain_loop_and_leaves_no_trace_in_the_guarded_one(
-    guarded: str, hand_over: bool
-) -> None:
+def test_a_bad_batch_ruins_the_plain_loop_and_leaves_no_trace_in_the_guarded_one(guarded: str, hand_over: bool) -> None:
     spoiled = list(poison_batches(make_batches(), at={3}))
     model, _, _ = run(spoiled)
     assert not all(p.isfinite().all() for p in model.parameters())
@@ -129,9 +127,8 @@ def test_the_loss_in_the_record_is_the_mean_over_the_microbatches() -> None:
 
 def test_calling_both_steps_makes_one() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(nn.Linear(2, 1), torch.optim.SGD(make_model().parameters(), lr=0.1))
     model = make_model()
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     guard = Guard.from_accelerator(accelerator, model, optimizer)
     accelerator.backward(model(torch.ones(4, 6)).square().mean())
     guard.step()
@@ -195,6 +192,37 @@ def test_steadygrad_off_leaves_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -
         assert_equal(state_of(model, optimizer), expected)
 
 
+def test_accelerates_own_checkpoints_carry_the_guard(tmp_path: Path) -> None:
+    def begin() -> tuple[Any, nn.Module, Any, Guard]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        guard = Guard.from_accelerator(accelerator, model, optimizer, config=GuardConfig(clip=ZClip()))
+        accelerator.register_for_checkpointing(guard)
+        return accelerator, model, optimizer, guard
+
+    def go_on(accelerator: Any, model: nn.Module, optimizer: Any, guard: Guard, batches: Sequence[Any]) -> None:
+        for x, y in batches:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            guard.step()
+            optimizer.zero_grad()
+
+    batches = list(poison_batches(make_batches(), at={2}))
+    accelerator, model, optimizer, guard = begin()
+    go_on(accelerator, model, optimizer, guard, batches[:6])
+    accelerator.save_state(str(tmp_path))
+    go_on(accelerator, model, optimizer, guard, batches[6:])
+    expected, stats = state_of(model, optimizer), guard.stats()
+
+    accelerator, model, optimizer, guard = begin()
+    accelerator.load_state(str(tmp_path))
+    go_on(accelerator, model, optimizer, guard, batches[6:])
+
+    assert_equal(state_of(model, optimizer), expected)
+    assert guard.stats() == {**stats, "num_incidents": 0}
+    assert guard.stats()["num_skipped"] == 1, "from before the checkpoint"
+
+
 def test_what_cannot_work_says_so() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -204,17 +232,3 @@ def test_what_cannot_work_says_so() -> None:
         Guard.from_accelerator(
             accelerate.Accelerator(cpu=True), model, optimizer, config=GuardConfig(drop_bad_microbatches=True)
         )
-
-
-def test_evaluation_is_not_taken_for_training() -> None:
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = make_model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    guard = Guard.from_accelerator(accelerator, model, optimizer)
-    model.eval()
-    with torch.no_grad():
-        model(torch.full((4, 6), math.nan))
-    model.train()
-    accelerator.backward(model(torch.ones(4, 6)).square().mean())
-    guard.step()
-    assert not guard.findings

@@ -114,6 +114,13 @@ def test_one_bad_microbatch_skips_its_step() -> None:
     assert {f.step for f in callback.guard.findings} == {1}
 
 
+def test_a_bad_first_step_brings_no_warning_of_the_scheduler() -> None:
+    batches = make_batches()
+    module = Classifier()
+    fit(module, [spoil(batches[0], "nan"), *batches[1:]], GuardCallback())
+    assert is_finite(module)
+
+
 def test_raising_ends_the_fit_and_leaves_the_trainer_as_it_was() -> None:
     module, callback = Classifier(), GuardCallback(GuardConfig(on_nonfinite=Action.RAISE))
     trainer = pl.Trainer(
@@ -264,6 +271,8 @@ def test_validation_losses_reach_the_guard_and_early_stopping_stops_the_trainer(
     assert callback.guard.best is not None
     assert callback.guard.best[1] == 1.0
     assert trainer.current_epoch == 3
+    trainer.validate(Validated(), load(make_batches(1)), verbose=False)  # after the fit: nobody is told
+    assert callback.guard.best[1] == 1.0
 
 
 # --- resume ---------------------------------------------------------------------------------------------------------

@@ -117,6 +117,24 @@ def test_the_learning_rate_holds_at_a_skipped_step(tmp_path: Path) -> None:
     assert len(set(rates)) == NUM_STEPS - 1
 
 
+def test_a_bad_first_step_brings_no_warning_of_the_scheduler(tmp_path: Path) -> None:
+    trainer = train(Regression(), spoil(make_rows(), 0, "nan"), tmp_path, GradientMonitoringCallback())
+    assert is_finite(trainer.model)
+
+
+def test_a_lowered_learning_rate_is_logged_and_follows_the_schedule(tmp_path: Path) -> None:
+    rows = make_rows()
+    for step in (2, 3, 4):
+        rows = spoil(rows, step, "nan")
+    callback = GradientMonitoringCallback()
+    trainer = train(Regression(), rows, tmp_path, callback)
+
+    assert [i.step for i in callback.guard.incidents if i.outcome.action is Action.SCALE_LR] == [4]
+    rates = [line["learning_rate"] for line in steps_of(trainer)]
+    schedule = [0.01 * (1 - done / NUM_STEPS) for done in (0, 1, 2, 2, 2, 2, 3, 4)]
+    assert rates == pytest.approx(schedule[:5] + [rate / 2 for rate in schedule[5:]])
+
+
 def test_a_bad_gradient_behind_a_good_loss_is_caught_before_the_trainer_clips(tmp_path: Path) -> None:
     def poison(trainer: transformers.Trainer) -> None:
         poison_gradient(trainer.model.net[0].weight, at={2})
@@ -327,8 +345,10 @@ def test_a_resumed_training_goes_on_with_the_state_of_the_guard(tmp_path: Path) 
 
 def test_steadygrad_off_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(Regression(), make_rows(), tmp_path, max_grad_norm=0.1)
+    callback = GradientMonitoringCallback()
+    train(Regression(), make_rows(), tmp_path, callback)
     monkeypatch.setenv("STEADYGRAD", "off")
-    off = train(Regression(), make_rows(), tmp_path, GradientMonitoringCallback(), max_grad_norm=0.1)
+    off = train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=0.1)
     assert_equal(state_of(off), state_of(plain))
 
 

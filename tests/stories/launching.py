@@ -1,6 +1,6 @@
 """Running a script to its end in a process of its own, quickly: torch and the frameworks are imported once for all.
 
-Python's fork server imports them; each run is a fork of it that sees a fresh interpreter otherwise.
+Python's fork server imports them; each run is a fork of it, and sees a fresh interpreter otherwise.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 PRELOADED = [
     "torch._dynamo.convert_frame",
@@ -36,23 +37,41 @@ class Done:
     err: str
 
 
+class Running:
+    """A run that may still be under way."""
+
+    def __init__(self, folder: Path, process: Any) -> None:
+        self._folder, self._process = folder, process
+
+    def wait(self) -> Done:
+        self._process.join()
+        return Done(
+            self._process.exitcode, (self._folder / "out.txt").read_text(), (self._folder / "err.txt").read_text()
+        )
+
+
 def run_plainly(folder: Path, script: str, *arguments: str) -> Done:
     """As `python script` would."""
-    return _run(folder, None, [str(SCRIPTS / script), *arguments])
+    return start(folder, None, script, arguments).wait()
 
 
 def run_guarded(folder: Path, script: str, *arguments: str, options: Sequence[str] = ()) -> Done:
     """As `steadygrad run` does; the run directory is `run` in the folder."""
-    return _run(folder, ["run", "--run-dir", "run", *options], [str(SCRIPTS / script), *arguments])
+    return start(folder, ["run", "--run-dir", "run", *options], script, arguments).wait()
 
 
-def _run(folder: Path, command: list[str] | None, target: list[str]) -> Done:
+def start(
+    folder: Path,
+    command: list[str] | None,
+    script: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> Running:
     folder.mkdir(parents=True, exist_ok=True)
-    process = _server().Process(target=_become, args=(folder, command, target))
+    target = [str(SCRIPTS / script), *arguments]
+    process = _server().Process(target=_become, args=(folder, command, target, dict(environment or {})))
     process.start()
-    process.join()
-    assert process.exitcode is not None
-    return Done(process.exitcode, (folder / "out.txt").read_text(), (folder / "err.txt").read_text())
+    return Running(folder, process)
 
 
 @functools.cache
@@ -62,23 +81,15 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _become(folder: Path, command: list[str] | None, target: list[str]) -> None:
+def _become(folder: Path, command: list[str] | None, target: list[str], environment: dict[str, str]) -> None:
     """In the new process: run, then leave as an interpreter does."""
+    os.environ.update(environment)
     os.chdir(folder)
     for number, name in ((1, "out.txt"), (2, "err.txt")):
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, number)
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     try:
-        if command is None:
-            from steadygrad.adapters.scripts.launch import launch
-
-            launch(target[0], target[1:], as_module=False)
-            code = 0
-        else:
-            from steadygrad.cli import main
-
-            code = main([*command, *target])
+        code = _run(command, target)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
@@ -86,7 +97,17 @@ def _become(folder: Path, command: list[str] | None, target: list[str]) -> None:
         code = 99
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    if os.environ.get("CPU"): print("CPU", __import__("time").process_time(), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _run(command: list[str] | None, target: list[str]) -> int:
+    if command is None:
+        from steadygrad.adapters.scripts.launch import launch
+
+        launch(target[0], target[1:], as_module=False)
+        return 0
+    from steadygrad.cli import main
+
+    return main([*command, *target])

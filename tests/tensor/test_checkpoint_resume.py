@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training import assert_same, snapshot
 
-from steadygrad import FixedNorm, Guard, GuardConfig, Severity, UsageError, ZClip
+from steadygrad import AdaGC, FixedNorm, Guard, GuardConfig, Severity, UsageError, ZClip
 from steadygrad.checkpoint import MismatchError
 from steadygrad.config import CheckpointConfig, Policy
 
@@ -353,13 +353,17 @@ def test_a_rate_that_the_policy_has_lowered_is_changed_once(tmp_path: Path) -> N
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-def test_another_clip_strategy_starts_afresh(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "clip", [FixedNorm(max_norm=0.5), AdaGC(), None], ids=lambda clip: getattr(clip, "kind", "none")
+)
+def test_another_clip_strategy_begins_anew_and_is_told(tmp_path: Path, clip: Any) -> None:
     first = Program(tmp_path, seed=1)
     first.train(stop=6)
     first.guard.save()
     first.guard.close()
-    second = Program(tmp_path, seed=1, config={"clip": FixedNorm(max_norm=0.5)})
+    second = Program(tmp_path, seed=1, config={"clip": clip})
     assert second.guard.resume() == 3
+    assert "saved was zclip" in second.guard.findings[-1].message
     second.train()
     assert second.guard.last is not None
     assert second.guard.last.step == 9
@@ -458,6 +462,30 @@ def test_masks_ties_and_hidden_buffers_survive(tmp_path: Path) -> None:
     assert (second.count, second.notes) == (torch.tensor(3.0), {"seen": 3})
     [info] = guard.checkpoints.list()
     assert info.num_bytes < 40_000
+
+
+class Strange:
+    """A scheduler whose state only its own code could read."""
+
+    def step(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"self": self}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def test_a_state_that_cannot_be_saved_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    config = GuardConfig(checkpoint=CheckpointConfig(every=1))
+    guard = Guard(model, torch.optim.SGD(model.parameters()), config=config, scheduler=Strange(), run_dir=tmp_path)
+    for _ in range(3):
+        guard.step(lambda x: model(x).square().mean(), torch.ones(2, 3))
+    [incident] = guard.incidents
+    assert incident.finding.kind == "checkpoint_failed"
+    assert "Strange at extras.scheduler.self" in incident.finding.message
 
 
 def test_a_state_that_is_not_finite_is_not_saved_and_training_is_told(tmp_path: Path) -> None:

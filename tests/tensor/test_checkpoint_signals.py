@@ -164,6 +164,15 @@ def test_what_was_there_before_is_put_back() -> None:
     assert {number: signal.getsignal(number) for number in before} == before
 
 
+def test_two_guards_of_one_process_hear_the_same_signal() -> None:
+    code = (
+        "other = signals.SignalWatch()\nwatch.start()\nother.start()\nother.stop()\nother.start()\n"
+        "watch.stop()\nos.kill(os.getpid(), signal.SIGTERM)\nprint(watch.received, other.received.name)\n"
+        "other.stop()\nprint(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)\n"
+    )
+    assert run_watch(code).stdout.split() == ["None", "SIGTERM", "True"]
+
+
 def test_another_thread_does_not_listen() -> None:
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=SignalWatch().start)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from steadygrad import ConfigError, UnsupportedError, UsageError
+from steadygrad import ConfigError, GuardConfig, UnsupportedError, UsageError
 from steadygrad.checkpoint import (
     CheckpointError,
     CheckpointStore,
@@ -201,6 +201,35 @@ def test_a_closed_store_refuses_and_a_wrong_setting_is_named(tmp_path: Path) -> 
         store.save(make_state(), step=0)
     with pytest.raises(ConfigError, match=r"CheckpointConfig\.keep_last"):
         CheckpointStore(tmp_path, keep_last=0)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", None])
+def test_a_step_that_is_no_number_of_a_step_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(UsageError, match="step must be a whole number"):
+        CheckpointStore(tmp_path).save(make_state(), step=step)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("every", 0),
+        ("keep_last", True),
+        ("keep_best", -1),
+        ("keep_every", 2.5),
+        ("clean_value", math.nan),
+        ("best_by", ""),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"CheckpointConfig\.{field} must .*got {value!r}"):
+        CheckpointConfig(**{field: value})
+
+
+def test_settings_are_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[checkpoint]\nevery = 500\nkeep_every = 10000\n")
+    config = GuardConfig.load(tmp_path / "config.toml")
+    assert config.checkpoint == CheckpointConfig(every=500, keep_every=10000)
+    assert GuardConfig.from_dict(config.to_dict()) == config
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
@@ -510,7 +539,7 @@ def test_resume_names_what_does_not_fit(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(2, 4), nn.Identity(), nn.Linear(3, 1))
     with pytest.raises(MismatchError) as caught:
         store.resume({"model": other})
-    for part in ("missing 2.weight", "unexpected 1.weight", "0.weight has shape (4, 2), saved (3, 2)"):
+    for part in ("missing 2.weight", "unexpected 1.weight", "0.weight has shape (4, 2), saved was (3, 2)"):
         assert part in str(caught.value)
     with pytest.raises(MismatchError, match="no state of optimizer"):
         store.resume({"optimizer": torch.optim.SGD(other.parameters())})

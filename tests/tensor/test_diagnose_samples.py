@@ -100,6 +100,16 @@ def test_samples_that_need_each_other_are_said_to_be_such() -> None:
     assert "not on its parts" in cause.samples_note
 
 
+def test_a_failure_of_every_part_is_no_matter_of_samples() -> None:
+    model = nn.Linear(4, 1)
+
+    cause = diagnose(lambda x: (model(x) * 0).sum().log(), torch.ones(8, 4))
+
+    assert cause is not None
+    assert cause.samples == ()
+    assert cause.samples_note == "every quarter of the batch fails: it is no matter of single samples"
+
+
 def test_a_step_that_refuses_parts_says_so() -> None:
     model = nn.Linear(4, 1)
 

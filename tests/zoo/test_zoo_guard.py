@@ -14,6 +14,8 @@ from zoo_case import CASES, Case
 from steadygrad import FixedNorm, Guard, GuardConfig, Severity, TrainingHalted
 
 GUARDED = [case for case in CASES.values() if case.guarded]
+NAMED = [case for case in GUARDED if {"nan", "inf"} & set(case.kinds) and case.phase != "optimizer"]
+"""A value that the optimizer itself makes is seen one step later, in the weights."""
 CONTROLS = [case for case in CASES.values() if case.is_healthy]
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of some of these itself
@@ -42,6 +44,19 @@ def test_a_guard_finds_it_at_its_step(case: Case) -> None:
 
     fitting = [one.step for one in guard.findings if one.kind in case.guarded]
     assert any(abs(step - case.step) <= case.late for step in fitting)
+
+
+@pytest.mark.parametrize("case", NAMED, ids=lambda case: case.name)
+def test_the_incident_names_the_culprit(case: Case) -> None:
+    guard = train(case)
+
+    causes = [one.cause for one in guard.incidents if one.step == case.step and one.cause is not None]
+    assert causes
+    cause = causes[0]
+    assert cause.kind in case.kinds
+    assert (cause.phase, cause.module) == (case.phase, case.module)
+    assert cause.op in case.ops
+    assert cause.line in case.lines or not case.lines
 
 
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)

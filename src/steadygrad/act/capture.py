@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from steadygrad.act.random_state import capture_random, restore_random
+from steadygrad.measure.shards import MeshPlace, is_dtensor, take_local
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands in a tree where a tensor was."""
+    """Stands in a tree where a tensor was. Of a DTensor the part of this rank is kept, and how to make it whole."""
 
     index: int
+    mesh: MeshPlace | None = None
 
 
 @dataclass(slots=True)
@@ -52,9 +54,9 @@ class Collector:
         number = self._numbers.get(id(tensor))
         if number is None:
             number = self._numbers[id(tensor)] = len(self.sources)
-            self.sources.append(Source(tensor.detach(), late, name, must_be_finite))
+            self.sources.append(Source(take_local(tensor).detach(), late, name, must_be_finite))
             self._alive.append(tensor)
-        return Slot(number)
+        return Slot(number, MeshPlace.of(tensor))
 
     def walk(self, value: Any, *, late: bool, name: str = "", must_be_finite: bool = True) -> Any:
         """`value` with slots for its tensors; dicts, lists and tuples are looked into."""
@@ -157,7 +159,7 @@ class Restorer:
     def restore(self, optimizers: Sequence[torch.optim.Optimizer], extras: Mapping[str, Any]) -> None:
         """Parameters, buffers, optimizers, extras; the random generators last, so that nothing here moves them."""
         for parameter, slot in self._state.parameters:
-            parameter.data.copy_(self._hosts[slot.index])
+            take_local(parameter).data.copy_(self._hosts[slot.index])
         for module, name, kept in self._state.buffers:
             module._buffers[name] = None if kept is None else self._put(module._buffers.get(name), kept)
         for optimizer, (groups, state) in zip(optimizers, self._state.optimizers):
@@ -169,7 +171,13 @@ class Restorer:
     def _put(self, live: Any, saved: Any) -> Any:
         """What `saved` stands for; dicts and tensors of `live` are reused where they fit."""
         if isinstance(saved, Slot):
-            return self._put_tensor(live, self._hosts[saved.index], self._devices[saved.index])
+            host, device = self._hosts[saved.index], self._devices[saved.index]
+            if saved.mesh is None:
+                return self._put_tensor(live, host, device)
+            if is_dtensor(live) and MeshPlace.of(live) == saved.mesh:
+                self._put_tensor(take_local(live), host, device)
+                return live
+            return saved.mesh.make_whole(host.to(device, copy=True))
         if isinstance(saved, dict):
             return self._put_dict(live, saved)
         if isinstance(saved, list | tuple):
@@ -226,7 +234,8 @@ class Restorer:
     def _fill(self, saved: Any) -> Any:
         """The tree with the host's own tensors in it."""
         if isinstance(saved, Slot):
-            return self._hosts[saved.index]
+            host = self._hosts[saved.index]
+            return host if saved.mesh is None else saved.mesh.make_whole(host.to(self._devices[saved.index]))
         if isinstance(saved, dict):
             made = copy.copy(saved)
             for key, item in saved.items():

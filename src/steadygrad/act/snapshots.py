@@ -10,7 +10,7 @@ Memory is bounded. Gradients, the data position and the number of the step are n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -161,7 +161,10 @@ class Snapshots:
         *,
         extras: Mapping[str, Stateful] | None = None,
         config: SnapshotConfig | None = None,
+        agree: Callable[[Sequence[int]], Collection[int]] | None = None,
     ) -> None:
+        """`agree`: on many ranks, of the steps that this rank could go back to those that all can."""
+        self._agree = agree
         self._model, self._optimizers = model, list(optimizers)
         self._extras: dict[str, Any] = {name: extra for name, extra in (extras or {}).items() if extra is not None}
         self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, whoever refers to them
@@ -398,14 +401,21 @@ class Snapshots:
         return chosen.step
 
     def _choose(self, *, older: bool) -> _Snapshot | None:
-        good = [s for s in self._ring if s.good]
+        good = self._keep_common([s for s in self._ring if s.good])
         if not good:
             untrained = [s for s in self._ring if s.step == 0 and not older]
-            return next((s for s in untrained if s.finite or (s.finite is None and not self._find_nonfinite(s))), None)
+            finite = [s for s in untrained if s.finite or (s.finite is None and not self._find_nonfinite(s))]
+            return next(iter(self._keep_common(finite)), None)
         if not older:
             return good[-1]
         last = self._ring.index(self._restored if self._restored is not None else good[-1])
-        return next((s for s in reversed(self._ring[:last]) if s.good), None)
+        return next((s for s in reversed(self._ring[:last]) if s in good), None)
+
+    def _keep_common(self, snapshots: list[_Snapshot]) -> list[_Snapshot]:
+        if self._agree is None:
+            return snapshots
+        common = self._agree([s.step for s in snapshots])
+        return [s for s in snapshots if s.step in common]
 
     def _explain_nothing(self, *, older: bool) -> str:
         if self.off is not None:

@@ -247,9 +247,9 @@ class GuardCallback(Callback):  # type: ignore[misc]
                 pl_module.log_dict({f"{name}{suffix}": value for name, value in values.items()})
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Tell the validation loss, and stop if early stopping says so."""
+        """Tell the validation loss, and stop if early stopping says so; not for `validate()` outside of `fit()`."""
         loss = trainer.callback_metrics.get(self._monitor)
-        if trainer.sanity_checking or not self._seats or loss is None:
+        if trainer.sanity_checking or self._patches.is_empty or not self._seats or loss is None:
             return
         for guard in self.guards:
             guard.validate(float(loss))

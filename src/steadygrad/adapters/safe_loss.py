@@ -60,7 +60,7 @@ class SafeLoss:
         return (safe, outputs) if return_outputs else safe
 
     def _replace_if_bad(self, loss: Tensor | None, model: nn.Module, *, masked: bool) -> Tensor:
-        value = math.nan if loss is None else float(loss.detach())
+        value = math.nan if loss is None else float(loss.detach().float().mean())
         reason = _find_reason(loss, value, masked=masked)
         if reason is None:
             assert loss is not None

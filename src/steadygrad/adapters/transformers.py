@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Model, optimizer and scheduler are ready, and loaded where training resumes."""
         self._release()  # a training that ended in an exception, or that starts again with smaller batches
+        self._guard = None
         if is_switched_off():
             return
         trainer, checkpoint = _find_trainer()
@@ -90,7 +91,8 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         def watched_compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not model.training:
                 return compute_loss(model, inputs, *args, **kwargs)
-            with guard.watch_forward(dict(inputs)):  # a copy: some trainers take things out
+            # A copy: some trainers take things out.
+            with guard.watch_forward(dict(inputs) if isinstance(inputs, Mapping) else inputs):
                 result = self._let_errors_through(compute_loss, model, inputs, *args, **kwargs)
             self._add_to_window(result[0] if isinstance(result, tuple) else result)
             return result
@@ -160,6 +162,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
             logs["loss"] = total
         if guard.last is not None:
             logs["grad_norm"] = guard.last.grad_norm
+            logs["learning_rate"] = guard.last.learning_rates[0]  # the schedule's, unless the Guard has lowered it
         num_skipped = int(guard.stats()["num_skipped"] or 0)
         if num_skipped > self._num_skipped_logged:
             logs["num_skipped_steps"] = num_skipped

@@ -62,8 +62,13 @@ def find_changes(given: Given, saved: Given) -> list[Change]:
         for i, (own, theirs) in enumerate(zip(given, saved))
         for g, (now, before) in enumerate(zip(own, theirs))
         for name in now
-        if name in before and now[name] != before[name]
+        if name in before and now[name] != before[name] and not _follows(name, now, before)
     ]
+
+
+def _follows(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether it is a rate of a schedule (`max_lr`), which goes with the learning rate."""
+    return name.endswith("_lr") and now.get("lr") != before.get("lr")
 
 
 def apply_changes(changes: Sequence[Change], state: MutableMapping[str, Any]) -> None:

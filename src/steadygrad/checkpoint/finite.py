@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
-
 SERIAL = 1 << 15
 """Elements that torch still gives to one thread."""
 

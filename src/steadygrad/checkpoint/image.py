@@ -92,8 +92,9 @@ class FileImage:
         while done < data.numel():
             piece, offset = divmod(position + done, PIECE_BYTES)
             size = min(PIECE_BYTES - offset, data.numel() - done)
-            if data.is_cuda:
-                self._segments[piece][offset : offset + size].copy_(data[done : done + size], non_blocking=True)
+            if not data.is_cpu:
+                part = self._segments[piece][offset : offset + size]
+                part.copy_(data[done : done + size], non_blocking=data.is_cuda)
             else:  # one thread is as fast as memory; torch's many would wait for those of the data workers
                 ctypes.memmove(self._segments[piece].data_ptr() + offset, data.data_ptr() + done, size)
             done += size

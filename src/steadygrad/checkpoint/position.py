@@ -140,7 +140,8 @@ class DataPositions:
             yield from self._go_on(source, now, resumed)
 
     def end_epoch(self) -> None:
-        """The next pass of every loader is one from its start."""
+        """The next pass of every loader is one from its start; loaders that this epoch did not use are let go."""
+        self._sources = {id(source.original): source for source in self._order}
         self._order, self._passes, self._resumed = [], {}, {}
 
     # --- state ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ plain state that `Guard.state_dict()` is. Without a run directory nothing is eve
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Severity
 
+logger = logging.getLogger("steadygrad")
 T = TypeVar("T")
 FOLDER = "checkpoints"
 """Of a run directory."""
@@ -81,10 +83,14 @@ class RunCheckpoints:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         extras: Mapping[str, Any],
+        clip: str | None,
     ) -> None:
+        self._clip = clip
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._config = config
-        self._model, self._optimizers, self._extras = model, list(optimizers), dict(extras)
+        self._model, self._optimizers = model, list(optimizers)
+        self._extras = {name: extra for name, extra in extras.items() if hasattr(extra, "load_state_dict")}
+        self._stateless = [name for name, extra in extras.items() if extra is not None and name not in self._extras]
         self._given = note_given(self._optimizers)
         self._born_nonfinite = set() if run_dir is None else set(count_nonfinite(dict(model.named_buffers())))
         self._positions = DataPositions()
@@ -165,10 +171,13 @@ class RunCheckpoints:
         buffers: BufferKeeper,
         metrics: Mapping[str, float],
     ) -> Save:
+        if self._stateless and self._last_saved is None:
+            logger.warning("%s cannot be saved: it has no state_dict.", ", ".join(self._stateless))
         state = gather_training(self._model, self._optimizers, self._extras)
         state |= {
             "guard": dict(guard),
             "given": self._given,
+            "clip": self._clip,
             "data": self._positions.state_dict(),
             "accumulated": _gather_accumulated(accumulated, self._model, buffers),
         }
@@ -222,6 +231,9 @@ class RunCheckpoints:
         changes = find_changes(self._given, state["given"])
         apply_changes(changes, state)
         problems = put_back(checkpoint, self._model, self._optimizers, self._extras, strict=strict)
+        if state["clip"] != self._clip:
+            state["guard"]["clip"] = {}
+            problems.append(f"clipping by {self._clip} begins anew, saved was {state['clip']}")
         accumulated = _put_accumulated(state["accumulated"], self._model, buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])

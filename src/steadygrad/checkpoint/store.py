@@ -24,6 +24,7 @@ import torch
 
 from steadygrad._version import __version__
 from steadygrad.checkpoint.finite import count_nonfinite, replace_nonfinite
+from steadygrad.checkpoint.fitting import load_weights
 from steadygrad.checkpoint.image import FileImage
 from steadygrad.checkpoint.load import FILES, PLAIN_FILE, Checkpoint, read_checkpoint
 from steadygrad.checkpoint.manifest import FileEntry, Manifest, check_files, split_pieces
@@ -149,6 +150,10 @@ class CheckpointStore:
         """
         if self._closed:
             raise UsageError("this store is closed. Make a new one to go on saving.")
+        if not isinstance(step, int) or step < 0:
+            raise UsageError(
+                f"step must be a whole number, at least 0, got {step!r}. Give the number of the next step."
+            )
         save = Save(step)
         packed = pack({key: _as_state(value) for key, value in state.items()})
         cleaned = self._check(packed, step, self.config.clean if clean is None else clean, set(may_be_nonfinite))
@@ -166,16 +171,22 @@ class CheckpointStore:
         )
         self._images_free.clear()
         self._proofs.begin(step)
-        if self.config.asynchronous:
-            # No daemon: a program that ends without close() still finishes its last checkpoint.
-            self._thread = threading.Thread(
-                target=self._write, args=(save, plain, manifest, self._thread), name="steadygrad-checkpoint"
-            )
-            self._thread.start()
-        else:
+        if not self.config.asynchronous or not self._start_writing(save, plain, manifest):
+            self.wait()
             self._write(save, plain, manifest, None)
         save.stall_seconds = time.perf_counter() - save._begin
         return save
+
+    def _start_writing(self, save: Save, plain: bytes, manifest: Manifest) -> bool:
+        """A thread writes it. No daemon: a program that ends without close() still finishes its last checkpoint."""
+        arguments = (save, plain, manifest, self._thread)
+        thread = threading.Thread(target=self._write, args=arguments, name="steadygrad-checkpoint")
+        try:
+            thread.start()
+        except RuntimeError:  # there are no more threads
+            return False
+        self._thread = thread
+        return True
 
     def _check(self, packed: Packed, step: int, clean: bool, may_be: set[str]) -> dict[str, int]:
         """Refuse what is not finite, or exchange it for a cleaned copy; says how many elements were replaced."""
@@ -197,21 +208,21 @@ class CheckpointStore:
         """The writing thread: after the save before, put this one on disk, verify it, and make room."""
         error: str | None = None
         try:
-            if before is not None:
-                before.join()
-            save._place(self._put_on_disk(save.step, plain, manifest))
+            try:
+                if before is not None:
+                    before.join()
+                path = self._put_on_disk(save.step, plain, manifest)
+            finally:
+                self._images_free.set()  # once, and here: the next save takes them at once
+            save._place(path)
+            self._verify(path)
+            self._proofs.place(save.step, path)
+            self._make_room()
+            self._complained = False
         except Exception as failure:
             error = _describe(failure)
-        finally:
-            self._images_free.set()
-        if error is None and save.path is not None:
-            error = self._verify_and_make_room(save.path)
-        if error is not None or save.path is None:
             self._proofs.drop(save.step)
-            self._tell(save.step, error or "it was not written")
-        else:
-            self._proofs.place(save.step, save.path)
-            self._complained = False
+            self._tell(f"the checkpoint before step {save.step} could not be saved: {error}; earlier ones stay")
         save._finish(error)
 
     def _put_on_disk(self, step: int, plain: bytes, manifest: Manifest) -> Path:
@@ -236,31 +247,28 @@ class CheckpointStore:
             self._opened = True
         elif not self.directory.is_dir():
             self.directory.mkdir()
-            self._tell(None, f"the folder {self.directory} had vanished and was made again")
+            self._tell(f"the folder {self.directory} had vanished and was made again")
 
-    def _verify_and_make_room(self, folder: Path) -> str | None:
-        """Read the new checkpoint back; only when it is right, remove what no rule keeps. Says what went wrong."""
+    def _verify(self, folder: Path) -> None:
+        """Read the new checkpoint back, before older ones may go."""
         try:
             check_files(folder, read_info(folder).manifest)
         except DamagedCheckpoint as damage:
             self._set_aside(folder, damage.reason)
-            return f"it was read back and is not what was written: {damage.reason}"
-        except OSError as failure:
-            return _describe(failure)
+            raise CheckpointError(f"it was read back and is not what was written: {damage.reason}") from damage
+
+    def _make_room(self) -> None:
         with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
             for info in find_removable(read_infos(self.directory), self.config):
                 remove_folder(info.path)
-        return None
 
-    def _tell(self, step: int | None, message: str) -> None:
+    def _tell(self, message: str) -> None:
         """Once, until a save works again."""
         with self._lock:
             if not self._complained:
                 self._complained = True
-                which = "" if step is None else f"the checkpoint before step {step} could not be saved: "
-                text = f"{which}{message}. Training goes on; earlier checkpoints stay."
-                self._failures.append(text)
-                logger.error(text)
+                self._failures.append(f"{message}. Training goes on.")
+                logger.error(self._failures[-1])
 
     def take_failures(self) -> list[str]:
         """What went wrong since this was last asked, each thing once."""
@@ -382,7 +390,7 @@ class CheckpointStore:
             )
         for name, target in targets.items():
             if isinstance(target, torch.nn.Module):
-                load_module(target, checkpoint.state[name], where=f"{checkpoint.info.path}, {name}", strict=strict)
+                load_weights(target, checkpoint.state[name], where=f"{checkpoint.info.path}, {name}", strict=strict)
             else:
                 target.load_state_dict(checkpoint.state[name])
         return checkpoint
@@ -405,26 +413,6 @@ class CheckpointStore:
         return tuple(read_infos(self.directory))
 
 
-def load_module(module: torch.nn.Module, state: Mapping[str, Any], *, where: str, strict: bool) -> list[str]:
-    """Load a state_dict; what does not fit is named, in an error or, with `strict=False`, in what is returned."""
-    own = module.state_dict()
-    problems = [f"missing {name}" for name in own if name not in state]
-    problems += [f"unexpected {name}" for name in state if name not in own]
-    misshaped = [
-        name
-        for name, value in own.items()
-        if name in state and isinstance(value, torch.Tensor) and state[name].shape != value.shape
-    ]
-    problems += [f"{name} has shape {tuple(own[name].shape)}, saved {tuple(state[name].shape)}" for name in misshaped]
-    if problems and strict:
-        raise MismatchError(f"{where} does not fit the model: {'; '.join(problems)}. strict=False loads what fits.")
-    fitting = {name: value for name, value in state.items() if name in own and name not in misshaped}
-    module.load_state_dict(fitting, strict=False)
-    for problem in problems:
-        logger.warning("%s: %s", where, problem)
-    return problems
-
-
 def _as_state(value: Any) -> Any:
     """The state of an object that has one."""
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
@@ -445,4 +433,4 @@ def _describe(failure: BaseException) -> str:
     if isinstance(failure, OSError) and failure.strerror:
         where = f" ({failure.filename})" if failure.filename else ""
         return f"{failure.strerror}{where}"
-    return repr(failure)
+    return str(failure) if isinstance(failure, CheckpointError) else repr(failure)

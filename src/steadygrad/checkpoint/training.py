@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from steadygrad.act.capture import Collector, Restorer, Slot, State, collect_state
+from steadygrad.checkpoint.fitting import compare_weights, find_weights
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.refusals import MismatchError
 
@@ -35,7 +36,7 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
         return _fill(tree, collector)
 
     return {
-        "model": _find_weights(model),
+        "model": find_weights(model),
         "other_parameters": {names[id(p)]: p for p in _only_in_optimizers(model, optimizers)},
         "other_buffers": {name: buffer for name, _, _, buffer in _find_buffers(model, persistent=False)},
         "extra_state": {path: module.get_extra_state() for path, module in _find_extra_state(model)},
@@ -50,13 +51,6 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
         "extras": {name: fill(tree) for name, tree in captured.extras.items()},
         "gradients": {name: p.grad for name, p in _each_parameter(model, optimizers) if p.grad is not None},
         "random": plain_random(captured.rng),
-    }
-
-
-def _find_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a state_dict has of tensors; parameters that have no shape yet are left out."""
-    return {
-        name: value for name, value in model.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)
     }
 
 
@@ -128,15 +122,7 @@ def live_random(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def compare_training(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
     """What does not fit, each in a few words; empty when everything does."""
-    own = _find_weights(model)
-    saved = state["model"]
-    problems = [f"missing {name}" for name in own if name not in saved]
-    problems += [f"unexpected {name}" for name in saved if name not in own]
-    problems += [
-        f"{name} has shape {tuple(own[name].shape)}, saved was {tuple(value.shape)}"
-        for name, value in saved.items()
-        if name in own and own[name].shape != value.shape
-    ]
+    problems = compare_weights(find_weights(model), state["model"])
     if len(state["optimizers"]) != len(optimizers):
         problems.append(f"{len(optimizers)} optimizers, saved were {len(state['optimizers'])}")
     names = name_parameters(model, optimizers)

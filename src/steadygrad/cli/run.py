@@ -58,7 +58,8 @@ def run(
     folder = run_dir.absolute() if run_dir is not None else _name_folder(target)  # the script may change directory
 
     def begin() -> None:
-        from steadygrad.adapters.scripts.session import Options, Session
+        from steadygrad.adapters.scripts.options import Options
+        from steadygrad.adapters.scripts.session import Session
 
         Session(Options(config=config, observe=observe, run_dir=folder)).begin()
 

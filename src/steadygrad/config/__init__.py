@@ -16,7 +16,15 @@ from steadygrad.config.detect import (
     ValidationThresholds,
 )
 from steadygrad.config.guard import GuardConfig
-from steadygrad.config.parts import Implementation, Interval, MeasureConfig, Precision, RecordConfig, SnapshotConfig
+from steadygrad.config.parts import (
+    DiagnoseConfig,
+    Implementation,
+    Interval,
+    MeasureConfig,
+    Precision,
+    RecordConfig,
+    SnapshotConfig,
+)
 from steadygrad.config.plain import build, read_mapping
 from steadygrad.config.policy import Policy
 
@@ -28,6 +36,7 @@ __all__ = [
     "ClipStrategy",
     "ClipValue",
     "DetectConfig",
+    "DiagnoseConfig",
     "FixedNorm",
     "FlowThresholds",
     "GuardConfig",

@@ -65,9 +65,11 @@ class StartThresholds:
     steps: int = 28
     """Steps that are looked at; while these run, the state before the first one is still there to go back to."""
     weight_growth: float = 1.4
-    """Times their norm before the first step at which the weights have run away; looked at after eight steps."""
+    """Times their norm before the first step to which the first eight steps must have taken the weights."""
+    runaway_growth: float = 3.0
+    """... and at which they have run so far that it is told within `runaway_steps`; else `steps` are waited for."""
     runaway_steps: int = 12
-    """Steps in which loss or gradient must have grown as well."""
+    """Steps in which weights that ran far must have made loss or gradient grow."""
     gradient_ratio: float = 2.0
     """Times the first gradient norm that counts as a gradient that grew."""
     loss_rise: float = 0.1
@@ -84,6 +86,8 @@ class StartThresholds:
     """Times the first loss to which it must have been thrown, where it is flat and no lower afterwards."""
     learnt_share: float = 0.3
     """Share of the first loss below which something was learnt all the same."""
+    recovered_share: float = 0.45
+    """The same after `steps`, for weights that did not run so far."""
     usual_move: float = 0.1
     """How far eight steps should move the weights, as a share of their norm: where they ran away, this is what the rate
     is lowered to. 0.02 to 0.3 is usual."""

@@ -18,7 +18,7 @@ from steadygrad.config.checks import (
 )
 from steadygrad.config.clip import ClipStrategy, FixedNorm
 from steadygrad.config.detect import DetectConfig
-from steadygrad.config.parts import Interval, MeasureConfig, Precision, RecordConfig, SnapshotConfig
+from steadygrad.config.parts import DiagnoseConfig, Interval, MeasureConfig, Precision, RecordConfig, SnapshotConfig
 from steadygrad.config.plain import build, read_mapping, to_plain
 from steadygrad.config.policy import Policy
 from steadygrad.errors import ConfigError
@@ -52,6 +52,7 @@ class GuardConfig:
     policy: Policy = field(default_factory=Policy)
     snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    diagnose: DiagnoseConfig = field(default_factory=DiagnoseConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     on_incident: Callable[[Incident], None] | None = None
     """Called with each Incident."""
@@ -99,6 +100,7 @@ class GuardConfig:
             ("policy", Policy),
             ("snapshots", SnapshotConfig),
             ("checkpoint", CheckpointConfig),
+            ("diagnose", DiagnoseConfig),
             ("record", RecordConfig),
         ):
             require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")

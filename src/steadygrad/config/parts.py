@@ -84,6 +84,28 @@ class SnapshotConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiagnoseConfig:
+    """When a bad step is replayed to find who broke it, and what is kept of it."""
+
+    enabled: bool = True
+    """False: no replay, nothing is held back for one."""
+    first: int = 3
+    """Bad steps of a run that are each replayed."""
+    cooldown: int = 100
+    """Steps from one replay to the next after those: one costs several steps."""
+    keep_batches: bool = True
+    """Keep the batch of a replayed step in the run directory's `batches/`."""
+    max_bytes: int = 256 << 20
+    """Of all kept batches together."""
+    max_batches: int = 16
+    """Batches kept at most."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require_positive(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordConfig:
     """What is written into the run directory."""
 

@@ -87,16 +87,23 @@ class RateTooHigh(Remembering):
         return f"the loss has climbed from {first:.4g} to {loss:.4g} since the first steps, and does not come back"
 
     def _find_runaway(self) -> str:
-        """The weights are no longer those that were given, and it did no good: loss or gradient grew on the way."""
-        growth, config = self._growth, self._config
-        if growth is None or growth < config.weight_growth or len(self._losses) > config.runaway_steps:
+        """The weights are no longer those that were given, loss or gradient grew on the way, and little was learnt.
+
+        Where they ran far it is told within a few steps; else at the end of the start: some runs recover from it.
+        """
+        growth, config, num = self._growth, self._config, len(self._losses)
+        if growth is None or growth < config.weight_growth:
+            return ""
+        far = growth >= config.runaway_growth
+        if num > config.runaway_steps if far else num < config.steps:
             return ""
         first, gradient = self._losses[0], max(self._norms) / max(self._norms[0], 1e-38)
         if gradient < config.gradient_ratio and max(self._losses) - first < config.loss_rise * abs(first):
             return ""
-        if median(sorted(self._losses[-4:])) < config.learnt_share * first:  # whatever it does, it learns
+        learnt = config.learnt_share if far else config.recovered_share
+        if median(sorted(self._losses[-4 if far else -SETTLED // 2 :])) < learnt * first:
             return ""
-        return f"{len(self._losses)} steps made the norm of the weights {growth:.3g} times what it was"
+        return f"the first steps made the norm of the weights {growth:.3g} times what it was, and little was learnt"
 
     def _find_wreck(self) -> str:
         """The loss was thrown far up, came down to no less than it was, and has lain flat there since."""

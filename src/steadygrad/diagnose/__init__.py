@@ -1,8 +1,9 @@
 """A failing step -> Cause: who did it. Runs only when something was found, and leaves no trace of its replays.
 
-`diagnose` takes a function and its arguments; `StepRecorder` notes steps before they run, and `diagnose_captures` is
-the same for those, with the generators and the autocast they ran with. The package itself can be called, since Python
-puts a package over a function of the same name: `steadygrad.diagnose(fn, batch)` works whatever was imported first.
+`diagnose` takes a function and its arguments; a `Capture` is a step that was noted before it ran, and
+`diagnose_captures` is the same for those, with the generators and the autocast they ran with. The package itself can
+be called, since Python puts a package over a function of the same name: `steadygrad.diagnose(fn, batch)` works
+whatever was imported first.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any
 
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.entry import diagnose, diagnose_capture, diagnose_captures
-from steadygrad.diagnose.recorder import StepRecorder
 from steadygrad.facts import Cause
 
-__all__ = ["Capture", "StepRecorder", "diagnose", "diagnose_capture", "diagnose_captures"]
+__all__ = ["Capture", "diagnose", "diagnose_capture", "diagnose_captures"]
 
 
 class _CallablePackage(ModuleType):

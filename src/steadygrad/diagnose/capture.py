@@ -99,6 +99,13 @@ class Capture:
         return find_wrappers(self.fn, self.args, self.kwargs, self.model)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the step, or a part of the model, was compiled."""
+        modules = [] if self.model is None else list(self.model.modules())
+        parts = [hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules]
+        return any(parts) or hasattr(self.fn, "_torchdynamo_orig_callable")
+
+    @property
     def inner_model(self) -> nn.Module | None:
         """The model whose modules have names."""
         return None if self.model is None else unwrap(self.model)

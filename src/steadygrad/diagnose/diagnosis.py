@@ -22,7 +22,7 @@ from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.failures import find_failure, find_refusal
 from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.health import find_ailment, find_amplifier
-from steadygrad.diagnose.optimizers import find_optimizers, trace_optimizers
+from steadygrad.diagnose.optimizers import trace_optimizers
 from steadygrad.diagnose.ranges import Range
 from steadygrad.diagnose.replay import Observer, Run, Step, call_user
 from steadygrad.diagnose.samples import SampleSearch
@@ -47,7 +47,7 @@ class Diagnosis:
         self,
         step: Step,
         *,
-        optimizers: Sequence[Optimizer] | None = None,
+        optimizers: Sequence[Optimizer] = (),
         suspect: str | None = None,
         collective: bool = False,
     ) -> None:
@@ -125,8 +125,7 @@ class Diagnosis:
 
     def _look_further(self) -> Cause | None:
         """Loss, gradients and buffers are finite: the optimizer's arithmetic, then sizes that are out of hand."""
-        optimizers = find_optimizers(self._step.model) if self._optimizers is None else self._optimizers
-        spoilt = trace_optimizers(self._step, optimizers)
+        spoilt = trace_optimizers(self._step, self._optimizers)
         if spoilt is not None:
             account = Account(spoilt.trace, spoilt.blame, spoilt.origin, {})
             return account.tell_optimizer(type(spoilt.optimizer).__name__, spoilt.parameter)

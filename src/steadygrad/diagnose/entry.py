@@ -11,10 +11,13 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.diagnosis import Diagnosis, unknown
+from steadygrad.diagnose.optimizers import find_optimizers
 from steadygrad.diagnose.replay import Step
 from steadygrad.diagnose.subject import find_model
 from steadygrad.diagnose.symptoms import find_symptoms
 from steadygrad.facts import Cause
+
+FINITE_KINDS = ("exploding", "vanishing", "dead")
 
 
 def diagnose(
@@ -43,8 +46,11 @@ def diagnose(
     capture = Capture(
         fn=fn, args=args, kwargs=kwargs, model=model, random=None, autocast=AutocastState.take(), versions=()
     )
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    return Diagnosis(Step.of(capture), optimizers=optimizers).make()
+    found = find_optimizers(capture.inner_model) if optimizer is None else optimizer
+    optimizers = [found] if isinstance(found, Optimizer) else found
+    step = dataclasses.replace(Step.of(capture), optimizers=tuple(optimizers))
+    cause = Diagnosis(step, optimizers=optimizers).make()
+    return None if cause is None else _qualify(cause, capture, changed=())
 
 
 def diagnose_capture(
@@ -66,31 +72,45 @@ def diagnose_capture(
     try:
         changed = capture.find_changes()
         cause = Diagnosis(step, optimizers=optimizers, suspect=suspect, collective=collective).make()
-        if cause is None and expects is not None:
+        if expects is not None and (cause is None or cause.kind in FINITE_KINDS):
             cause = tell_unrepeated(step, expects, changed)
     except Exception as error:
         cause = unknown(f"the replay raised {error!r:.200}")
-    if cause is not None and changed:
-        note = (
-            f"{', '.join(changed)} of the batch changed in place after the step: the replay is not exact. {cause.note}"
-        )
-        cause = dataclasses.replace(cause, note=note.strip(), reproducible=_weaken(cause.reproducible))
-    if cause is not None and capture.is_model_call and cause.phase != "unknown":
-        note = f"{cause.note} Only the model's forward was replayed: give guard.step the function, not its loss."
-        cause = dataclasses.replace(cause, note=note.strip())
-    return cause
+    return None if cause is None else _qualify(cause, capture, changed)
 
 
-def diagnose_captures(captures: Sequence[Capture], *, expects: str | None = None, **settings: Any) -> Cause | None:
-    """Diagnose the microbatches of a step, in order; the first that is bad. `settings` as for `diagnose_capture`."""
+def _qualify(cause: Cause, capture: Capture, changed: Sequence[str]) -> Cause:
+    """Say what keeps the replay from being the step itself."""
+    limits = []
+    if changed:
+        limits.append(f"{', '.join(changed)} of the batch changed in place after the step: the replay is not exact.")
+    if capture.is_compiled:
+        limits.append("Compiled code was replayed eagerly: fusion and random numbers may differ.")
+    if capture.is_model_call and cause.phase != "unknown":
+        limits.append("Only the model's forward was replayed: give guard.step the function, not its loss.")
+    if not limits:
+        return cause
+    reproducible = cause.reproducible
+    if reproducible is not None and not (capture.is_model_call and len(limits) == 1):
+        reproducible = reproducible.replace("bit for bit", "the same kind")
+    return dataclasses.replace(cause, note=" ".join([*limits, cause.note]).strip(), reproducible=reproducible)
+
+
+def diagnose_captures(
+    captures: Sequence[Capture], *, expects: str | None = None, **settings: Any
+) -> tuple[Cause | None, Capture | None]:
+    """Diagnose the microbatches of a step, in order: the first Cause, and the microbatch that it is about.
+
+    `settings` are those of `diagnose_capture`. That the failure does not come back is told after the last one.
+    """
     for place, capture in enumerate(captures):
         is_last = place == len(captures) - 1
         cause = diagnose_capture(capture, expects=expects if is_last else None, **settings)
         if cause is not None:
             many = len(captures) > 1 and cause.phase != "unknown"
             note = f"In microbatch {place} of {len(captures)}. {cause.note}" if many else cause.note
-            return dataclasses.replace(cause, note=note.strip())
-    return None
+            return dataclasses.replace(cause, note=note.strip()), capture
+    return None, None
 
 
 def tell_unrepeated(step: Step, kind: str, changed: Sequence[str]) -> Cause:
@@ -109,7 +129,3 @@ def tell_unrepeated(step: Step, kind: str, changed: Sequence[str]) -> Cause:
     else:
         suspect = "two replays are healthy and differ: an op of the step is not deterministic"
     return unknown(suspect, kind=kind, reproducible=f"no: {suspect}")
-
-
-def _weaken(reproducible: str | None) -> str | None:
-    return None if reproducible is None else reproducible.replace("bit for bit", "the same kind")

@@ -61,6 +61,34 @@ class Place:
     """Python code that the engine called: a custom backward or a hook, not a recomputed segment."""
 
 
+@dataclass(slots=True)
+class _Walk:
+    """What was seen on the way from the innermost frame outwards."""
+
+    in_backward: bool
+    user: tuple[CodeType, int, int] | None = None
+    caller: tuple[CodeType, int] | None = None
+    module: nn.Module | None = None
+    engine: bool = False
+    recomputes: bool = False
+
+    def finish(self) -> Place:
+        """The Place."""
+        if self.user is None:
+            return Place(by_engine=self.engine, module=None if self.engine else self.module)
+        code, line, instruction = self.user
+        caller = None if self.caller == (code, line) else self.caller
+        return Place(
+            code=code,
+            line=line,
+            instruction=instruction,
+            caller=None if caller is None else caller[0],
+            caller_line=None if caller is None else caller[1],
+            module=self.module,
+            in_backward=self.in_backward and self.engine and not self.recomputes,
+        )
+
+
 class StackReader:
     """Reads Places; `known` are the modules that have a name."""
 
@@ -72,47 +100,33 @@ class StackReader:
 
     def read(self, start: FrameType | None = None) -> Place:
         """The Place of whoever called into torch; `start` is the innermost frame, unless it is the caller's."""
-        in_backward = self._running_backward() != -1
+        walk = _Walk(in_backward=self._running_backward() != -1)
         frame: FrameType | None = start if start is not None else sys._getframe(1)
-        user = caller = None
-        module: nn.Module | None = None
-        recomputes = engine = False
         for _ in range(MAX_DEPTH):
             if frame is None:
-                engine = engine or in_backward  # another thread's stack ends where the engine begins
+                walk.engine = walk.in_backward  # another thread's stack ends where the engine begins
                 break
             sort = self._sort(frame.f_code)
-            if sort is _Sort.END:
-                break
-            if sort is _Sort.ENGINE and in_backward and not engine:
-                engine = True
-                if user is None:
-                    return Place(by_engine=True)
-            elif sort is _Sort.CHECKPOINT:
-                recomputes = recomputes or not engine
-            elif sort is _Sort.CALL:
-                module = module or self._find_named(frame.f_locals.get("self"))
-            elif sort is _Sort.USER or sort is _Sort.LIBRARY:
-                user = user or (frame.f_code, frame.f_lineno, frame.f_lasti)
-                if sort is _Sort.USER:
-                    caller = caller or (frame.f_code, frame.f_lineno)
-                if module is None:
-                    module = self._find_self(frame)
-            if user and caller and module and not in_backward:
+            if sort is _Sort.END or self._look(walk, sort, frame):
                 break
             frame = frame.f_back
-        if user is None:
-            return Place(by_engine=engine, module=module)
-        caller = None if caller is None or caller == user[:2] else caller
-        return Place(
-            code=user[0],
-            line=user[1],
-            instruction=user[2],
-            caller=caller and caller[0],
-            caller_line=caller and caller[1],
-            module=module,
-            in_backward=in_backward and engine and not recomputes,
-        )
+        return walk.finish()
+
+    def _look(self, walk: _Walk, sort: _Sort, frame: FrameType) -> bool:
+        """Take what a frame tells; whether nothing more is needed."""
+        if sort is _Sort.ENGINE:
+            walk.engine = walk.engine or walk.in_backward
+            return walk.engine and walk.user is None
+        if sort is _Sort.CHECKPOINT:
+            walk.recomputes = walk.recomputes or not walk.engine
+        elif sort is _Sort.CALL:
+            walk.module = walk.module or self._find_named(frame.f_locals.get("self"))
+        elif sort is _Sort.USER or sort is _Sort.LIBRARY:
+            walk.user = walk.user or (frame.f_code, frame.f_lineno, frame.f_lasti)
+            if sort is _Sort.USER:
+                walk.caller = walk.caller or (frame.f_code, frame.f_lineno)
+            walk.module = walk.module or self._find_self(frame)
+        return bool(walk.user and walk.caller and walk.module and not walk.in_backward)
 
     def _find_self(self, frame: FrameType) -> nn.Module | None:
         code = frame.f_code

@@ -11,13 +11,14 @@ import contextlib
 import gc
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer
 
 from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.diagnose.calls import find_tensors, read_signature
@@ -139,6 +140,34 @@ class Kept:
     def add_leaf(self, tensor: Tensor) -> None:
         """Not used while entered."""
         self._leaves.setdefault(id(tensor), tensor)
+
+
+@contextlib.contextmanager
+def undone(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Whatever steps are made inside leave no trace in the optimizers' own books."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(_undone(optimizer))
+        yield
+
+
+@contextlib.contextmanager
+def _undone(optimizer: Optimizer) -> Iterator[None]:
+    """Entries that a step adds to the state go away, numbers come back; tensors are the replay's to put back."""
+    before: dict[Any, Any] = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()
+    }
+    names = set(vars(optimizer))
+    attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int)}
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        for name in [name for name in vars(optimizer) if name not in names]:  # a scheduler's mark that it stepped
+            delattr(optimizer, name)
+        for name, value in attributes.items():
+            setattr(optimizer, name, value)
 
 
 @contextlib.contextmanager

@@ -6,12 +6,10 @@ optimizer's step is run on the replayed gradients, traced, and undone: weights, 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +17,7 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _glob
 
 from steadygrad.diagnose.blame import Blame, Hurt, Origin
 from steadygrad.diagnose.frames import StackReader
+from steadygrad.diagnose.keep import undone
 from steadygrad.diagnose.ranges import RangeTable
 from steadygrad.diagnose.replay import Run, Step, call_user, observe
 from steadygrad.diagnose.trace import Trace
@@ -70,7 +69,7 @@ def trace_optimizers(step: Step, optimizers: Sequence[Optimizer]) -> OptimizerOr
 
 def _trace_one(step: Step, run: Run, optimizer: Optimizer) -> OptimizerOrigin | None:
     trace = Trace(StackReader({}, call_user))
-    with _undone(optimizer):
+    with undone([optimizer]):
         try:
             with observe(run.keeper, trace), torch.no_grad():
                 call_user(optimizer.step, (), {})
@@ -97,22 +96,3 @@ def _has_hooks(optimizer: Optimizer) -> bool:
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everywhere = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     return any(everywhere) or any(bool(getattr(optimizer, name, None)) for name in hooks)
-
-
-@contextlib.contextmanager
-def _undone(optimizer: Optimizer) -> Iterator[None]:
-    """Entries that a step adds to the state go away, numbers come back; tensors are the replay's to put back."""
-    before: dict[Any, Any] = {
-        key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()
-    }
-    names = set(vars(optimizer))
-    attributes = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int)}
-    try:
-        yield
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(before)
-        for name in [name for name in vars(optimizer) if name not in names]:  # a scheduler's mark that it stepped
-            delattr(optimizer, name)
-        for name, value in attributes.items():
-            setattr(optimizer, name, value)

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad.diagnose.capture import AutocastState, Capture
-from steadygrad.diagnose.keep import Kept, StorageKeeper
+from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
 from steadygrad.diagnose.subject import name_inputs
 from steadygrad.errors import UsageError
 from steadygrad.measure.graph import find_leaves
@@ -63,6 +64,8 @@ class Step:
     """Of the failing step; None: as it is."""
     wrappers: tuple[nn.DataParallel[Any], ...] = ()
     """Replayed on one device, without threads."""
+    optimizers: tuple[Optimizer, ...] = ()
+    """That `fn` may step itself; what they note down is put back."""
     is_model_call: bool = False
     """`fn` is the model: what it gives is no loss, unless it has one."""
     extra_leaves: tuple[tuple[str, Tensor], ...] = ()
@@ -97,7 +100,7 @@ class Step:
         """Run it; inside, look at what it left. Afterwards everything is as before."""
         kept = Kept(self.model, [leaf for _, leaf in self.named_leaves], self.random)
         autocast = contextlib.nullcontext() if self.autocast is None else self.autocast.enter()
-        with kept() as keeper, autocast, on_one_device(self.wrappers):
+        with kept() as keeper, autocast, on_one_device(self.wrappers), undone(self.optimizers):
             run = Run(keeper=keeper)
             outside: list[tuple[Tensor, Tensor | None]] = []
             try:

@@ -20,10 +20,12 @@ from steadygrad.diagnose.replay import Step
 from steadygrad.diagnose.subject import name_inputs
 from steadygrad.diagnose.symptoms import find_symptoms
 
-MAX_RUNS = 24
-"""Replays of parts of the batch."""
-MAX_WORK = 4.0
-"""Replays counted by the samples in them: so many whole batches at most."""
+MAX_WORK = 4.5
+"""Replays of parts of the batch, counted by the samples in them: so many whole batches at most."""
+LEAST_WORK = 0.1
+LEAST_WORK_ON_CUDA = 0.5
+"""What the smallest part costs: launching its kernels takes as long as launching those of a whole batch."""
+QUARTERS = 4
 OUTLIER = 30.0
 """Times the largest magnitude of the other samples from which a sample's own is worth a word."""
 
@@ -38,7 +40,8 @@ class SampleSearch:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._size = count_samples(step.args, step.kwargs)
-        self._runs, self._work = 0, 0.0
+        on_cuda = any(tensor.is_cuda for _, tensor in name_inputs(step.args, step.kwargs))
+        self._work, self._least_work = 0.0, LEAST_WORK_ON_CUDA if on_cuda else LEAST_WORK
 
     def find(self, rows: Sequence[int] = (), num_rows: int = 0) -> tuple[tuple[int, ...], str]:
         """The samples, and a sentence about them. `rows` were bad where the value was born."""
@@ -71,28 +74,31 @@ class SampleSearch:
         assert self._size is not None
         everything = list(range(self._size))
         found: list[int] = []
-        waiting = [everything]
-        while waiting:
-            part = waiting.pop()
-            if len(part) == 1:
-                found += part
-                continue
-            halves = part[: len(part) // 2], part[len(part) // 2 :]
-            bad = [half for half in halves if self._fails(half)]
-            if not bad:
-                raise CannotSplit("could not be told: the step fails on the batch, not on its parts")
-            waiting += bad
+        parts: list[Sequence[int]] = [everything]
+        while parts:
+            parts = [half for part in parts for half in self._find_bad_halves(part)]
+            if len(parts) == QUARTERS < self._size == sum(map(len, parts)):
+                raise CannotSplit("every quarter of the batch fails: it is no matter of single samples")
+            found += [part[0] for part in parts if len(part) == 1]
+            parts = [part for part in parts if len(part) > 1]
         found.sort()
         rest = [index for index in everything if index not in set(found)]
         if rest and self._fails(rest):
             raise CannotSplit("could not be told: the step fails without the samples that fail alone")
         return tuple(found)
 
+    def _find_bad_halves(self, part: Sequence[int]) -> list[Sequence[int]]:
+        halves = part[: len(part) // 2], part[len(part) // 2 :]
+        bad = [half for half in halves if self._fails(half)]
+        if not bad:
+            raise CannotSplit("could not be told: the step fails on the batch, not on its parts")
+        return bad
+
     def _fails(self, indices: Sequence[int]) -> bool:
         size = self._size
         assert size is not None
-        self._runs, self._work = self._runs + 1, self._work + len(indices) / size
-        if self._runs > MAX_RUNS or self._work > MAX_WORK:
+        self._work += max(self._least_work, len(indices) / size)
+        if self._work > MAX_WORK:
             raise CannotSplit("could not be told within the runs that a diagnosis may take: many samples fail")
         step = dataclasses.replace(
             self._step,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from steadygrad.errors import UnsupportedError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.subjects import Subjects
 
@@ -55,13 +54,3 @@ def _find_underflowing_epsilon(optimizers: Sequence[torch.optim.Optimizer]) -> s
             if any(parameter.dtype is torch.float16 for parameter in group["params"]):
                 return f"{type(optimizer).__name__}'s eps={eps:g} is 0 in float16, in which the weights are kept"
     return ""
-
-
-def refuse_many_ranks() -> None:
-    """Raise where several ranks train together."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise UnsupportedError(
-            f"{distributed.get_world_size()} ranks train together here, and a Guard does not yet agree with the others "
-            "on what to skip: ranks would part. Use it on one rank, or GradientHealthMonitor to look without acting."
-        )

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from steadygrad.errors import UnsupportedError
+from steadygrad.measure.shards import finish_sum, take_local
+from steadygrad.measure.shards import is_dtensor as is_dtensor
 
 MEASURABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def as_dense(gradient: Tensor, name: str) -> Tensor:
-    """The elements of `gradient` as a dense real tensor; shares memory wherever it can."""
-    if is_dtensor(gradient):
+def as_dense(gradient: Tensor, name: str, *, sharded: bool = False) -> Tensor:
+    """The elements of `gradient` as a dense real tensor; shares memory wherever it can.
+
+    With `sharded` a DTensor gives this rank's part, and the caller puts the ranks' numbers together.
+    """
+    if is_dtensor(gradient) and not (sharded and hasattr(gradient, "_local_tensor")):
         raise UnsupportedError(
             f"the gradient of {name!r} is a DTensor (FSDP2 or tensor parallelism), whose shards need a norm "
-            "across ranks. Wrap the model with DistributedDataParallel, or train it unsharded."
+            "across ranks. Use a Guard, wrap the model with DistributedDataParallel, or train it unsharded."
         )
-    values = gradient.detach()
+    values = take_local(finish_sum(gradient)).detach()
     if values.layout is not torch.strided:
         values = _sparse_values(values, name)
     if values.is_complex():
@@ -45,11 +50,6 @@ def count_implicit_zeros(gradient: Tensor, dense: Tensor) -> int:
 def numel(tensor: Tensor) -> int:
     """Number of real numbers in `tensor`: a complex element counts as two."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether `tensor` is sharded over a device mesh, without importing torch.distributed."""
-    return type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
 def _sparse_values(gradient: Tensor, name: str) -> Tensor:

@@ -20,6 +20,7 @@ from steadygrad.measure.activations import ActivationWatch, PendingActivations
 from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import PendingRms, measure_adam_rms
+from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
 from steadygrad.measure.subjects import Subjects
 
@@ -30,11 +31,15 @@ class Looks:
 
     batch: tuple[Sequence[Any], Mapping[str, Any]] | None = None
     """The arguments of the step's last microbatch, for a look after the fact."""
+    captures: Sequence[Any] = ()
+    """What a replay of the step needs; kept here for `diagnose`, which nobody in this package knows."""
     inputs: PendingScan | None = None
     activations: PendingActivations | None = None
     graph: GraphScan | None = None
     weights: PendingParameterScan | None = None
     rms: PendingRms | None = None
+    own_gradients: Sequence[Tensor] = ()
+    """On many ranks: looks at gradients from before they were summed."""
 
     @property
     def under_way(self) -> bool:
@@ -45,9 +50,9 @@ class Looks:
 class Lookout:
     """Queues looks while a step runs, and turns them into facts when it is judged."""
 
-    def __init__(self, subjects: Subjects, config: MeasureConfig) -> None:
+    def __init__(self, subjects: Subjects, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
         self._subjects, self._every = subjects, config.scan_every
-        self._weights = ParameterWatch(subjects)
+        self._weights = ParameterWatch(subjects, ranks=ranks)
         self._activations = ActivationWatch(subjects.model)
         self._graph: GraphWatch | None = GraphWatch(subjects) if self._every else None
         self._first: list[Fact] = []

@@ -22,6 +22,8 @@ from steadygrad.errors import ConfigError
 from steadygrad.facts import NUM_COLUMNS, GradientTable, Reading
 from steadygrad.measure import gradients as _gradients
 from steadygrad.measure.kernels import foreach, reference
+from steadygrad.measure.ranks import Ranks, Told
+from steadygrad.measure.shards import take_local
 
 if TYPE_CHECKING:
     from steadygrad.measure.kernels import triton as _triton
@@ -49,6 +51,7 @@ class Plan:
         self.dtypes: list[torch.dtype] = []
         self.triton: _triton.Plan | None = None
         self.absent: list[tuple[str, Tensor]] = []
+        self.is_sharded = any(map(_gradients.is_dtensor, parameters))
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
         """Trainable parameters without a gradient, and their share of the trainable elements; free where none is."""
@@ -64,7 +67,7 @@ class Measurement:
     """One step's numbers, still on the device."""
 
     packed: Tensor
-    """Header, then the rows: float64 [HEADER + 5 N]."""
+    """Header, then the rows: float64 [HEADER + 5 N]; behind them what other ranks have told."""
     flags: Tensor
     """What a fused optimizer takes: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
     plan: Plan
@@ -97,8 +100,9 @@ class Measurement:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Their gradients as they are now, [N]."""
-        return [p.grad for p in self.plan.parameters if p.grad is not None]
+        """Their gradients as they are now, [N]; of a DTensor the part of this rank."""
+        gradients = [p.grad for p in self.plan.parameters if p.grad is not None]
+        return [take_local(g) for g in gradients] if self.plan.is_sharded else gradients
 
     def set_coefficient(self, coefficient: Tensor) -> None:
         """Take the clip coefficient of a strategy other than a constant threshold; no host read."""
@@ -135,7 +139,8 @@ class Measurement:
 class Meter:
     """Measures the gradients of `named` parameters with the implementation asked for.
 
-    With `max_norm` the coefficient of clipping at that constant norm is computed along the way.
+    With `max_norm` the coefficient of clipping at that constant norm is computed along the way. With `ranks` the numbers
+    are those of all ranks together, the same on each; every rank must then measure at the same point of its program.
     """
 
     def __init__(
@@ -144,11 +149,13 @@ class Meter:
         implementation: Implementation = Implementation.AUTO,
         *,
         max_norm: float | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._implementation = _choose(implementation, self._parameters)
         self._max_norm = max_norm
+        self._ranks, self._shards_allowed = ranks or Ranks(), ranks is not None
         self._plans: dict[bytes, Plan] = {}
         self._last: Plan | None = None
 
@@ -174,6 +181,7 @@ class Meter:
             plan=plan,
             has_loss=loss is not None,
         )
+        own_loss, loss = loss, self._ranks.spread(loss)
         loss = None if loss is None else loss.detach().to(plan.device)
         inverse = None if scale is None else scale.to(plan.device).double().reciprocal()
         if plan.triton is not None:
@@ -183,9 +191,25 @@ class Meter:
             )
         else:
             self._measure_any(m, loss, inverse)
+        if self._ranks.many:
+            self._join_ranks(m, own_loss)
         if told_scale is not None:
             m.packed[LOSS_SCALE] = told_scale.to(plan.device)
         return m
+
+    def _join_ranks(self, m: Measurement, own_loss: Tensor | None) -> None:
+        """Make this the measurement of all ranks, and put behind it what they told each other."""
+        if self._ranks.shares_tables:
+            gradients = [p.grad for p in m.parameters if p.grad is not None]
+            table, loss = self._ranks.share(m.table, m.names, gradients, own_loss)
+            _summarise(m, table, loss, self._max_norm)
+        said = self._ranks.take_said()
+        assert said is not None
+        m.packed = torch.cat([m.packed, said.to(m.packed.device)])
+
+    def read_told(self, m: Measurement, numbers: Sequence[float]) -> Told:
+        """What the ranks told each other, from the numbers of `m` on the host."""
+        return self._ranks.read(numbers[m.plan.length :], has_loss=m.has_loss)
 
     def _find_plan(self) -> tuple[Plan | None, list[int]]:
         """The plan for the gradients that are there, and on the fast path their addresses."""
@@ -221,8 +245,8 @@ class Meter:
 
     def _measure_any(self, m: Measurement, loss: Tensor | None, inverse: Tensor | None) -> None:
         """Any mix of devices, dtypes and layouts: a table for each device, gathered on the first one."""
-        grads, table = m.gradients, m.table
-        dense = [_gradients.as_dense(g, name) for g, name in zip(grads, m.names)]
+        grads, table = [p.grad for p in m.parameters if p.grad is not None], m.table
+        dense = [_gradients.as_dense(g, name, sharded=self._shards_allowed) for g, name in zip(grads, m.names)]
         if self._implementation is Implementation.FOREACH and all(values.device.type == "cpu" for values in dense):
             _measure_on_host(m, grads, dense, loss, inverse, self._max_norm)
             return
@@ -244,7 +268,7 @@ class Meter:
                 table[i, NUM_COLUMNS - 1] += implicit
         if inverse is not None:
             table[:, :2] *= inverse
-        _summarise(m, loss, self._max_norm)
+        _summarise(m, table, loss, self._max_norm)
 
 
 def _measure_on_host(
@@ -294,9 +318,9 @@ def _prepare_triton(plan: Plan, grads: list[Tensor]) -> None:
         plan.triton = triton.Plan(grads) if plain else None
 
 
-def _summarise(m: Measurement, loss: Tensor | None, max_norm: float | None) -> None:
-    """Fill the header and the flags from the rows and the loss."""
-    table, packed = m.table, m.packed
+def _summarise(m: Measurement, table: Tensor, loss: Tensor | None, max_norm: float | None) -> None:
+    """Fill the header and the flags from the rows of all parameters and the loss."""
+    packed = m.packed
     counts = table[:, 2:4].sum(0)
     value = packed.new_ones(()) if loss is None else loss.double()
     bad = (counts[0] > 0) | ~value.isfinite()

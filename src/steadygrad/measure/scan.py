@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from steadygrad.measure.shards import take_local
+
 
 @torch.no_grad()
 def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -15,7 +17,7 @@ def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     flags: list[Tensor] = []
     for name, tensor in named:
         if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
-            values = tensor.detach()
+            values = take_local(tensor.detach())
             names.append(name)
             flags.append((~values.isfinite()).any())
     if not flags:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from steadygrad.facts import NUM_COLUMNS, ParameterScan, Reading
+from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows, split_flat
+from steadygrad.measure.shards import take_local
 from steadygrad.measure.subjects import Subjects
 from steadygrad.measure.transfer import Transfer
 
@@ -46,8 +48,11 @@ class PendingParameterScan:
 class ParameterWatch:
     """Call `scan(-1)` before the first step, `note_step` for each Reading, and `scan(step)` now and then."""
 
-    def __init__(self, subjects: Subjects, *, transfer: Transfer | None = None) -> None:
+    def __init__(
+        self, subjects: Subjects, *, transfer: Transfer | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._model, self._named = subjects.model, subjects.named
+        self._ranks = ranks if ranks is not None else Ranks()
         self._transfer = transfer
         groups = [group for optimizer in subjects.optimizers for group in optimizer.param_groups]
         of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
@@ -69,7 +74,7 @@ class ParameterWatch:
     def begin(self) -> PendingParameterScan:
         """Queue a look at the weights as they are now; waits for nothing."""
         try:
-            rows = self._look_at_all()
+            rows = self._share(self._look_at_all())
             return PendingParameterScan(self, send_rows(rows, self._transfer))
         except Exception:  # a tensor of its own kind, or no memory: looking must never end the training
             self._hashes = {}
@@ -95,6 +100,7 @@ class ParameterWatch:
     def _look_at_all(self) -> dict[str, Tensor]:
         rows = {PARAMETER + name: self._look(name, tensor) for name, tensor in self._parameters()}
         for name, tensor in self._model.named_buffers():
+            tensor = take_local(tensor)
             if is_readable(tensor):
                 rows[BUFFER + name] = _count_nonfinite(tensor).reshape(1)
         return rows
@@ -103,9 +109,18 @@ class ParameterWatch:
         """The model's parameters, then those that only an optimizer holds."""
         seen: set[int] = set()
         for name, tensor in (*self._model.named_parameters(), *self._named):
-            if id(tensor) not in seen and is_readable(tensor):
+            if id(tensor) not in seen and is_readable(take_local(tensor)):
                 seen.add(id(tensor))
-                yield name, tensor
+                yield name, take_local(tensor)
+
+    def _share(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On many ranks of each number the largest: what one of them sees, in its copy or its part, all must know."""
+        if not self._ranks.many or not rows:
+            return rows
+        device = next(iter(rows.values())).device
+        packed = self._ranks.find_largest(torch.cat([row.to(device) for row in rows.values()]))
+        parts = packed.split([row.numel() for row in rows.values()])
+        return dict(zip(rows, parts))
 
     def _look(self, name: str, tensor: Tensor) -> Tensor:
         """Non-finite elements, and for a parameter seen before whether it changed: float64 [1] or [2]."""

@@ -12,28 +12,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from steadygrad.measure.ranks import Ranks
+from steadygrad.measure.shards import take_local
+
 
 class UpdateMeter:
     """Call `before` and `after` around the optimizer step."""
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, Tensor]], *, ranks: Ranks | None = None) -> None:
         self.names = tuple(name for name, _ in named)
+        self._ranks = ranks if ranks is not None else Ranks()
         self._parameters = [parameter for _, parameter in named]
         self._before: list[Tensor] = []
 
     @torch.no_grad()
     def before(self) -> None:
         """Remember the weights."""
-        self._before = [parameter.detach().clone() for parameter in self._parameters]
+        self._before = [take_local(parameter).detach().clone() for parameter in self._parameters]
 
     @torch.no_grad()
     def after(self) -> Tensor:
         """Norms before the step, then norms of the difference: float64 [2 P] on the first parameter's device."""
         norms = [_norm(old) for old in self._before]
-        moved = [_norm(new.detach() - old) for new, old in zip(self._parameters, self._before)]
+        moved = [_norm(take_local(new).detach() - old) for new, old in zip(self._parameters, self._before)]
         self._before = []
         device = self._parameters[0].device
-        return torch.stack([value.to(device) for value in norms + moved])
+        numbers = torch.stack([value.to(device) for value in norms + moved])
+        return self._ranks.combine_norms(numbers, self._parameters * 2)
 
     def read(self, numbers: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
         """Parameter norms, and update-to-weight ratios (0 for a parameter that is all zero and did not move)."""

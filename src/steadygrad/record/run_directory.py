@@ -36,7 +36,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as files:
                 self._steps, self._layers, self._incidents, self._log = (
-                    files.enter_context(_open_to_append(self.path / name))
+                    files.enter_context(open_to_append(self.path / name))
                     for name in ("steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log")
                 )
                 self._write_run(_describe_start(config, parameters, versions))
@@ -123,7 +123,7 @@ def _read_run(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _open_to_append(path: Path) -> TextIO:
+def open_to_append(path: Path) -> TextIO:
     """Open for appending; a half line that a crash has left is ended first, so that it spoils no other."""
     cut_short = path.exists() and _last_byte(path) not in (b"", b"\n")
     file = path.open("a", encoding="utf-8")

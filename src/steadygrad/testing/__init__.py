@@ -1,4 +1,4 @@
-"""Shipped for users' own tests: faults that can be injected into any training."""
+"""Shipped for users' own tests: faults that can be injected into any training, and ranks to run it on."""
 
 from steadygrad.testing.faults import (
     corrupt_weight,

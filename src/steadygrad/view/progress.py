@@ -6,6 +6,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from steadygrad.facts import StepRecord
+from steadygrad.view.terminal import share_with_bar
+from steadygrad.view.words import spell_number
+
 T = TypeVar("T")
 
 
@@ -20,9 +24,20 @@ def track(items: Iterable[T], *, describe: Callable[[], str], total: int | None 
     except ImportError:
         yield from items
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as progress, share_with_bar(console):
         task = progress.add_task("", total=total)
         for item in items:
             yield item
             progress.update(task, advance=1, description=describe())
+
+
+def describe_step(record: StepRecord | None, num_skipped: int) -> str:
+    """The text beside the bar: loss, norm, learning rate, skipped steps."""
+    if record is None:
+        return ""
+    loss = "" if record.loss is None else f"loss {spell_number(record.loss)}  "
+    rate = max(record.learning_rates, default=None)
+    skipped = f"  skipped {num_skipped}" if num_skipped else ""
+    return f"{loss}norm {spell_number(record.grad_norm)}  lr {spell_number(rate)}{skipped}"

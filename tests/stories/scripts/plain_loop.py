@@ -10,6 +10,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--poison", type=int, default=-1, help="index of a sample that is NaN")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--start", default=None, help="how workers are started")
 parser.add_argument("--clip", type=float, default=None)
 parser.add_argument("--out", required=True)
 args = parser.parse_args()
@@ -31,7 +32,8 @@ class NeuralNetwork(nn.Module):
 
 
 def main():
-    loader = DataLoader(TensorDataset(x, y), batch_size=8, num_workers=args.workers)
+    data = TensorDataset(x, y)
+    loader = DataLoader(data, batch_size=8, num_workers=args.workers, multiprocessing_context=args.start)
     model = NeuralNetwork()
     loss_fn = nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

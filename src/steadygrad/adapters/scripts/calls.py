@@ -19,7 +19,10 @@ OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 class _Hooks(OrderedDict[int, Any]):
     """A dict of hooks of which one is ours."""
 
-    ours: int = -1
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours = -1
+        self.listeners: list[OnCall] = []
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter([(key, hook) for key, hook in self.items() if key != self.ours])
@@ -27,17 +30,21 @@ class _Hooks(OrderedDict[int, Any]):
 
 def hear_calls(module: nn.Module, call: OnCall) -> bool:
     """From now on `call(module, args, kwargs)` comes before each forward; False where that cannot be had."""
-    names = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-    if any(type(vars(module).get(name)) is not OrderedDict or vars(module)[name] for name in names):
+    hooks, flags = (vars(module).get(name) for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"))
+    if isinstance(hooks, _Hooks):
+        hooks.listeners.append(call)
+        return True
+    if type(hooks) is not OrderedDict or type(flags) is not OrderedDict or hooks or flags:
         return False  # the script's own handles know these dicts, and could no longer take their hooks off
+    hooks, flags = _Hooks(), _Hooks()
+    module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
 
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and called is module:
-            call(called, args, kwargs)
+            for listener in hooks.listeners:
+                listener(called, args, kwargs)
 
-    for name in names:
-        vars(module)[name] = _Hooks()
     handle = module.register_forward_pre_hook(before, with_kwargs=True)
-    for name in names:
-        vars(module)[name].ours = handle.id
+    hooks.ours = flags.ours = handle.id
+    hooks.listeners.append(call)
     return True

@@ -6,18 +6,19 @@ is not imported here: a script may set environment variables that only count bef
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
 import importlib.machinery
+import os
 import runpy
+import signal
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
 
 from steadygrad.errors import UsageError
-
-INTERRUPTED = 130
-"""128 + SIGINT: what a shell shows for a program that Ctrl-C has ended."""
 
 
 def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
@@ -35,8 +36,21 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        sys.excepthook(type(error), error, _find_own_part(error.__traceback__))
-        raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+        error = error.with_traceback(_find_own_part(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            _die_of_interrupt()
+        raise SystemExit(1) from None
+
+
+def _die_of_interrupt() -> None:
+    """As the interpreter does: by the signal itself, so that a shell sees what it was."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _run_file(path: Path) -> None:

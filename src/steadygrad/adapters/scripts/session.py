@@ -8,15 +8,14 @@ graph. Its own failure never ends or alters a training: it is told once, and tha
 
 from __future__ import annotations
 
-import atexit
 import functools
+import inspect
 import logging
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,53 +24,57 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.adapters.scripts.calls import hear_calls
+from steadygrad.adapters.scripts.children import GuardedEntry
 from steadygrad.adapters.scripts.closures import step_with_closure
+from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import list_parts
 from steadygrad.adapters.scripts.telling import Terminal
-from steadygrad.adapters.scripts.watch import Circumstances, Watch
-from steadygrad.config import GuardConfig
+from steadygrad.adapters.scripts.watch import Circumstances, Loss, Watch
 from steadygrad.measure.gradients import is_dtensor
 
 logger = logging.getLogger("steadygrad")
 MAX_WATCHED = 16
 """Optimizers of a script that are guarded; one for each parameter, stepped inside of backward, is another design."""
-KEY = "_steadygrad_watch"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What `steadygrad run` was asked for."""
-
-    config: GuardConfig = field(default_factory=GuardConfig)
-    observe: bool = False
-    run_dir: Path | None = None
+NUM_FRAMES = 10
+"""Between a Guard and the optimizer's own step: ours, the scheduler's, torch's wrappers."""
+KEY, LOSS = "_steadygrad_watch", "_steadygrad_loss"
+"""Under which an optimizer keeps its Watch, and a scaled loss the loss that it was."""
 
 
 class Session:
     """One run of a script in one process."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, *, rank: int | None = None) -> None:
+        """`rank` of a process that the script has started; else torchrun's variables say it."""
         self._options = options
         self._process = os.getpid()
-        self._rank = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        torchrun = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        self._rank = torchrun if rank is None else rank
         self._terminal = Terminal(sys.stderr, rank=self._rank)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._num_watched = 0
-        self._losses: list[Tensor] = []
+        self._losses: list[Loss] = []
         self._losses_are_spent = False
         self._thread = threading.local()
 
     # --- ties -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Tie everything; at the end of the process the records are closed."""
+        """Tie everything."""
         self._keep_log_to_itself()
-        atexit.register(self._close)  # before any of the script's, so it runs after them
         _replace(Optimizer, "__init__", self._after_making)
         _replace(torch.autograd, "backward", self._around_backward)
+        _replace(torch.amp.GradScaler, "scale", self._around_scaling)
         _replace(torch.amp.GradScaler, "step", self._around_scaler)
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
             _replace(place, "clip_grad_norm_", self._around_clipping)
+        for place in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+            _replace(place, "start_processes", self._around_starting)
+
+    def close(self) -> None:
+        """Close every record now; without it they are closed when the process ends."""
+        for watch in list(self._watches):
+            watch.finish()
 
     def _keep_log_to_itself(self) -> None:
         """The script's logging may go to standard output, and incidents are told here: only errors show."""
@@ -102,6 +105,7 @@ class Session:
         if self._num_watched > MAX_WATCHED:
             if self._num_watched == MAX_WATCHED + 1:
                 self._terminal.say(f"the first {MAX_WATCHED} optimizers are guarded, further ones are not")
+            vars(optimizer)[KEY] = None
             return
         watch = Watch(
             optimizer,
@@ -115,6 +119,9 @@ class Session:
         listener = _Listener(weakref.ref(watch), self)
         for part in list_parts(watch.owner):
             hear_calls(part, listener)
+
+    def _around_starting(self, start: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return start(GuardedEntry(fn, self._options) if self._is_here else fn, *args, **kwargs)
 
     def _find_folder(self) -> Path | None:
         """Of the next optimizer, of this rank."""
@@ -139,9 +146,18 @@ class Session:
     def _note_loss(self, loss: Tensor) -> None:
         if self._losses_are_spent:
             self._losses, self._losses_are_spent = [], False
-        self._losses.append(loss.detach().reshape(()))
+        true_loss = vars(loss).get(LOSS)
+        value = loss.detach() if true_loss is None else true_loss
+        self._losses.append(Loss(value.reshape(()), is_scaled=true_loss is None))
         for watch in self._watches:
             watch.forget_clipping()
+
+    def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        """A scaled loss can overflow where the loss itself did not: remember that one."""
+        scaled = scale(scaler, outputs)
+        if self._is_here and isinstance(scaled, Tensor) and scaled is not outputs and scaled.numel() == 1:
+            vars(scaled)[LOSS] = outputs.detach()
+        return scaled
 
     def _around_clipping(
         self, clip: Callable[..., Tensor], parameters: Any, max_norm: float, *args: Any, **kwargs: Any
@@ -159,8 +175,12 @@ class Session:
         return norm
 
     def _around_step(self, make: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_here or getattr(self._thread, "is_stepping", False) or _is_called_by_guard():
+            return make(optimizer, *args, **kwargs)
+        if KEY not in vars(optimizer):  # a copy, or loaded from a file: nobody has made it
+            self._ours(self._watch, optimizer)
         watch: Watch | None = vars(optimizer).get(KEY)
-        if watch is None or not self._is_here or getattr(self._thread, "is_stepping", False):
+        if watch is None:
             return make(optimizer, *args, **kwargs)
         self._thread.is_stepping = self._thread.has_stepped = True
         try:
@@ -237,12 +257,7 @@ class Session:
         logger.error("steadygrad: %s failed, the script goes on without it: %r", name, error)
         logger.debug("in full:", exc_info=error)
         if isinstance(owner, Watch):
-            vars(owner.optimizer).pop(KEY, None)
-
-    def _close(self) -> None:
-        if os.getpid() == self._process:
-            for watch in list(self._watches):
-                self._ours(watch.close)
+            vars(owner.optimizer)[KEY] = None
 
 
 class _Listener:
@@ -268,6 +283,18 @@ def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(place, name, replaced)
+
+
+def _is_called_by_guard() -> bool:
+    """Whether the script has a Guard of its own, which makes this very step. Between the two are a few wrappers."""
+    frame = inspect.currentframe()
+    for _ in range(NUM_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "steadygrad.act.reflex":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _count_ranks() -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,29 +29,40 @@ from steadygrad.adapters.scripts.telling import Terminal, WithCause
 from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.diagnose import Capture, diagnose_capture
-from steadygrad.facts import Action, Cause, Reading
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, Transfer
 from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.subjects import Subjects
 from steadygrad.record import Recorder, RunDirectory, Sink
+from steadygrad.record.tally import Tally
 
 MAX_DIAGNOSES = 3
 """Bad steps of one optimizer that are replayed; each costs a few steps' time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loss:
+    """What a backward began from."""
+
+    value: Tensor
+    is_scaled: bool
+    """Whether it carries the loss scale, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
     """What is around a step that is about to be made, as far as a script lets it be known."""
 
-    losses: Sequence[Tensor] = ()
+    losses: Sequence[Loss] = ()
     """Of each backward since the last step."""
     loss_counts: bool = True
     """Whether a bad loss alone makes the step bad."""
     carried_scale: Tensor | None = None
     """The loss scale that the gradients still carry."""
     loss_scale: Tensor | None = None
-    """The loss scale that the losses carry."""
+    """The loss scale as it stands."""
     may_skip: bool = True
     may_replay: bool = True
 
@@ -95,6 +108,7 @@ class Watch:
         self._reading: Reading | None = None
         self._signature: list[int] = []
         self._with_cause = WithCause([])
+        self._finish: weakref.finalize[..., Watch] | None = None
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -139,9 +153,9 @@ class Watch:
         bad = reading.num_nonfinite > 0 or (around.loss_counts and reading.loss_is_nonfinite)
         self._reading = reading
         leave_out = bad and around.may_skip and not self._observe
-        if leave_out:
+        if leave_out and not _is_search(reading):
             self._buffers.restore()
-        if around.may_replay and (reading.loss_is_nonfinite or (bad and reading.loss_scale is None)):
+        if bad and around.may_replay and not _is_search(reading):
             self._with_cause.cause = self._diagnose(reading)
         return leave_out
 
@@ -152,10 +166,11 @@ class Watch:
         if reading is None:
             return
         reading = dataclasses.replace(reading, skipped=skipped)
-        if skipped:
+        if skipped and not _is_search(reading):
             self._buffers.restore()
         else:
             self._buffers.save()
+        if not skipped:
             self._lookout.after_optimizer(reading.step, looks)
         self._step += 1
         if looks.rms is not None:
@@ -219,33 +234,60 @@ class Watch:
         rates = Rates([self.optimizer])
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
         self._with_cause = WithCause([*self._open_run(names), self._terminal])
-        return Judgement(
+        recorder = Recorder([self._with_cause])
+        judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
             followers=Followers(
                 None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers, rates=rates
             ),
             actor=Actor(self._config.policy, rates=rates, snapshots=snapshots),
-            recorder=Recorder([self._with_cause]),
+            recorder=recorder,
         )
+        # When the optimizer goes, or the script ends. None of these may hold the optimizer.
+        name, ledger = type(self.optimizer).__name__, (judgement.tally, judgement.incidents)
+        self._finish = weakref.finalize(
+            self, _finish, os.getpid(), name, recorder, ledger, self._terminal, self._run_dir
+        )
+        return judgement
+
+    def finish(self) -> None:
+        """Close the record, and say how it went; at once, and not when everything ends."""
+        if self._finish is not None:
+            self._finish()
 
     def _open_run(self, names: Sequence[str]) -> list[Sink]:
         if self._run_dir is None:
             return []
         versions = {"steadygrad": __version__, "torch": torch.__version__}
-        return [RunDirectory(self._run_dir, config=self._config.to_dict(), parameters=names, versions=versions)]
+        try:
+            return [RunDirectory(self._run_dir, config=self._config.to_dict(), parameters=names, versions=versions)]
+        except ConfigError as error:
+            self._terminal.say(f"no record is written: {error}")
+            self._run_dir = None
+            return []
 
-    def close(self) -> None:
-        """Close the record, and say how it went."""
-        if self._judgement is None:
-            return
-        tally, judgement = self._judgement.tally, self._judgement
-        name, where = type(self.optimizer).__name__, "" if self._run_dir is None else f"; record in {self._run_dir}"
-        num_incidents, self._judgement = len(judgement.incidents), None
-        judgement.close()
-        self._terminal.say(
-            f"{name}: {tally.num_steps} steps, {tally.num_skipped} skipped, {num_incidents} incidents{where}"
-        )
+
+def _finish(
+    process: int,
+    name: str,
+    recorder: Recorder,
+    ledger: tuple[Tally, list[Incident]],
+    terminal: Terminal,
+    run_dir: Path | None,
+) -> None:
+    """Close the record, and say how it went; a forked process says nothing."""
+    if os.getpid() != process:
+        return
+    tally, incidents = ledger
+    recorder.close()
+    where = "" if run_dir is None else f"; record in {run_dir}"
+    terminal.say(f"{name}: {tally.num_steps} steps, {tally.num_skipped} skipped, {len(incidents)} incidents{where}")
+
+
+def _is_search(reading: Reading) -> bool:
+    """An overflow by which a loss scale is found: the script's own affair, with a good loss and good buffers."""
+    return reading.loss_scale is not None and not reading.loss_is_nonfinite
 
 
 def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -256,9 +298,10 @@ def _add_up(around: Circumstances) -> Tensor | None:
     """The loss of the step, without its scale, on the device where it was computed."""
     if not around.losses:
         return None
-    device = around.losses[-1].device
-    total = torch.stack([loss.to(device).float() for loss in around.losses]).sum()
-    return total if around.loss_scale is None else total / around.loss_scale.to(device)
+    device = around.losses[-1].value.device
+    scale = 1.0 if around.loss_scale is None else around.loss_scale.to(device)
+    values = [(loss.value.to(device).float(), loss.is_scaled) for loss in around.losses]
+    return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()
 
 
 def _tell_limits(cause: Cause, step: int) -> Cause:

@@ -1,0 +1,17 @@
+"""What `steadygrad run` was asked for, as plain values that can be handed to another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from steadygrad.config import GuardConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `steadygrad run` was asked for."""
+
+    config: GuardConfig = field(default_factory=GuardConfig)
+    observe: bool = False
+    run_dir: Path | None = None

@@ -1,0 +1,44 @@
+"""Saved weights and a model -> what does not fit, tensor by tensor; and the loading of what does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from steadygrad.checkpoint.refusals import MismatchError
+
+logger = logging.getLogger("steadygrad")
+
+
+def find_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What a state_dict has of tensors; parameters that have no shape yet are left out."""
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_lazy(value)}
+
+
+def compare_weights(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
+    """What is missing, unexpected or of another shape, each in a few words."""
+    problems = [f"missing {name}" for name in own if name not in saved]
+    problems += [f"unexpected {name}" for name, value in saved.items() if name not in own and isinstance(value, Tensor)]
+    return problems + [
+        f"{name} has shape {tuple(own[name].shape)}, saved was {tuple(value.shape)}"
+        for name, value in saved.items()
+        if name in own and own[name].shape != value.shape
+    ]
+
+
+def load_weights(model: nn.Module, saved: Mapping[str, Any], *, where: str, strict: bool) -> list[str]:
+    """Load a state_dict; what does not fit is named, in an error or, with `strict=False`, in what is returned."""
+    own = find_weights(model)
+    problems = compare_weights(own, saved)
+    if problems and strict:
+        raise MismatchError(f"{where} does not fit the model: {'; '.join(problems)}. strict=False loads what fits.")
+    fits = {k: v for k, v in saved.items() if not isinstance(v, Tensor) or (k in own and own[k].shape == v.shape)}
+    model.load_state_dict(fits, strict=False)
+    for problem in problems:
+        logger.warning("%s: %s", where, problem)
+    return problems

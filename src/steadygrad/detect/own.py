@@ -1,0 +1,34 @@
+"""Rules -> those that all ranks of a training must agree on, and those about what one rank alone has seen.
+
+Batches and activations differ from rank to rank. What a rule says about them is told by the rank that saw it and never
+acted on: a rank that acts alone parts from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from steadygrad.detect.base import Rule
+from steadygrad.facts import ActivationScan, Fact, GraphScan, InputScan
+
+OWN_FACTS = (InputScan, ActivationScan, GraphScan)
+ABOUT_BATCHES = frozenset({"nonfinite_input", "outlier_input", "all_labels_masked"})
+
+
+def split_rules(rules: Sequence[Rule]) -> tuple[list[Rule], list[Rule]]:
+    """(rules about what is equal on all ranks, rules about a rank's own data)"""
+    own = [one for one in rules if _is_own(one)]
+    return [one for one in rules if one not in own], own
+
+
+def split_facts(facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
+    """(facts that are equal on all ranks, facts about a rank's own data)"""
+    return (
+        [fact for fact in facts if not isinstance(fact, OWN_FACTS)],
+        [fact for fact in facts if isinstance(fact, OWN_FACTS)],
+    )
+
+
+def _is_own(one: Rule) -> bool:
+    hears = getattr(one, "hears", ())
+    return one.name in ABOUT_BATCHES or (bool(hears) and set(hears) <= set(OWN_FACTS))

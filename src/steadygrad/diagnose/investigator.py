@@ -1,0 +1,181 @@
+"""Investigator: the guard's side of diagnosis. Notes every microbatch before its forward, and when a step turns out to
+be bad, has it replayed once and keeps its batch.
+
+A note copies no tensor and waits for nothing. A replay costs several steps, so it is made for the first incidents of a
+run and then seldom: a run whose every step is bad must not become ten times slower on top. It never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadygrad.config import DiagnoseConfig
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.entry import diagnose_captures
+from steadygrad.diagnose.quarantine import Quarantine
+from steadygrad.facts import Cause, Finding, Reading, Severity
+
+logger = logging.getLogger("steadygrad")
+SUSPECTS = {"exploding_gradient": "exploding", "vanishing_gradient": "vanishing", "dead_units": "dead"}
+"""Findings about finite numbers that a replay can say more about."""
+MOST_CAPTURES = 16
+"""Microbatches of one step that are held; the first ones of a longer step are let go."""
+
+
+class Investigator:
+    """Finds the cause of bad steps of one model."""
+
+    def __init__(
+        self,
+        config: DiagnoseConfig,
+        *,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        run_dir: str | Path | None = None,
+    ) -> None:
+        self._config, self._model, self._optimizers = config, model, optimizers
+        self._devices = {p.device for p in model.parameters()}
+        self._captures: list[Capture] = []
+        self._inside = False
+        self._num_made, self._last_step = 0, -config.cooldown
+        keeps = run_dir is not None and config.keep_batches
+        self._quarantine = (
+            Quarantine(run_dir=Path(run_dir), max_bytes=config.max_bytes, max_batches=config.max_batches)
+            if keeps and run_dir is not None
+            else None
+        )
+        self._hook = self._watch_model() if config.enabled else None
+
+    # --- before the forward -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watch(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Around the forward of one microbatch, which `fn` runs: it can be replayed whole."""
+        if not self._config.enabled or self._inside:
+            yield
+            return
+        self._note(fn, args, kwargs, is_model_call=False)
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def _watch_model(self) -> Any:
+        """When a loss is given and no function, what went into the model is all that can be replayed."""
+        if hasattr(self._model, "_orig_mod"):  # compiled: a hook would become part of the graph
+            return None
+        return self._model.register_forward_pre_hook(_Ear(self), prepend=True, with_kwargs=True)
+
+    def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is called, by whomever."""
+        if not self._inside and torch.is_grad_enabled():
+            self._note(model, args, kwargs, is_model_call=True)
+
+    def _note(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_model_call: bool
+    ) -> None:
+        capture = Capture.take(fn, args, kwargs, model=self._model, devices=self._devices, is_model_call=is_model_call)
+        self._captures = [*self._captures[-MOST_CAPTURES + 1 :], capture]
+
+    def take(self) -> list[Capture]:
+        """The microbatches of the step that is over."""
+        captures, self._captures = self._captures, []
+        return captures
+
+    # --- after a bad step -------------------------------------------------------------------------------------------
+
+    def investigate(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
+        """The cause of what was found, if it is worth a replay and one can be made; the batch is kept."""
+        worst = [finding for finding in findings if finding.severity is not Severity.INFO]
+        suspect = next((SUSPECTS[f.kind] for f in worst if f.kind in SUSPECTS), None)
+        if not captures or not (reading.is_nonfinite or suspect) or not self._is_worth_it(reading.step):
+            return None
+        self._num_made, self._last_step = self._num_made + 1, reading.step
+        expects = None if not reading.is_nonfinite else _name_kind(reading)
+        inside, self._inside = self._inside, True  # the replays call the model too
+        try:
+            scale = reading.loss_scale or 1.0
+            cause, capture = diagnose_captures(
+                captures,
+                scale=scale,
+                suspect=None if expects else suspect,
+                optimizers=self._optimizers,
+                expects=expects,
+            )
+            return self._keep_batch(cause, capture, reading.step, scale)
+        except Exception as error:  # a diagnosis that fails is no diagnosis; training goes on
+            logger.error("the diagnosis of step %d failed, training goes on: %r", reading.step, error)
+            return None
+        finally:
+            self._inside = inside
+
+    def _is_worth_it(self, step: int) -> bool:
+        if not self._config.enabled or _has_many_ranks():
+            return False
+        first_ones = self._num_made < self._config.first
+        return first_ones or step - self._last_step >= self._config.cooldown
+
+    def _keep_batch(self, cause: Cause | None, capture: Capture | None, step: int, scale: float) -> Cause | None:
+        if cause is None or capture is None:
+            return None
+        cause = dataclasses.replace(cause, step=step)
+        if self._quarantine is None:
+            return cause
+        try:
+            path = self._quarantine.save(step, capture, scale=scale)
+        except OSError as error:
+            logger.error("the batch of step %d could not be kept, training goes on: %r", step, error)
+            return cause
+        return cause if path is None else dataclasses.replace(cause, batch=path)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._captures = []
+
+
+class _Ear:
+    """A hook that hears the model being called.
+
+    A copy of the model, or one that was pickled, gets a deaf one that needs nothing of this package: it formats three
+    arguments with no characters each, at a level that nobody listens to.
+    """
+
+    def __init__(self, listener: Investigator) -> None:
+        self._listener = weakref.ref(listener)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        listener = self._listener()
+        if listener is not None:
+            listener.hear(model, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (logger.debug, "%.0s%.0s%.0s")
+
+
+def _name_kind(reading: Reading) -> str:
+    is_nan = reading.num_nan > 0 or (reading.loss is not None and reading.loss != reading.loss)
+    return "nan" if is_nan else "inf"
+
+
+def _has_many_ranks() -> bool:
+    """A replay on one rank would enter collectives alone."""
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

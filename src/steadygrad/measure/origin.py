@@ -1,0 +1,79 @@
+"""On which rank did a bad step begin? Local signs, kept on the device -> one question to all ranks after the incident.
+
+The all-reduce of DDP makes one rank's NaN everybody's, so each rank looks at a gradient of its own before that: at the
+first small parameter of the model, which nearly everything that goes wrong in backward flows through. After an incident
+whose rank that did not show, all parameters are looked at for a while. Losses need no look: they are exchanged anyway.
+Reads only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steadygrad.facts import Reading
+from steadygrad.measure.ranks import Ranks, Told
+
+SMALL = 1 << 16
+"""Elements of a gradient whose look costs nothing against its step."""
+NUM_STEPS = 50
+"""For which all gradients are looked at after an incident whose rank could not be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a bad step began, as far as it is known."""
+
+    ranks: tuple[int, ...] = ()
+    text: str = ""
+
+
+class OwnGradients:
+    """Looks at gradients before they are summed over the ranks; does nothing for a process alone."""
+
+    def __init__(self, ranks: Ranks, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._ranks = ranks
+        self._parameters = [p for _, p in named if p.requires_grad and p.is_leaf]
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._flags: list[Tensor] = []
+        self._steps_left = 0
+        if ranks.many:
+            self._watch(next(([p] for p in self._parameters if p.numel() <= SMALL), self._parameters[:1]))
+
+    def _watch(self, parameters: Sequence[Tensor]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [parameter.register_hook(self._look) for parameter in parameters]
+
+    def _look(self, gradient: Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self._flags.append(gradient.detach().isfinite().all())
+
+    def take(self) -> list[Tensor]:
+        """The looks at this step, still on the device."""
+        flags, self._flags = self._flags, []
+        if self._steps_left:
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._watch(self._parameters[:1])
+        return flags
+
+    def find_origin(self, reading: Reading, told: Told, flags: Sequence[Tensor], signs: Sequence[str]) -> Origin:
+        """After a bad step, on all ranks at the same point: who began it. `signs` is what this rank saw of its own."""
+        if not self._ranks.many or not reading.is_nonfinite or self._ranks.is_joining:
+            return Origin(told.began_on, self._spell(told.began_on, []))
+        mine = (any(not bool(flag) for flag in flags), list(signs))
+        answers = self._ranks.gather(mine)
+        bad = told.began_on or tuple(rank for rank, (flag, _) in enumerate(answers) if flag)
+        if not bad and not self._steps_left and reading.loss_scale is None:
+            self._steps_left = NUM_STEPS
+            self._watch(self._parameters)
+        notes = [f"{self._ranks.name(rank)}: {sign}" for rank, (_, said) in enumerate(answers) for sign in said]
+        return Origin(bad, self._spell(bad, notes))
+
+    def _spell(self, ranks: Sequence[int], notes: Sequence[str]) -> str:
+        shown = ", ".join(map(self._ranks.name, ranks[:3])) + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
+        return "; ".join([*([f"it began on {shown}"] if ranks else []), *notes[:3]])

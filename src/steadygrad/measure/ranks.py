@@ -1,0 +1,297 @@
+"""Ranks: those who train together, and the one exchange a step that makes their numbers equal.
+
+Under DistributedDataParallel gradients are equal on all ranks, NaN included, and only the losses are exchanged: one
+small all-reduce, started before backward. Gradients in shards (FSDP2, tensor parallelism), or that nobody has made
+equal, exchange the whole table of statistics after backward. Equal numbers then lead every rank to the same decision
+without another word. What is exchanged has the same size on every rank whatever it has seen, so that no rank waits for
+another. A process alone exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steadygrad.errors import UsageError
+from steadygrad.facts import NUM_COLUMNS
+from steadygrad.measure.shards import count_shards, is_dtensor
+
+LOSS_SUM, NUM_LOSSES, STOP, NUM_FIXED = range(4)
+"""The exchange: losses summed, how many there were, how many ranks ask to stop, then bits of the bad ranks."""
+RANKS_A_NUMBER = 48
+"""Bits that a float64 sums without loss: each rank adds its own power of two when its loss is not finite."""
+SUMMED = (0, 2, 3, 4)
+"""Columns of the table that shards add up (the norm as a square); the largest element is a maximum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the ranks told each other beside the numbers of the Reading."""
+
+    began_on: tuple[int, ...] = ()
+    """The ranks whose own loss was not finite."""
+    asks_to_stop: bool = False
+    """Whether a rank was sent a signal."""
+    own_loss: float | None = None
+    """This rank's loss, before it was averaged."""
+
+
+class Ranks:
+    """A group of ranks that decides as one. `Ranks()` is a process alone."""
+
+    def __init__(
+        self, group: Any = None, *, named: Sequence[tuple[str, Tensor]] = (), ddp: nn.Module | None = None
+    ) -> None:
+        self._group = group
+        self.num: int = 1 if group is None else dist.get_world_size(group)
+        self.rank: int = 0 if group is None else dist.get_rank(group)
+        self.nodes: tuple[str, ...] = ()
+        """Name of each rank's machine."""
+        self.ddp = ddp
+        self.asks_to_stop = False
+        """Set when this rank was sent a signal; the others hear of it with the next step."""
+        self.is_joining = False
+        """Inside `guard.join()`: a rank that has no more data only shadows the others."""
+        self._rows = {name: i for i, (name, _) in enumerate(named)}
+        self._device = _find_device(group, named)
+        self._bits = _make_bits(self.num, self.rank, self._device)
+        self._under_way: tuple[Tensor, dist.Work | None] | None = None
+        self._said: Tensor | None = None
+
+    @property
+    def many(self) -> bool:
+        """Whether there is anybody to agree with."""
+        return self.num > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes for all."""
+        return self.rank == 0
+
+    @property
+    def shares_tables(self) -> bool:
+        """Whether gradients may differ between the ranks when they are measured."""
+        return self.many and self.ddp is None
+
+    # --- the losses -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start(self, losses: Sequence[Tensor]) -> None:
+        """Before backward: where DDP is about to make the gradients equal, the losses so far travel beside them."""
+        if self.ddp is None or not self.many:
+            return
+        self._drop()
+        if self.ddp.require_backward_grad_sync and not self.is_joining:
+            self._send(self._fill(_add(losses)))
+
+    @torch.no_grad()
+    def finish_backward(self, losses: Sequence[Tensor]) -> None:
+        """After backward, inside `guard.join()`: ranks without data shadow DDP first and this afterwards."""
+        if self.is_joining and self.ddp is not None and self.ddp.require_backward_grad_sync:
+            self._send(self._fill(_add(losses)))
+
+    @torch.no_grad()
+    def shadow(self) -> None:
+        """Take part in the exchange of the others without a loss of one's own."""
+        self._send(self._fill(None))
+        self._drop()
+
+    @torch.no_grad()
+    def spread(self, loss: Tensor | None) -> Tensor | None:
+        """The mean loss of all ranks, NaN or Inf if one of them is; `loss` itself where tables are exchanged later."""
+        if not self.many or self.shares_tables:
+            return loss
+        if self._under_way is None:
+            self._send(self._fill(loss))
+        numbers = self._receive()
+        self._say(numbers, loss)
+        return None if loss is None else numbers[LOSS_SUM] / numbers[NUM_LOSSES]
+
+    def _fill(self, loss: Tensor | None) -> Tensor:
+        """This rank's part of the exchange. No host read."""
+        if loss is None:
+            return self._bits.new_tensor([0.0, 0.0, float(self.asks_to_stop), *[0.0] * len(self._bits)])
+        fixed = loss.new_tensor([0.0, 1.0, float(self.asks_to_stop)], dtype=torch.float64, device=self._device)
+        loss = loss.detach().to(self._device).double()
+        fixed[LOSS_SUM] = loss
+        return torch.cat([fixed, torch.where(loss.isfinite(), 0.0, self._bits)])
+
+    def _send(self, numbers: Tensor) -> None:
+        self._under_way = (numbers, dist.all_reduce(numbers, group=self._group, async_op=True))
+
+    def _receive(self) -> Tensor:
+        assert self._under_way is not None
+        (numbers, work), self._under_way = self._under_way, None
+        if work is not None:
+            work.wait()
+        return numbers
+
+    def _drop(self) -> None:
+        if self._under_way is not None:
+            self._receive()
+
+    def _say(self, numbers: Tensor, own_loss: Tensor | None) -> None:
+        own = numbers.new_zeros(1) if own_loss is None else own_loss.detach().to(numbers.device).double().reshape(1)
+        self._said = torch.cat([numbers, own])
+
+    # --- the tables -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def share(
+        self, table: Tensor, names: Sequence[str], gradients: Sequence[Tensor], loss: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Make the rows of `table` [N, 5] those of the whole gradients; the rows of all parameters [P, 5], the mean loss.
+
+        An element that several ranks hold counts as a fraction on each, so that a NaN in one copy alone is seen too.
+        """
+        device = table.device
+        rows = torch.tensor([self._rows[name] for name in names], device=device)
+        weights = torch.tensor([count_shards(g) / self.num for g in gradients], dtype=torch.float64, device=device)
+        full = table.new_zeros(len(self._rows), NUM_COLUMNS).index_copy(0, rows, table)
+        parts = full.clone()
+        parts[:, 0].square_()
+        parts.index_copy_(0, rows, parts[rows] * weights[:, None])
+        numbers = torch.cat([self._fill(loss), parts[:, SUMMED].to(self._device).flatten()])
+        largest = full[:, 1].to(self._device)
+        works = [
+            dist.all_reduce(numbers, group=self._group, async_op=True),
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        head, sums = numbers[: NUM_FIXED + len(self._bits)], numbers[NUM_FIXED + len(self._bits) :]
+        full[:, SUMMED] = sums.view(-1, len(SUMMED)).to(device)
+        full[:, 0].sqrt_()
+        full[:, 2:] = (full[:, 2:] - 1e-6).ceil()  # thirds of a count do not add up to it exactly
+        full[:, 1] = largest.to(device)
+        table.copy_(full[rows])
+        self._say(head.to(device), loss)
+        return full, None if loss is None else (head[LOSS_SUM] / head[NUM_LOSSES]).to(device)
+
+    @torch.no_grad()
+    def combine_norms(self, norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """Norms of this rank's parts of `tensors` -> norms of the whole tensors."""
+        if not self.shares_tables:
+            return norms
+        weights = torch.tensor([count_shards(t) / self.num for t in tensors], dtype=torch.float64, device=norms.device)
+        return self._reduce(norms.square() * weights, dist.ReduceOp.SUM).sqrt()
+
+    @torch.no_grad()
+    def find_largest(self, numbers: Tensor) -> Tensor:
+        """Element by element the largest of all ranks."""
+        return self._reduce(numbers, dist.ReduceOp.MAX) if self.many else numbers
+
+    def _reduce(self, numbers: Tensor, op: Any) -> Tensor:
+        moved = numbers.to(self._device, copy=True)
+        dist.all_reduce(moved, op, group=self._group)
+        return moved.to(numbers.device)
+
+    # --- what goes to the host --------------------------------------------------------------------------------------
+
+    def take_said(self) -> Tensor | None:
+        """What travels to the host behind the measurement; None for a process alone."""
+        said, self._said = self._said, None
+        return said
+
+    def read(self, said: Sequence[float], *, has_loss: bool) -> Told:
+        """The same on the host."""
+        if not said:
+            return Told()
+        bits = [int(number) for number in said[NUM_FIXED:-1]]
+        bad = [i for i in range(self.num) if bits[i // RANKS_A_NUMBER] >> i % RANKS_A_NUMBER & 1]
+        return Told(
+            began_on=tuple(bad), asks_to_stop=said[STOP] > 0, own_loss=float(said[-1]) if has_loss else None
+        )
+
+    # --- seldom, on the host ----------------------------------------------------------------------------------------
+
+    def check_alike(self, about: str) -> None:
+        """Raise on every rank unless all train the same parameters with the same settings; learn the machines' names."""
+        if not self.many:
+            return
+        mine = (len(self._rows), _digest(repr(sorted(self._rows))), _digest(about), socket.gethostname())
+        others = self.gather(mine)
+        for i, what in enumerate(("number of parameters", "names of parameters", "settings")):
+            differing = [rank for rank, other in enumerate(others) if other[i] != others[0][i]]
+            if differing:
+                raise UsageError(
+                    f"{self.num} ranks train together, and the {what} of rank {differing[0]} differ from those of rank "
+                    f"0 ({others[differing[0]][i]}, {others[0][i]}). Make model, optimizer and GuardConfig alike on all "
+                    "ranks, or give Guard the process_group of those that train together."
+                )
+        self.nodes = tuple(other[3] for other in others)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain value of each rank, by rank."""
+        if not self.many:
+            return [value]
+        values: list[Any] = [None] * self.num
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def take_mean(self, value: float) -> float:
+        """The mean of all ranks."""
+        return sum(values := self.gather(value)) / len(values)
+
+    def find_common(self, steps: Sequence[int]) -> set[int]:
+        """Those that every rank has. None while a rank may have no more data: it would not answer."""
+        if self.is_joining:
+            return set()
+        return set.intersection(*map(set, self.gather(list(steps))))
+
+    def name(self, rank: int) -> str:
+        """'rank 3', or 'rank 3 (on b12)' where there are several machines."""
+        return f"rank {rank} (on {self.nodes[rank]})" if len(set(self.nodes)) > 1 else f"rank {rank}"
+
+
+def find_ranks(model: nn.Module, named: Sequence[tuple[str, Tensor]], *, process_group: Any = None) -> Ranks:
+    """Those who train `model` with this process: its DDP's group, the one given, or everybody."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Ranks()
+    ddp = _find_ddp(model, named)
+    group = process_group
+    if group is None:
+        group = ddp.process_group if ddp is not None else dist.group.WORLD
+    return Ranks(group, named=named, ddp=ddp) if dist.get_world_size(group) > 1 else Ranks()
+
+
+def _find_ddp(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> Any:
+    """The wrapper that makes every one of these gradients equal; None where some are sharded or left out."""
+    while isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        model = model._orig_mod  # type: ignore[assignment]
+    if not isinstance(model, nn.parallel.DistributedDataParallel) or model.parameters_to_ignore:
+        return None
+    own = {id(p) for p in model.parameters()}
+    return model if all(id(p) in own and not is_dtensor(p) for _, p in named) else None
+
+
+def _find_device(group: Any, named: Sequence[tuple[str, Tensor]]) -> torch.device:
+    """Where the exchange happens: where the parameters are, if the group can talk there."""
+    device = named[0][1].device if named else torch.device("cpu")
+    if group is None or device.type in {kind.type for kind in group._device_types}:
+        return device
+    other: torch.device = group._device_types[0]
+    return torch.device(other.type, torch.cuda.current_device()) if other.type == "cuda" else other
+
+
+def _make_bits(num: int, rank: int, device: torch.device) -> Tensor:
+    bits = [0.0] * -(-num // RANKS_A_NUMBER)
+    bits[rank // RANKS_A_NUMBER] = float(1 << rank % RANKS_A_NUMBER)
+    return torch.tensor(bits, dtype=torch.float64, device=device)
+
+
+def _add(losses: Sequence[Tensor]) -> Tensor | None:
+    if len(losses) < 2:
+        return losses[0] if losses else None
+    return torch.stack([loss.detach().double() for loss in losses]).sum()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

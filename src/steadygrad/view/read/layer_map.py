@@ -1,0 +1,158 @@
+"""LayerMap: one number for each parameter at some steps -> a table, parameter by step bucket, of its logarithm.
+
+A cell is the mean of the logarithms in its bucket, unless one value there is ten times off it: then it is that value,
+so that a spike of one step is seen in a run of a million. Zero, which has no logarithm, is drawn at the bottom of the
+scale; a value that is not finite is a cell of its own kind. Long models are folded: a module's parameters become a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import add
+
+MAX_COLUMNS = 360
+MAX_ROWS = 160
+ZERO_EXPONENT = -12.0
+"""Where zero and what is smaller is drawn: far below fp16's smallest number, 6e-8."""
+FAR = 1.0
+"""How many powers of ten a value must be off its bucket's mean to be shown instead of it."""
+
+
+class _Column:
+    """Cells of one bucket, by position in the list of names: lists, because a loop over a list is a fast one."""
+
+    __slots__ = ("bad", "counts", "highs", "lows", "sums")
+
+    def __init__(self, size: int) -> None:
+        self.sums, self.counts, self.bad = [0.0] * size, [0] * size, [0] * size
+        self.lows, self.highs = [math.inf] * size, [-math.inf] * size
+
+    def grow(self, size: int) -> None:
+        more = _Column(size - len(self.sums))
+        for name in self.__slots__:
+            getattr(self, name).extend(getattr(more, name))
+
+    def add_all(self, exponents: list[float]) -> None:
+        """One exponent for each cell."""
+        self.sums = list(map(add, self.sums, exponents))
+        self.counts = [count + 1 for count in self.counts]
+        self.lows = list(map(min, self.lows, exponents))
+        self.highs = list(map(max, self.highs, exponents))
+
+    def add(self, position: int, value: float) -> None:
+        if not math.isfinite(value):
+            self.bad[position] += 1
+            return
+        exponent = _take_log(value)
+        self.sums[position] += exponent
+        self.counts[position] += 1
+        self.lows[position] = min(self.lows[position], exponent)
+        self.highs[position] = max(self.highs[position], exponent)
+
+    def join(self, other: _Column) -> None:
+        size = max(len(self.sums), len(other.sums))
+        self.grow(size)
+        other.grow(size)
+        self.sums = list(map(add, self.sums, other.sums))
+        self.counts = list(map(add, self.counts, other.counts))
+        self.bad = list(map(add, self.bad, other.bad))
+        self.lows = list(map(min, self.lows, other.lows))
+        self.highs = list(map(max, self.highs, other.highs))
+
+    def show(self, positions: list[int]) -> float | None:
+        """The number of one cell, or of several that are folded into one; None where there was no value."""
+        known = [i for i in positions if i < len(self.sums) and (self.counts[i] or self.bad[i])]
+        if not known:
+            return None
+        if any(self.bad[i] for i in known):
+            return math.nan
+        if len(known) > 1:
+            return max(self.highs[i] for i in known)  # their mean would hide the one that explodes
+        (i,) = known
+        mean, low, high = self.sums[i] / self.counts[i], self.lows[i], self.highs[i]
+        if max(high - mean, mean - low) <= FAR:
+            return mean
+        return high if high - mean >= mean - low else low
+
+
+class LayerMap:
+    """Sums, extremes and bad values of each cell, widened like a Curve."""
+
+    def __init__(self, *, max_columns: int = MAX_COLUMNS) -> None:
+        self._max_columns = max_columns
+        self.width = 1
+        self._columns: dict[int, _Column] = {}
+        self._positions: dict[str, int] = {}
+
+    def add(self, step: int, names: Sequence[str], values: Sequence[float]) -> None:
+        """The numbers of one step; NaN and Inf say that something was not finite there."""
+        for name in names:
+            self._positions.setdefault(name, len(self._positions))
+        column = self._columns.setdefault(step // self.width, _Column(len(self._positions)))
+        column.grow(len(self._positions))
+        if list(names) == list(self._positions) and min(values, default=0.0) > 0 and math.isfinite(sum(values)):
+            column.add_all([max(ZERO_EXPONENT, exponent) for exponent in map(math.log10, values)])
+        else:
+            for name, value in zip(names, values):
+                column.add(self._positions[name], value)
+        while len(self._columns) > self._max_columns:
+            self._widen()
+
+    def _widen(self) -> None:
+        joined: dict[int, _Column] = {}
+        for key, column in self._columns.items():
+            other = joined.setdefault(key >> 1, column)
+            if other is not column:
+                other.join(column)
+        self._columns = joined
+        self.width *= 2
+
+    @property
+    def names(self) -> list[str]:
+        """Every parameter, in the order of the model."""
+        return list(self._positions)
+
+    @property
+    def steps(self) -> list[int]:
+        """The first step of each column."""
+        return [key * self.width for key in sorted(self._columns)]
+
+    def rows(self, *, max_rows: int = MAX_ROWS) -> dict[str, list[float | None]]:
+        """Row name -> its exponents by column: None where there is nothing, NaN where a value was not finite."""
+        folds = fold_names(self.names, max_rows)
+        columns = [self._columns[key] for key in sorted(self._columns)]
+        positions = {row: [self._positions[name] for name in names] for row, names in folds.items()}
+        return {row: [column.show(several) for column in columns] for row, several in positions.items()}
+
+    def worst(self, count: int) -> list[tuple[str, float]]:
+        """The parameters with the largest exponents of the last column, the largest first; not finite before all."""
+        if not self._columns:
+            return []
+        last = self._columns[max(self._columns)]
+        shown = ((name, last.show([position])) for name, position in self._positions.items())
+        known = [(name, math.inf if math.isnan(e) else e) for name, e in shown if e is not None]
+        return sorted(known, key=lambda pair: -pair[1])[:count]
+
+    def __bool__(self) -> bool:
+        return bool(self._positions)
+
+
+def fold_names(names: list[str], max_rows: int) -> dict[str, list[str]]:
+    """Row name -> the parameters in it: each its own, or as much of their path as `max_rows` allows."""
+    folds = {name: [name] for name in names}
+    depth = max((name.count(".") for name in names), default=0)
+    while len(folds) > max_rows and depth > 0:
+        folds = {}
+        for name in names:
+            folds.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+        depth -= 1
+    if len(folds) <= max_rows:
+        return folds
+    size = math.ceil(len(names) / max_rows)  # nothing in their names to fold by
+    groups = [names[i : i + size] for i in range(0, len(names), size)]
+    return {group[0] if len(group) == 1 else f"{group[0]} … {group[-1]}": group for group in groups}
+
+
+def _take_log(value: float) -> float:
+    return max(ZERO_EXPONENT, math.log10(value)) if value > 0 else ZERO_EXPONENT

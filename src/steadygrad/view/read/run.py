@@ -1,0 +1,209 @@
+"""RunReader: a run directory, or a bare log of JSON lines -> everything that is shown of it. Read-only.
+
+`update()` reads what is new, in a time that can be bounded, so that a page shows something at once and a growing run is
+followed; `read_all()` reads to the end. A file that is missing, empty, cut short or spoilt is a note, never an error:
+what can be shown is shown. With `within`, nothing outside of that folder is read, whatever links point to.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from steadygrad.errors import UsageError
+from steadygrad.view.read.curve import MAX_BUCKETS
+from steadygrad.view.read.incident_log import IncidentLog, look
+from steadygrad.view.read.layer_map import LayerMap
+from steadygrad.view.read.step_log import StepLog
+from steadygrad.view.read.tail import Row, Tail, as_number
+
+FILES = ("steps.jsonl", "layers.jsonl", "incidents.jsonl")
+MAX_RUN_BYTES = 64 << 20
+
+
+class RunReader:
+    """One run, as far as it was read."""
+
+    def __init__(self, path: str | Path, *, within: Path | None = None, max_buckets: int = MAX_BUCKETS) -> None:
+        self.path = Path(path)
+        self._within, self._max_buckets = within, max_buckets
+        names = (None, *FILES[1:]) if self.path.is_file() else FILES
+        self._tails = [Tail(self.path if name is None else self.path / name, within=within) for name in names]
+        self._about_size = -1
+        self._start()
+
+    def _start(self) -> None:
+        self.about: dict[str, Any] = {}
+        self.steps = StepLog(max_buckets=self._max_buckets)
+        self.norms, self.ratios = LayerMap(), LayerMap()
+        self.incidents = IncidentLog()
+        self._about_note = ""
+        self._caught_up = False
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def update(self, *, budget_seconds: float = float("inf")) -> bool:
+        """Read what is new, for about so long; says whether anything was."""
+        deadline = time.monotonic() + budget_seconds
+        self._caught_up = False
+        changed = self._read_about()
+        fed = True
+        while fed and time.monotonic() < deadline:
+            fed = False
+            for tail, feed in zip(self._tails, (self.steps.extend, self._feed_layers, self._feed_incidents)):
+                rows = tail.read()
+                if tail.num_restarts:
+                    return self._begin_again()
+                feed(rows)
+                fed = fed or bool(rows)
+            changed = changed or fed
+        self._caught_up = not fed
+        return changed
+
+    def read_all(self) -> RunReader:
+        """Read to the end, the last line included when it is whole."""
+        self.update()
+        for tail, feed in zip(self._tails, (self.steps.extend, self._feed_layers, self._feed_incidents)):
+            feed(tail.finish())
+        return self
+
+    def _begin_again(self) -> bool:
+        """A file was replaced under us: what was read belongs to a run that is no more."""
+        self._tails = [Tail(tail.path, within=self._within) for tail in self._tails]
+        self._start()
+        self._about_size = -1
+        return True
+
+    def _read_about(self) -> bool:
+        path = self.path / "run.json"
+        tail = Tail(path, within=self._within)
+        size = tail.num_bytes
+        if size == self._about_size or not 0 < size <= MAX_RUN_BYTES:
+            return False
+        self._about_size = size
+        try:
+            about = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            self._about_note = f"run.json cannot be read: {type(error).__name__}"
+            return True
+        self.about = about if isinstance(about, dict) else {}
+        self._about_note = "" if self.about else "run.json holds no object"
+        return True
+
+    def _feed_layers(self, rows: list[Row]) -> None:
+        for row in rows:
+            step, table = row.get("step"), row.get("gradients")
+            if type(step) is not int or not isinstance(table, dict):
+                continue
+            self.norms.add(step, list(table), _take_norms(list(table.values())))
+            ratios = row.get("update_ratios")
+            if isinstance(ratios, dict):
+                known = {name: number for name, value in ratios.items() if (number := as_number(value)) is not None}
+                self.ratios.add(step, list(known), list(known.values()))
+
+    def _feed_incidents(self, rows: list[Row]) -> None:
+        for row in rows:
+            self.incidents.add(row)
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.resolve().name or str(self.path)
+
+    @property
+    def progress(self) -> float:
+        """Share of the bytes that were read; 1 when there is nothing more, half a last line aside."""
+        total = sum(tail.num_bytes for tail in self._tails)
+        unread = sum(tail.num_unread_bytes for tail in self._tails)
+        return 1.0 if total == 0 or self._caught_up else 1.0 - unread / total
+
+    @property
+    def written(self) -> float | None:
+        """When a file of it was last written, in seconds since 1970."""
+        times = [tail.path.stat().st_mtime for tail in self._tails if tail.exists]
+        return max(times, default=None)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The settings of the run; empty when they are not known."""
+        config = self.about.get("config")
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def clip_threshold(self) -> float | None:
+        """The fixed norm that gradients were clipped at; None when there is no single one."""
+        clip = self.config.get("clip")
+        fixed = look(clip, "kind") == "fixed_norm"
+        return as_number(look(clip, "max_norm")) if fixed else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What is missing or could not be read, each a sentence."""
+        notes = [self._about_note] if self._about_note else []
+        if not self.path.is_file():
+            notes += [f"{tail.path.name} is missing" for tail in self._tails if not tail.exists]
+            if self._about_size < 0:
+                notes.append("run.json is missing")
+        for tail in self._tails:
+            if tail.num_bad:
+                lines = "line" if tail.num_bad == 1 else "lines"
+                notes.append(f"{tail.num_bad} {lines} of {tail.path.name} cut short or spoilt, left out")
+        if self.steps.num_returns:
+            notes.append(f"the steps go back {self.steps.num_returns} times: the run was resumed from an earlier step")
+        return notes
+
+
+def open_run(path: str | Path, *, max_buckets: int = MAX_BUCKETS) -> RunReader:
+    """A reader of what a person named; an error that says what to name when there is no run there."""
+    path = Path(path)
+    if path.is_file() or (path.is_dir() and is_run(path)):
+        return RunReader(path, max_buckets=max_buckets)
+    if path.is_dir():
+        runs = [one.name for one in find_runs(path)]
+        inside = f"It holds runs: {', '.join(runs[:5])}. Name one of them." if runs else "Name a run directory."
+        raise UsageError(f"{path} is no run directory: it has neither run.json nor steps.jsonl. {inside}")
+    raise UsageError(f"There is no {path}. Name a run directory, which holds steps.jsonl, or a file of JSON lines.")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder looks like a run directory."""
+    return any((path / name).is_file() for name in ("run.json", *FILES))
+
+
+def find_runs(root: Path, *, max_depth: int = 3) -> list[Path]:
+    """The run directories in `root`, itself included; links to folders are not followed."""
+    if is_run(root):
+        return [root]
+    if max_depth == 0:
+        return []
+    try:
+        folders = sorted(one for one in root.iterdir() if one.is_dir() and not one.is_symlink())
+    except OSError:
+        return []
+    return [run for folder in folders for run in find_runs(folder, max_depth=max_depth - 1)]
+
+
+def _take_norms(table: list[Any]) -> list[float]:
+    """Each parameter's norm; the quick way when all are as the recorder writes them and none was bad."""
+    try:
+        norms = [cells[0] for cells in table]
+        bad = any(cells[2] for cells in table)
+    except (TypeError, LookupError):
+        bad = True
+    if not bad and set(map(type, norms)) == {float}:
+        return norms
+    return [_norm_of(cells) for cells in table]
+
+
+def _norm_of(cells: object) -> float:
+    """A parameter's norm, NaN when its gradient was not finite: [norm, max_abs, num_nonfinite, zero_share]."""
+    if not isinstance(cells, list) or not cells:
+        return float("nan")
+    norm = cells[0] if type(cells[0]) is float else as_number(cells[0])
+    bad = len(cells) > 2 and cells[2] != 0
+    return float("nan") if norm is None or bad else norm

@@ -1,0 +1,190 @@
+"""StepLog: lines of steps.jsonl -> totals and curves. A bare log with `loss` in each line is read the same way.
+
+Works on a batch of lines at a time, column by column, at the speed of the interpreter's own loops where a column is all
+finite: a million steps are read in seconds. Nothing is kept for each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+from steadygrad.view.read.curve import MAX_BUCKETS, Curve, Share
+from steadygrad.view.read.tail import Row, as_number
+
+EDGE = 100
+"""Losses kept from the beginning and from the end, for medians."""
+SHARE_BUCKETS = 120
+OURS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "clip_coefficient",
+    "clipped",
+    "skipped",
+    "learning_rates",
+    "loss_scale",
+    "num_dropped_microbatches",
+    "time_seconds",
+)
+FOREIGN = {
+    "loss": ("train_loss", "training_loss"),
+    "grad_norm": ("gradient_norm", "norm"),
+    "learning_rates": ("learning_rate", "lr"),
+}
+"""What logs of other programs say."""
+
+Numbers = list[float | None]
+
+
+class StepLog:
+    """Totals and curves over the steps."""
+
+    CURVES = ("loss", "grad_norm", "applied_norm", "learning_rate", "loss_scale")
+
+    def __init__(self, *, max_buckets: int = MAX_BUCKETS) -> None:
+        self.curves = {name: Curve(max_buckets=max_buckets) for name in self.CURVES}
+        self.clipped, self.skipped = (Share(max_buckets=SHARE_BUCKETS, width=8) for _ in range(2))
+        self.skips, self.nonfinite = Share(max_buckets=400), Share(max_buckets=400)
+        self.num_steps = self.num_skipped = self.num_clipped = self.num_nonfinite = self.num_dropped = 0
+        self.last_step = -1
+        self.num_returns = 0
+        """How often the steps went back: the run was resumed from an earlier one."""
+        self.first_losses: list[float] = []
+        self.last_losses: deque[float] = deque(maxlen=EDGE)
+        self.best_loss: tuple[float, int] | None = None
+        """The smallest loss, and its step."""
+        self.worst_norm: tuple[float, int] | None = None
+        self.last_finite_step = -1
+        """The newest step with a finite loss."""
+        self.num_lost = 0
+        """Losses that were not finite since then."""
+        self.last: dict[str, float | None] = {}
+        """The newest number of each column."""
+        self.seconds = 0.0
+        self._last_time = 0.0
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Add a batch of lines."""
+        if not rows:
+            return
+        found = _split_columns(rows)
+        steps = self._number(found["step"])
+        skipped, clipped = ([value is True for value in found[name]] for name in ("skipped", "clipped"))
+        columns = {name: _as_numbers(found[name]) for name in ("loss", "grad_norm", "loss_scale", "time_seconds")}
+        columns["learning_rate"] = _take_largest(found["learning_rates"])
+        columns["applied_norm"] = _multiply(columns["grad_norm"], _as_numbers(found["clip_coefficient"]), clipped)
+        self._draw(steps, columns)
+        self._count(steps, skipped, clipped, found["num_dropped_microbatches"])
+        self._follow_time(columns["time_seconds"])
+        self.last = {name: column[-1] for name, column in columns.items()}
+
+    def _number(self, found: Sequence[object]) -> list[int]:
+        """The step of each line; one that does not say it follows the line before."""
+        steps = []
+        last = self.last_step
+        for step in found:
+            known = step if type(step) is int and 0 <= step < 1 << 53 else last + 1
+            self.num_returns += known <= last
+            steps.append(known)
+            last = known
+        self.last_step = last
+        return steps
+
+    def _draw(self, steps: list[int], columns: dict[str, Numbers]) -> None:
+        bad: set[int] = set()
+        for name, curve in self.curves.items():
+            finite_steps, values, bad_steps = _split_finite(steps, columns[name])
+            if values:
+                curve.extend_finite(finite_steps, values)
+            if name == "loss":
+                self._follow_losses(finite_steps, values, bad_steps)
+            if name == "grad_norm" and values:
+                high = max(values)
+                self.worst_norm = max(self.worst_norm or (-math.inf, 0), (high, finite_steps[values.index(high)]))
+            if name in ("loss", "grad_norm"):
+                bad |= bad_steps
+        self.num_nonfinite += len(bad)
+        self.nonfinite.extend(sorted(bad), [True] * len(bad))
+
+    def _follow_losses(self, steps: list[int], losses: list[float], bad_steps: set[int]) -> None:
+        if not losses:
+            self.num_lost += len(bad_steps)
+            return
+        self.first_losses += losses[: EDGE - len(self.first_losses)]
+        self.last_losses.extend(losses[-EDGE:])
+        low = min(losses)
+        self.best_loss = min(self.best_loss or (math.inf, 0), (low, steps[losses.index(low)]))
+        self.last_finite_step = steps[-1]
+        self.num_lost = sum(step > steps[-1] for step in bad_steps)
+
+    def _count(self, steps: list[int], skipped: list[bool], clipped: list[bool], dropped: Sequence[object]) -> None:
+        self.num_steps += len(steps)
+        self.num_skipped += sum(skipped)
+        self.num_clipped += sum(clipped)
+        self.num_dropped += sum(number for number in dropped if type(number) is int)
+        self.skipped.extend(steps, skipped)
+        self.clipped.extend(steps, clipped)
+        where = [step for step, hit in zip(steps, skipped) if hit]
+        self.skips.extend(where, [True] * len(where))
+
+    def _follow_time(self, times: Numbers) -> None:
+        """Wall clock, summed over the starts of a run that was resumed: each begins at zero."""
+        for time in times:
+            if time is not None and math.isfinite(time):
+                self.seconds += time - self._last_time if time >= self._last_time else max(0.0, time)
+                self._last_time = time
+
+
+def _split_columns(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:
+    """Name -> one value a line, None where a line has none."""
+    try:
+        return dict(zip(OURS, zip(*map(itemgetter(*OURS), rows))))
+    except KeyError:
+        return {name: _find_column(rows, name) for name in OURS}
+
+
+def _find_column(rows: Sequence[Row], name: str) -> list[Any]:
+    names = (name, *FOREIGN.get(name, ()))
+    used = next((one for one in names if any(one in row for row in rows)), name)
+    return [row.get(used) for row in rows]
+
+
+def _as_numbers(values: Sequence[Any]) -> Numbers:
+    if set(map(type, values)) <= {float, type(None)}:
+        return list(values)
+    return [as_number(value) for value in values]
+
+
+def _take_largest(values: Sequence[Any]) -> Numbers:
+    """Our lines hold one learning rate for each group; the largest is drawn."""
+    if all(type(value) is list and len(value) == 1 for value in values):
+        return _as_numbers([value[0] for value in values])
+    several = (value if type(value) is list else [value] for value in values)
+    known = ([rate for one in rates if (rate := as_number(one)) is not None] for rates in several)
+    return [max(rates, default=None) for rates in known]
+
+
+def _multiply(norms: Numbers, coefficients: Numbers, where: list[bool]) -> Numbers:
+    if not any(where):
+        return [None] * len(where)
+    return [
+        norm * by if hit and norm is not None and by is not None else None
+        for norm, by, hit in zip(norms, coefficients, where)
+    ]
+
+
+def _split_finite(steps: list[int], values: Numbers) -> tuple[list[int], list[float], set[int]]:
+    """Steps and values that are finite, and the steps whose value is not."""
+    try:
+        if math.isfinite(sum(values)):  # type: ignore[arg-type]
+            return steps, values, set()  # type: ignore[return-value]
+    except TypeError:  # some are None
+        pass
+    pairs = [(step, value) for step, value in zip(steps, values) if value is not None]
+    finite = [(step, value) for step, value in pairs if math.isfinite(value)]
+    bad = {step for step, value in pairs if not math.isfinite(value)}
+    return [step for step, _ in finite], [value for _, value in finite], bad

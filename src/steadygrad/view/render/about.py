@@ -1,0 +1,78 @@
+"""What a run was: its settings, versions and machine; and what differs between several runs. Facts -> HTML tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from steadygrad.view.headline import judge_run, list_numbers
+from steadygrad.view.read.run import RunReader
+from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
+from steadygrad.view.words import spell_value
+
+MAX_NAMES = 400
+
+
+def render_about(run: RunReader) -> Html:
+    """Settings and machine, closed at first."""
+    parts = []
+    for key, title in (("config", "Configuration"), ("machine", "Machine"), ("versions", "Versions")):
+        values = run.about.get(key)
+        if isinstance(values, dict) and values:
+            pairs = [(name, spell_value(value)) for name, value in flatten(values).items()]
+            parts.append(_fold(title, make_pairs(pairs)))
+    names = run.about.get("parameters")
+    if isinstance(names, list) and names:
+        shown = [tag("code", str(name)) for name in names[:MAX_NAMES]]
+        more = [f"and {len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
+        listed = tag("p", *itertools.chain.from_iterable((one, " ") for one in (*shown, *more)), class_="names")
+        parts.append(_fold(f"{len(names)} parameters", listed))
+    started = run.about.get("started")
+    when = tag("p", f"Started {started}", _tell_resumed(run), class_="note") if started else None
+    return join([when, *parts]) if parts or when else tag("p", "run.json tells nothing.", class_="note")
+
+
+def render_comparison(runs: Sequence[RunReader]) -> Html:
+    """The numbers of several runs side by side, and the settings that differ."""
+    numbers = [list_numbers(run) for run in runs]
+    labels = list(dict.fromkeys(label for one in numbers for label in one))
+    rows = []
+    for run, known in zip(runs, numbers):
+        headline = judge_run(run)
+        word = tag("span", headline.word, class_=f"badge {headline.tone}")
+        rows.append([run.name, word, *(known.get(label, "-") for label in labels)])
+    table = make_table(("run", "verdict", *labels), rows)
+    differing = find_differences([flatten(run.config) for run in runs])
+    if not differing:
+        return join([table, tag("p", "Their settings are the same.", class_="note")])
+    settings = [[name, *map(spell_value, values)] for name, values in differing.items()]
+    header = ("setting that differs", *(run.name for run in runs))
+    return join([table, make_table(header, settings)])
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings -> 'clip.max_norm': 1.0."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def find_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Setting -> its value in each run, for those that are not the same in all."""
+    names = dict.fromkeys(name for one in settings for name in one)
+    values = {name: [one.get(name) for one in settings] for name in names}
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _fold(title: str, content: Html) -> Html:
+    return tag("details", tag("summary", title), tag("div", content, class_="body"), class_="about")
+
+
+def _tell_resumed(run: RunReader) -> str:
+    resumed = run.about.get("resumed")
+    return f", resumed {len(resumed)} times" if isinstance(resumed, list) and resumed else ""

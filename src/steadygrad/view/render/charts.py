@@ -1,0 +1,106 @@
+"""A run -> the numbers of its charts, as plain lists for the page's script. No words, no colours.
+
+Numbers are rounded to what a screen can show; a list has at most a few thousand of them, whatever the run's length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from steadygrad.view.headline import first_loss, last_loss
+from steadygrad.view.read.layer_map import LayerMap
+from steadygrad.view.read.run import RunReader
+from steadygrad.view.words import spell_number
+
+CHARTS = {
+    "loss": "Loss",
+    "norm": "Gradient norm",
+    "rate": "Learning rate",
+    "share": "Share of steps clipped and skipped",
+    "layers": "Gradient norms by parameter",
+    "ratios": "Update-to-weight ratios by parameter",
+    "scale": "Loss scale",
+}
+"""Each chart, and its title."""
+ABOUT = {
+    "loss": "Marks below: where something happened. Click one to open its incident.",
+    "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
+    "rate": "The largest of the parameter groups.",
+    "share": "Of the steps in each stretch of the run.",
+    "layers": "Powers of ten. Blue is far below this run's middle, red far above; purple held NaN or Inf.",
+    "ratios": "Powers of ten; about -3 is healthy. Blue hardly moves, red moves too fast.",
+    "scale": "What the GradScaler multiplied the loss by.",
+}
+MARKS = {
+    "nonfinite": "not finite",
+    "skip": "skipped",
+    "sanitize": "sanitised",
+    "scale_lr": "learning rate changed",
+    "scale_weight_decay": "weight decay changed",
+    "rollback": "rolled back",
+    "halt": "halted",
+}
+
+
+def describe_charts(run: RunReader) -> dict[str, Any]:
+    """Everything that the page's script draws of one run."""
+    steps = run.steps
+    return {
+        "name": run.name,
+        "curves": {name: _list_points(*curve.points()) for name, curve in steps.curves.items() if curve},
+        "shares": {"clipped": _list_points(*steps.clipped.points()), "skipped": _list_points(*steps.skipped.points())},
+        "threshold": run.clip_threshold,
+        "marks": _list_marks(run),
+        "norms": _list_cells(run.norms),
+        "ratios": _list_cells(run.ratios),
+        "last_step": steps.last_step,
+    }
+
+
+def summarise_chart(run: RunReader, chart: str) -> str:
+    """A chart in words, for those who do not see it."""
+    steps = run.steps
+    if chart == "loss":
+        return f"Loss from {spell_number(first_loss(run))} to {spell_number(last_loss(run))}."
+    if chart == "norm" and steps.worst_norm is not None:
+        return f"Gradient norm, at most {spell_number(steps.worst_norm[0])} at step {steps.worst_norm[1]}."
+    if chart == "share":
+        return f"{steps.num_clipped} steps clipped and {steps.num_skipped} skipped of {steps.num_steps}."
+    if chart in ("layers", "ratios"):
+        return f"{CHARTS[chart]}: {len(run.norms.names)} parameters at {len(run.norms.steps)} times."
+    return f"{CHARTS[chart]} over {steps.num_steps} steps."
+
+
+def _list_points(steps: list[int], values: list[float]) -> dict[str, Any]:
+    return {"x": steps, "y": [_round(value) for value in values]}
+
+
+def _list_marks(run: RunReader) -> list[dict[str, Any]]:
+    found = {"nonfinite": run.steps.nonfinite, "skip": run.steps.skips}
+    found |= {action: marks for action, marks in run.incidents.marks.items() if action not in ("skip", "clip")}
+    marks = []
+    for kind, share in found.items():
+        hits = share.hits()
+        if hits:
+            steps, counts = [step for step, _ in hits], [count for _, count in hits]
+            marks.append({"kind": kind, "name": MARKS.get(kind, kind), "x": steps, "counts": counts})
+    order = list(MARKS)
+    return sorted(marks, key=lambda mark: order.index(mark["kind"]) if mark["kind"] in order else len(order))
+
+
+def _list_cells(table: LayerMap) -> dict[str, Any] | None:
+    """Rows from the model's end to its beginning: a chart's axis counts upwards, and the input belongs on top."""
+    if not table:
+        return None
+    rows = table.rows()
+    names = list(reversed(rows))
+    bad = [
+        [column, i] for i, name in enumerate(names) for column, z in enumerate(rows[name]) if z is not None and z != z
+    ]
+    cells = [[None if z is None or math.isnan(z) else round(z, 2) for z in rows[name]] for name in names]
+    return {"x": table.steps, "names": names, "z": cells, "bad": bad}
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.6g}")

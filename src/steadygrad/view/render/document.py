@@ -1,0 +1,70 @@
+"""Parts -> one HTML document. Styles and scripts are inside it, and a policy in its head forbids everything else.
+
+The browser itself then keeps two promises: no script runs but ours, known by their hashes, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from importlib.resources import files
+
+from steadygrad._version import __version__
+from steadygrad.view.extras import import_extra
+from steadygrad.view.render.html import Html, join, tag
+
+
+@functools.cache
+def read_asset(name: str) -> str:
+    """A file that stands beside this one."""
+    return files("steadygrad.view.render").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def read_plotly() -> str:
+    """plotly's own script, as its package carries it."""
+    return str(import_extra("plotly.offline", purpose="a page with charts").get_plotlyjs())
+
+
+def make_document(title: str, body: Html, *, data: Html, scripts: tuple[str, ...]) -> str:
+    """A document that needs nothing but itself; `data` is JSON for the scripts."""
+    hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+    head = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        *make_head(title),
+        tag("style", Html(read_asset("page.css"))),
+    ]
+    run = [tag("script", Html(script)) for script in scripts]
+    numbers = tag("script", data, type="application/json", id="data")
+    page = tag("body", render_top(title), tag("main", body, id="main"), render_foot(), numbers, *run)
+    return f"<!doctype html>\n{tag('html', tag('head', *head), page, lang='en')}\n"
+
+
+def make_head(title: str) -> list[Html]:
+    """What every page's head has."""
+    return [
+        tag("title", title),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="referrer", content="no-referrer"),
+    ]
+
+
+def render_top(title: str, *more: Html) -> Html:
+    """The bar at the top of every page."""
+    theme = tag("button", "Light / dark", type="button", id="theme", title="Key: t")
+    keys = tag("span", "n, p: next and previous incident · l: logarithmic loss · t: light or dark", class_="keys")
+    skip = tag("a", "To the content", href="#main", class_="skip")
+    return tag("header", skip, tag("h1", title), *more, keys, theme)
+
+
+def render_foot() -> Html:
+    """Who made the page."""
+    return tag("footer", join([f"steadygrad {__version__}"]))
+
+
+def _hash(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,149 @@
+"""Incidents -> HTML: a table of kinds, and one that opens for each: what, why, where, what was done, what to change.
+
+Every field of a cause that the record holds is shown, also one that this version does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from steadygrad.view.read.incident_log import IncidentLog, KindTotal, find_action, find_step, look
+from steadygrad.view.read.tail import Row
+from steadygrad.view.render.charts import MARKS
+from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
+from steadygrad.view.words import spell_value
+
+MAX_SHOWN = 300
+LABELS = {
+    "symptom": "seen",
+    "phase": "phase",
+    "op": "operation",
+    "module": "module",
+    "node": "autograd node",
+    "caller": "called from",
+    "name": "explanation",
+    "samples": "samples of the batch",
+    "samples_note": "about the samples",
+    "reproducible": "second replay",
+    "growth": "factor a layer",
+    "batch": "batch kept in",
+    "note": "limits",
+}
+"""Fields of a cause that are a line each, in this order."""
+OWN_PLACE = ("explanation", "fixes", "chain", "inputs", "terms", "file", "line", "source", "kind", "step")
+"""Fields of a cause that are shown in another way, or already."""
+
+
+def render_incidents(log: IncidentLog) -> Html:
+    """All of them: counted, and those that were kept in full."""
+    if not log.count:
+        return tag("p", "Nothing happened that is worth a line.", class_="calm")
+    shown = log.shown()[:MAX_SHOWN]
+    left_out = log.count - len(shown)
+    note = (
+        f"{left_out:,} more are in incidents.jsonl: of each kind the first and the last are shown." if left_out else ""
+    )
+    kinds = make_table(
+        ("kind", "severity", "times", "steps", "what was done"), [_list_kind(total) for total in _sort(log)]
+    )
+    listed = tag("div", *(render_incident(one, i) for i, one in enumerate(shown)), class_="incidents")
+    return join([kinds, listed, tag("p", note, class_="note") if note else None])
+
+
+def render_incident(incident: Row, number: int) -> Html:
+    """One incident, closed; opens by click or by keyboard."""
+    severity = str(look(incident, "finding", "severity") or "unknown")
+    kind = str(look(incident, "finding", "kind") or "unknown")
+    step, action = find_step(incident), find_action(incident)
+    summary = tag(
+        "summary",
+        tag("span", severity, class_=f"badge {_as_class(severity)}"),
+        tag("span", f"step {step:,}", class_="step"),
+        tag("strong", kind),
+        tag("span", str(look(incident, "finding", "message") or ""), class_="message"),
+        tag("span", MARKS.get(action, action), class_="did") if action != "none" else None,
+    )
+    cause = incident.get("cause")
+    body = tag(
+        "div",
+        _render_cause(cause) if isinstance(cause, dict) else None,
+        make_pairs(_list_facts(incident)),
+        class_="body",
+    )
+    return tag("details", summary, body, class_="incident", id=f"incident-{number}", data_step=str(step))
+
+
+def _list_facts(incident: Row) -> list[tuple[str, str | Html]]:
+    facts: list[tuple[str, str | Html]] = []
+    outcome, verdict = incident.get("outcome"), incident.get("verdict")
+    done = look(outcome, "message")
+    if done:
+        facts.append(("what was done", str(done)))
+    if look(verdict, "reason"):
+        facts.append(("why that", str(look(verdict, "reason"))))
+    facts += [(name, spell_value(numbers)) for name in ("before", "after") if (numbers := look(outcome, name))]
+    advice = look(incident, "finding", "advice")
+    if advice:
+        facts.append(("what to change", tag("strong", str(advice))))
+    evidence = look(incident, "finding", "evidence")
+    if isinstance(evidence, dict):
+        facts += [(str(name).replace("_", " "), spell_value(value)) for name, value in evidence.items()]
+    return facts
+
+
+def _render_cause(cause: dict[str, Any]) -> Html:
+    others = [key for key in cause if key not in LABELS and key not in OWN_PLACE]
+    pairs: list[tuple[str, str | Html]] = [
+        (LABELS.get(key, key.replace("_", " ")), _spell_field(key, cause[key]))
+        for key in (*LABELS, *others)
+        if key in cause and not (cause[key] is None or cause[key] == "" or cause[key] == [])
+    ]
+    return tag(
+        "section",
+        tag("h4", "Cause"),
+        _render_place(cause),
+        tag("p", str(cause["explanation"]), class_="explanation") if cause.get("explanation") else None,
+        _render_list("What to change", cause.get("fixes"), "ul"),
+        _render_list("Its inputs", cause.get("inputs"), "ul"),
+        _render_list("Terms of the loss", cause.get("terms"), "ul"),
+        _render_list("From where it was born to where it hurts", cause.get("chain"), "ol"),
+        make_pairs(pairs),
+        class_="cause",
+    )
+
+
+def _render_place(cause: dict[str, Any]) -> Html | None:
+    """File, line and source text."""
+    if not cause.get("file") and not cause.get("source"):
+        return None
+    line = "" if cause.get("line") is None else f":{cause['line']}"
+    place = tag("figcaption", f"{cause.get('file') or ''}{line}")
+    return tag("figure", place, tag("pre", tag("code", str(cause.get("source") or ""))), class_="source")
+
+
+def _render_list(title: str, items: Any, kind: str) -> Html | None:
+    if not items:
+        return None
+    lines = items if isinstance(items, list) else [items]
+    return join([tag("h5", title), tag(kind, *(tag("li", spell_value(one)) for one in lines))])
+
+
+def _spell_field(key: str, value: Any) -> str:
+    return "(the model itself)" if key == "module" and value == "" else spell_value(value)
+
+
+def _list_kind(total: KindTotal) -> list[str | Html]:
+    steps = f"{total.first_step:,}"
+    if total.last_step != total.first_step:
+        steps += f" to {total.last_step:,}"
+    done = ", ".join(f"{MARKS.get(action, action)} {n:,}×" for action, n in total.actions.items() if action != "none")
+    badge = tag("span", total.severity or "unknown", class_=f"badge {_as_class(total.severity)}")
+    return [total.kind, badge, f"{total.count:,}", steps, done or "told only"]
+
+
+def _sort(log: IncidentLog) -> list[KindTotal]:
+    return sorted(log.kinds.values(), key=lambda total: total.first_step)
+
+
+def _as_class(severity: str) -> str:
+    return severity if severity in ("info", "warning", "error", "critical") else "unknown"

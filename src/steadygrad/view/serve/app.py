@@ -1,0 +1,120 @@
+"""LiveRuns -> a web application: pages, their assets, and a stream of events for each. Every route only reads.
+
+Files are read in threads of their own, so that a long run does not keep other pages waiting. A stream ends when its
+reader goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steadygrad.record.encode import to_json
+from steadygrad.view.extras import import_extra
+from steadygrad.view.render.document import read_asset, read_plotly
+from steadygrad.view.serve.live import LiveRuns, find_changes
+from steadygrad.view.serve.pages import make_list_page, make_run_page, render_list
+from steadygrad.view.serve.protect import Gate
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+PAUSE_SECONDS = 0.5
+"""Between two looks at a run that is read to its end."""
+BEAT_SECONDS = 15
+"""A comment is sent this often when nothing changes, so that a connection that is gone is noticed."""
+
+
+def make_app(root: Path, *, token: str | None = None) -> Gate:
+    """The application for one folder; with a token nobody is let in without it."""
+    import_extra("starlette", purpose="the live page")
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.gzip import GZipMiddleware
+    from starlette.routing import Route
+
+    pages = Pages(LiveRuns(root))
+    routes = [
+        Route("/", pages.list_runs),
+        Route("/runs/{name:path}", pages.show_run),
+        Route("/events", pages.follow_list),
+        Route("/events/{name:path}", pages.follow_run),
+        Route("/assets/{name}", pages.give_asset),
+    ]
+    return Gate(Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=4096)]), token=token)
+
+
+class Pages:
+    """The routes."""
+
+    def __init__(self, runs: LiveRuns) -> None:
+        self._runs = runs
+
+    async def list_runs(self, request: Request) -> Response:  # noqa: ARG002
+        from starlette.responses import HTMLResponse
+
+        glances = await asyncio.to_thread(self._runs.list)
+        return HTMLResponse(make_list_page(glances, self._runs.root.name or "runs"))
+
+    async def show_run(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse
+
+        name = request.path_params["name"]
+        run = await asyncio.to_thread(self._runs.find, name)
+        if run is None:
+            return _refuse()
+        await asyncio.to_thread(run.look)
+        return HTMLResponse(await asyncio.to_thread(run.ask, lambda reader: make_run_page(reader, name)))
+
+    async def follow_run(self, request: Request) -> Response:
+        run = await asyncio.to_thread(self._runs.find, request.path_params["name"])
+        return _refuse() if run is None else _stream(request, run.look)
+
+    async def follow_list(self, request: Request) -> Response:
+        return _stream(request, lambda: {"part:list": to_json(render_list(self._runs.list())), "progress": "1"})
+
+    async def give_asset(self, request: Request) -> Response:
+        from starlette.responses import Response
+
+        name = request.path_params["name"]
+        if name == "plotly.js":
+            return Response(await asyncio.to_thread(read_plotly), media_type="text/javascript", headers=_KEEP)
+        if name in ("page.js", "live.js", "page.css"):
+            kind = "text/css" if name.endswith(".css") else "text/javascript"
+            return Response(read_asset(name), media_type=kind)
+        return _refuse()
+
+
+_KEEP = {"cache-control": "private, max-age=3600"}  # five megabytes that do not change
+
+
+def _refuse() -> Response:
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse("There is no such run in this folder.", status_code=404)
+
+
+def _stream(request: Request, look: Callable[[], dict[str, str]]) -> Response:
+    from starlette.responses import StreamingResponse
+
+    return StreamingResponse(_send_changes(request, look), media_type="text/event-stream")
+
+
+async def _send_changes(request: Any, look: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
+    sent: dict[str, str] = {}
+    quiet = 0.0
+    while not await request.is_disconnected():
+        pieces = await asyncio.to_thread(look)
+        changes = find_changes(pieces, sent)
+        if changes is not None:
+            sent, quiet = pieces, 0.0
+            yield f"data: {changes}\n\n"
+        elif quiet >= BEAT_SECONDS:
+            quiet = 0.0
+            yield ": nothing new\n\n"
+        pause = PAUSE_SECONDS if float(pieces["progress"]) >= 1 else 0.05
+        quiet += pause
+        await asyncio.sleep(pause)

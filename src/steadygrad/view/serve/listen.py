@@ -1,0 +1,72 @@
+"""An address -> a server on it. This machine's own address unless told otherwise; elsewhere a token is made."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from steadygrad.errors import UsageError
+from steadygrad.view.extras import import_extra
+from steadygrad.view.render.document import read_plotly
+from steadygrad.view.serve.app import make_app
+from steadygrad.view.serve.protect import is_loopback
+
+HOST, PORT = "127.0.0.1", 8765
+
+
+class PageServer:
+    """A server for a folder of runs, bound and not yet running."""
+
+    def __init__(self, root: Path, *, host: str = HOST, port: int = PORT, token: str | None = None) -> None:
+        if not root.is_dir():
+            raise UsageError(f"There is no folder {root}. Name the folder that holds your run directories.")
+        read_plotly()
+        uvicorn = import_extra("uvicorn", purpose="the live page")
+        self.token = token if token is not None or is_loopback(host) else secrets.token_urlsafe(24)
+        self._socket = _bind(host, port)
+        config = uvicorn.Config(
+            make_app(root, token=self.token), log_level="warning", access_log=False, server_header=False,
+            timeout_graceful_shutdown=1, lifespan="off",
+        )  # fmt: skip
+        self._server: Any = uvicorn.Server(config)
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
+        self.link = self.address if self.token is None else f"{self.address}/?token={self.token}"
+        """What to open: with the token, where there is one."""
+
+    def run(self) -> None:
+        """Serve until interrupted."""
+        with contextlib.closing(self._socket):
+            self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Ask it to end; from another thread."""
+        self._server.should_exit = self._server.force_exit = True
+
+
+@contextlib.contextmanager
+def serve_in_thread(root: Path, **settings: Any) -> Iterator[str]:
+    """A server on a free port, for as long as the block lasts; gives its address."""
+    server = PageServer(root, port=0, **settings)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield server.address
+    finally:
+        server.stop()
+        thread.join(timeout=10)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port, or --port 0 for any."
+        ) from error

@@ -1,0 +1,127 @@
+"""Findings -> one coloured line each on standard error, with the number and the advice; plain text for files.
+
+A `logging.Handler` for the logger `steadygrad`. A record that carries `finding` (and `outcome`) is told as such; any
+other is told as it is. The same kind of finding is told a few times, then counted: a run that spikes at every step must
+not bury what else happens. It never wraps the line, so that a plain log can be searched, and its own failure is
+logging's to handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from steadygrad.facts import Action, Finding, Outcome, Severity
+from steadygrad.view.words import make_printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLORS = {Severity.INFO: "36", Severity.WARNING: "33", Severity.ERROR: "31", Severity.CRITICAL: "1;31"}
+"""ANSI colours: cyan, yellow, red, bold red."""
+BURST = 3
+"""Lines of one kind before they are only counted."""
+WINDOW_SECONDS = 60.0
+"""After this long without a line of a kind, or since its first, it may be told again."""
+
+_bars: list[Console] = []  # progress bars on the terminal now: a line must go through them, or they break
+
+
+def describe_finding(finding: Finding, outcome: Outcome | None = None, *, color: bool = False) -> str:
+    """One line: step, kind, what was found, what was done, what to change."""
+    label = f"{finding.severity.value} step {finding.step} {finding.kind}"
+    did = "" if outcome is None or outcome.action is Action.NONE else f" [{outcome.message}]"
+    text = f": {finding.message}{did}"
+    advice = f" {finding.advice}" if finding.advice else ""
+    label, text, advice = map(make_printable, (label, text, advice))
+    if not color:
+        return f"{label}{text}.{advice}"
+    return f"\x1b[{COLORS[finding.severity]}m{label}\x1b[0m{text}.\x1b[2m{advice}\x1b[0m"
+
+
+@dataclass
+class _Quota:
+    since: float
+    told: int = 0
+    held_back: int = 0
+
+
+class FindingsHandler(logging.Handler):
+    """Writes findings to a terminal or a file; `clock` is for tests."""
+
+    def __init__(
+        self, file: TextIO | None = None, *, level: int = logging.WARNING, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(level)
+        self._file, self._clock = file, clock
+        self._quotas: dict[str, _Quota] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell a finding, or any other record of the logger."""
+        try:
+            finding = getattr(record, "finding", None)
+            if not isinstance(finding, Finding):
+                self._write(make_printable(record.getMessage()))
+                return
+            for line in self._take(finding, getattr(record, "outcome", None)):
+                self._write(line)
+        except Exception:
+            self.handleError(record)
+
+    def _take(self, finding: Finding, outcome: Any) -> Iterator[str]:
+        """The lines to write now: none while the kind is held back, two when some were."""
+        now = self._clock()
+        quota = self._quotas.setdefault(finding.kind, _Quota(now))
+        if now - quota.since >= WINDOW_SECONDS:
+            if quota.held_back:
+                yield f"({quota.held_back} more {make_printable(finding.kind)} in between; all are in the record)"
+            quota = self._quotas[finding.kind] = _Quota(now)
+        if quota.told >= BURST:
+            quota.held_back += 1
+            return
+        quota.told += 1
+        line = describe_finding(finding, outcome, color=self._is_colored())
+        last = quota.told == BURST
+        yield line + (f" (more {make_printable(finding.kind)} are counted, not told, for a minute)" if last else "")
+
+    def _is_colored(self) -> bool:
+        return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and self._stream.isatty()
+
+    @property
+    def _stream(self) -> TextIO:
+        return sys.stderr if self._file is None else self._file
+
+    def _write(self, line: str) -> None:
+        if _bars and self._file is None:
+            from rich.text import Text
+
+            _bars[-1].print(Text.from_ansi(line), soft_wrap=True)
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        print(line.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+
+
+@contextlib.contextmanager
+def share_with_bar(console: Console) -> Iterator[None]:
+    """While a progress bar is on the terminal, lines are written above it."""
+    _bars.append(console)
+    try:
+        yield
+    finally:
+        _bars.remove(console)
+
+
+def show_findings(*, level: int = logging.WARNING) -> FindingsHandler | None:
+    """Put a handler on the logger `steadygrad`, once; None where somebody has set up logging already."""
+    logger = logging.getLogger("steadygrad")
+    if logger.hasHandlers():
+        return None
+    handler = FindingsHandler(level=level)
+    logger.addHandler(handler)
+    return handler

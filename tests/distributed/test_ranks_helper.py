@@ -1,0 +1,55 @@
+"""`run_ranks` itself: results come back by rank, a failure is told whole, a hang ends."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from steadygrad.testing.ranks import RanksFailed, run_ranks
+
+
+def add_up(start: int) -> tuple[int, float]:
+    total = torch.tensor(float(start + dist.get_rank()))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the disk of rank 1 is full")
+    dist.barrier()
+
+
+def wait_for_each_other() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        dist.recv(torch.zeros(()), src=0)
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_every_rank_runs_and_its_result_comes_back_in_order() -> None:
+    assert run_ranks(add_up, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def test_a_rank_that_fails_is_told_with_its_own_words_and_ends_the_others() -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 failed.*the disk of rank 1 is full"):
+        run_ranks(fail_on_one, 2)
+
+
+def test_a_rank_that_dies_is_told_with_its_exit_code() -> None:
+    with pytest.raises(RanksFailed, match="rank 1 died with exit code 7"):
+        run_ranks(die_on_one, 2)
+
+
+def test_ranks_that_hang_are_ended_and_told_with_the_line_they_stand_at() -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)2 of 2 ranks had not ended after 3 seconds.*rank 1 stands at.*wait_for_each_other"):
+        run_ranks(wait_for_each_other, 2, time_limit_seconds=3)

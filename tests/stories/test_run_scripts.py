@@ -1,0 +1,356 @@
+"""`steadygrad run`: scripts as their frameworks' docs teach them, unedited, healthy and with a NaN on the way."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import SCRIPTS, Done, run_guarded, run_plainly, start
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Story:
+    """A script, how to spoil it, and the steps that must then be left out, by the folder of the record."""
+
+    script: str
+    poison: tuple[str, ...]
+    skipped: dict[str, list[int]]
+    arguments: tuple[str, ...] = ()
+    kind: str = "nonfinite_loss"
+
+
+STORIES = {
+    "plain loop": Story("plain_loop.py", ("--poison", "10"), {".": [1, 9]}),
+    "transformers": Story("hf_trainer.py", ("--poison", "5"), {".": [0]}),
+    "lightning": Story("lightning_mnist.py", ("--poison", "10"), {".": [1]}),
+    "scaler": Story("amp_scaler.py", ("--poison", "5"), {".": [5]}),
+    "scaler, fused": Story("amp_scaler.py", ("--poison", "5"), {".": [5]}, ("--fused",)),
+    "two optimizers": Story("gan.py", ("--poison", "3"), {".": [], "optimizer-1": [3]}),
+    "LBFGS": Story("lbfgs.py", ("--poison", "6"), {".": [1]}),
+    "compiled": Story("compiled.py", ("--poison", "3"), {".": [3]}),
+}
+stories = pytest.mark.parametrize("story", STORIES.values(), ids=STORIES.keys())
+
+
+def load(folder: Path) -> list[Any]:
+    return tree_leaves(torch.load(folder / "w.pt", weights_only=True))
+
+
+def tensors(values: list[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def all_finite(values: list[Any]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors(values))
+
+
+def assert_same_bits(mine: list[Any], theirs: list[Any]) -> None:
+    """Equal, a NaN being equal to a NaN."""
+    assert len(mine) == len(theirs) > 0
+    for one, other in zip(mine, theirs):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert one == other
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def skipped_steps(folder: Path) -> list[int]:
+    return [record["step"] for record in read(folder / "steps.jsonl") if record["skipped"]]
+
+
+@stories
+def test_a_healthy_script_ends_with_the_very_same_bits(story: Story, tmp_path: Path) -> None:
+    plain = run_plainly(tmp_path / "plain", story.script, "--out", "w.pt", *story.arguments)
+    guarded = run_guarded(tmp_path / "guarded", story.script, "--out", "w.pt", *story.arguments)
+
+    assert (plain.code, guarded.code) == (0, 0), guarded.err
+    assert_same_bits(load(tmp_path / "guarded"), load(tmp_path / "plain"))
+    assert tell_apart(guarded) == tell_apart(plain)
+    for place in story.skipped:
+        assert skipped_steps(tmp_path / "guarded" / "run" / place) == []
+        assert read(tmp_path / "guarded" / "run" / place / "incidents.jsonl") == []
+
+
+def tell_apart(done: Done) -> list[str]:
+    """Standard output without the lines in which a framework prints seconds."""
+    return [line for line in done.out.splitlines() if "runtime" not in line]
+
+
+@pytest.fixture(scope="module")
+def run_dying(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Story], tuple[Path, Done]]:
+    """The spoiled script alone, once."""
+
+    @functools.cache
+    def run(place: str) -> tuple[Path, Done]:
+        story, folder = STORIES[place], tmp_path_factory.mktemp("dying")
+        return folder, run_plainly(folder, story.script, "--out", "w.pt", *story.arguments, *story.poison)
+
+    return lambda story: run(next(place for place, other in STORIES.items() if other is story))
+
+
+@stories
+def test_a_nan_that_kills_the_script_is_left_out_and_told(story: Story, run_dying: Any, tmp_path: Path) -> None:
+    folder, plain = run_dying(story)
+    arguments = ("--out", "w.pt", *story.arguments, *story.poison)
+    guarded = run_guarded(tmp_path / "guarded", story.script, *arguments)
+
+    assert (plain.code, guarded.code) == (0, 0), guarded.err
+    assert not all_finite(load(folder))
+    assert all_finite(load(tmp_path / "guarded"))
+    for place, steps in story.skipped.items():
+        assert skipped_steps(tmp_path / "guarded" / "run" / place) == steps
+    bad = [place for place, steps in story.skipped.items() if steps]
+    incidents = read(tmp_path / "guarded" / "run" / bad[0] / "incidents.jsonl")
+    assert {i["finding"]["kind"] for i in incidents} >= {"nonfinite_gradient", story.kind}
+    assert all(i["outcome"]["action"] == "skip" for i in incidents)
+    first = story.skipped[bad[0]][0]
+    assert f"steadygrad: step {first}: the loss is nan (the step was skipped" in guarded.err
+    assert "steadygrad" not in guarded.out
+
+
+@stories
+def test_observing_changes_no_bit_of_a_script_that_dies(story: Story, run_dying: Any, tmp_path: Path) -> None:
+    folder, plain = run_dying(story)
+    arguments = ("--out", "w.pt", *story.arguments, *story.poison)
+    observed = run_guarded(tmp_path / "observed", story.script, *arguments, options=["--observe"])
+
+    assert (plain.code, observed.code) == (0, 0), observed.err
+    assert_same_bits(load(tmp_path / "observed"), load(folder))
+    assert "the loss is nan" in observed.err
+
+
+# --- exactly ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_left_out_leaves_no_trace_in_weights_and_momentum(tmp_path: Path) -> None:
+    run_guarded(tmp_path, "compiled.py", "--out", "w.pt", "--poison", "3")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    for step in range(8):
+        x = torch.randn(16, 8)
+        if step != 3:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    saved = torch.load(tmp_path / "w.pt", weights_only=True)
+    mine = [value for name, value in saved["model"].items() if "num_batches" not in name]
+    assert_same_bits(mine, list(model.state_dict().values()))
+    moments = [state["momentum_buffer"] for state in saved["optimizer"]["state"].values()]
+    assert_same_bits(moments, [state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()])
+
+
+@pytest.mark.parametrize("fused", [(), ("--fused",)], ids=["unfused", "fused"])
+def test_the_overflow_of_a_loss_scale_stays_the_scalers_own_affair(fused: tuple[str, ...], tmp_path: Path) -> None:
+    arguments = ("--out", "w.pt", "--overflow", "5", *fused)
+    run_plainly(tmp_path / "plain", "amp_scaler.py", *arguments)
+    done = run_guarded(tmp_path / "guarded", "amp_scaler.py", *arguments)
+
+    assert done.code == 0, done.err
+    assert_same_bits(load(tmp_path / "guarded"), load(tmp_path / "plain"))  # weights, moments, buffers, scales
+    assert skipped_steps(tmp_path / "guarded" / "run") == [5]
+    record = read(tmp_path / "guarded" / "run" / "steps.jsonl")
+    assert [r["loss_scale"] for r in record[:6]] == [1024, 1024, 1024, 1024, 2048, 2048]
+    assert record[6]["loss_scale"] == 1024
+    incidents = read(tmp_path / "guarded" / "run" / "incidents.jsonl")
+    assert {i["finding"]["severity"] for i in incidents} <= {"info"}  # a search, not a defect
+
+
+def test_gradients_are_told_as_they_were_before_the_script_clipped_them(tmp_path: Path) -> None:
+    run_guarded(tmp_path / "free", "plain_loop.py", "--out", "w.pt", "--epochs", "1")
+    run_plainly(tmp_path / "plain", "plain_loop.py", "--out", "w.pt", "--epochs", "1", "--clip", "0.05")
+    run_guarded(tmp_path / "clipped", "plain_loop.py", "--out", "w.pt", "--epochs", "1", "--clip", "0.05")
+
+    assert_same_bits(load(tmp_path / "clipped"), load(tmp_path / "plain"))
+    free, clipped = (read(tmp_path / name / "run" / "steps.jsonl") for name in ("free", "clipped"))
+    assert free[0]["grad_norm"] == clipped[0]["grad_norm"] > 0.05
+    assert clipped[0]["clip_coefficient"] == pytest.approx(0.05 / clipped[0]["grad_norm"], rel=1e-4)
+    assert all(record["clipped"] for record in clipped)
+
+
+def test_the_diagnosis_names_the_sample(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, "plain_loop.py", "--out", "w.pt", "--poison", "10", "--epochs", "1")
+
+    assert "already in the input" in done.err
+    cause = read(tmp_path / "run" / "incidents.jsonl")[0]["cause"]
+    assert (cause["phase"], cause["samples"]) == ("input", [2])
+
+
+def test_what_the_script_saves_knows_nothing_of_us(tmp_path: Path) -> None:
+    run_plainly(tmp_path / "plain", "plain_loop.py", "--out", "w.pt", "--epochs", "1")
+    run_guarded(tmp_path / "guarded", "plain_loop.py", "--out", "w.pt", "--epochs", "1")
+
+    plain, guarded = ((tmp_path / name / "w.pt.whole").read_bytes() for name in ("plain", "guarded"))
+    assert b"NeuralNetwork" in guarded
+    assert b"steadygrad" not in guarded
+    assert len(guarded) == len(plain)
+
+
+def test_a_script_with_a_guard_of_its_own_is_left_to_it(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, "own_guard.py", "--out", "w.pt", "--poison", "3")
+
+    assert done.code == 0, done.err
+    assert all_finite(load(tmp_path))
+    assert done.out.split() == ["skipped", "1", "of", "6"]
+    assert not (tmp_path / "run").exists()
+
+
+# --- other processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_workers_of_a_loader_are_left_alone(method: str, tmp_path: Path) -> None:
+    arguments = ("--out", "w.pt", "--poison", "10", "--workers", "1", "--start", method, "--epochs", "1")
+    done = run_guarded(tmp_path, "plain_loop.py", *arguments)
+
+    assert done.code == 0, done.err
+    assert [record["step"] for record in read(tmp_path / "run" / "steps.jsonl")] == list(range(8))
+    assert skipped_steps(tmp_path / "run") == [1]
+    assert done.err.count("record in") == 1
+
+
+def test_ranks_that_torchrun_starts_leave_out_the_same_step(tmp_path: Path) -> None:
+    plain = start_ranks(tmp_path / "plain", None, 29531)
+    assert [done.code for done in plain] == [0, 0], plain[0].err
+    assert not all_finite(tensors(tree_leaves(torch.load(tmp_path / "plain" / "w.pt.0", weights_only=True))))
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29532", "-m", "steadygrad"]
+    script = [str(SCRIPTS / "ddp.py"), "--out", "w.pt", "--poison", "3"]
+    done = run_python(*command, "run", "--run-dir", "run", *script, folder=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    ranks = [tree_leaves(torch.load(tmp_path / f"w.pt.{rank}", weights_only=True)) for rank in (0, 1)]
+    assert all_finite(ranks[0])
+    assert_same_bits(*ranks)
+    assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
+    assert "steadygrad: rank 1: step 3: the loss is nan" in done.stderr
+
+
+def test_ranks_that_the_script_spawns_are_guarded_too(tmp_path: Path) -> None:
+    meeting = str(tmp_path / "meeting")
+    done = run_guarded(tmp_path, "ddp.py", "--out", "w.pt", "--poison", "3", "--spawn", meeting)
+
+    assert done.code == 0, done.err
+    ranks = [tree_leaves(torch.load(tmp_path / f"w.pt.{rank}", weights_only=True)) for rank in (0, 1)]
+    assert all_finite(ranks[0])
+    assert_same_bits(*ranks)
+    assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
+
+
+def start_ranks(folder: Path, command: list[str] | None, port: int) -> list[Done]:
+    """Two ranks with the environment that torchrun gives them."""
+    folder.mkdir()
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        out = str(folder / "w.pt")
+        ranks.append(start(folder / str(rank), command, "ddp.py", ("--out", out, "--poison", "3"), place))
+    return [running.wait() for running in ranks]
+
+
+# --- the script's own ---------------------------------------------------------------------------------------------
+
+CURIOUS = """
+import os, sys
+print(sys.argv, __name__, os.path.basename(__file__), sys.path[0], os.getcwd(), "torch" in sys.modules)
+print(sys.modules["__main__"].__dict__ is globals(), sorted(set(globals()) - {"__annotations__"}))
+"""
+
+
+def run_python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, **environment},
+    )
+
+
+def run_both(
+    folder: Path, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """By Python alone, and by us."""
+    command = ["-m", "steadygrad", "run", "--run-dir", "run"]
+    return run_python(*arguments, folder=folder), run_python(*command, *arguments, folder=folder)
+
+
+def write(path: Path, text: str) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_script_sees_what_it_would_see_alone(tmp_path: Path) -> None:
+    write(tmp_path / "inner" / "curious.py", CURIOUS)
+    write(tmp_path / "package" / "__init__.py", "")
+    write(tmp_path / "package" / "curious.py", CURIOUS)
+
+    plain, ours = run_both(tmp_path, "inner/curious.py", "--run-dir", "theirs", "-m", "--", "x")
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, plain.stdout, "")
+    assert "['inner/curious.py', '--run-dir', 'theirs', '-m', '--', 'x'] __main__" in ours.stdout
+    plain, ours = run_both(tmp_path, "-m", "package.curious", "--observe")
+    assert (ours.returncode, ours.stdout) == (0, plain.stdout)
+    assert not (tmp_path / "run").exists()  # nothing was trained
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("import sys; sys.exit(7)", 7),
+        ("raise SystemExit('told and gone')", 1),
+        ("def f():\n    raise ValueError('a bug of mine')\nf()", 1),
+        ("import os; os._exit(3)", 3),
+        ("this is no python", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+    ],
+)
+def test_exit_code_and_traceback_are_the_scripts_own(ending: str, code: int, tmp_path: Path) -> None:
+    script = write(tmp_path / "ends.py", f"print('before', flush=True)\n{ending}\n")
+    plain, ours = run_both(tmp_path, script)
+    assert plain.returncode == ours.returncode == code
+    assert (ours.stdout, ours.stderr) == (plain.stdout, plain.stderr)
+
+
+def test_a_script_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    done = run_python("-m", "steadygrad", "run", "nowhere.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "there is no script nowhere.py" in done.stderr
+
+
+def test_switched_off_the_script_runs_alone_and_by_itself_a_folder_is_named(tmp_path: Path) -> None:
+    script = [str(SCRIPTS / "lbfgs.py"), "--out", "w.pt"]
+    off = run_python("-m", "steadygrad", "run", *script, folder=tmp_path, STEADYGRAD="off")
+    assert (off.returncode, "steadygrad" in off.stderr) == (0, False)
+    assert not (tmp_path / "runs").exists()
+    on = run_python("-m", "steadygrad", "run", *script, folder=tmp_path)
+    assert (on.returncode, on.stdout) == (0, off.stdout)
+    [folder] = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("lbfgs-")
+    assert len(read(folder / "steps.jsonl")) == 5
+
+
+def test_a_folder_that_cannot_be_written_costs_the_record_and_not_the_guard(tmp_path: Path) -> None:
+    write(tmp_path / "run" / "steps.jsonl" / "in the way", "")
+    done = run_guarded(tmp_path, "compiled.py", "--out", "w.pt", "--poison", "3")
+    assert done.code == 0
+    assert "no record is written: run_dir cannot be used" in done.err
+    assert all_finite(load(tmp_path))
