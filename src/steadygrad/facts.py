@@ -138,6 +138,8 @@ class Reading:
     """Their share of all trainable elements that the optimizers hold."""
     stale: tuple[str, ...] = field(default=(), repr=False)
     """Parameters whose `.grad` still held the step before when this step's first backward began: nobody cleared it."""
+    spoilt_buffers: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """Buffers that this step's forward made NaN or Inf, with the number of bad elements; they were put back."""
     adam_rms: Mapping[str, float] | None = field(default=None, repr=False)
     """Adam family: name -> sqrt(mean(g^2 / max(v, eps^2))), v with bias correction, after this step entered it."""
     update_norm: float | None = None
@@ -209,6 +211,8 @@ class ParameterScan:
     in which they had a gradient that was not zero and a learning rate above 0."""
     num_changed: int = 0
     """Parameters that differ from the scan before."""
+    norms: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.facts import Action, Cause, Fact, Finding, Incident, Outcome, Reading, StepRecord, Verdict
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, Ticket, Transfer
-from steadygrad.measure.foresee import foresee
+from steadygrad.measure.foresee import foresee, refuse_shards
 from steadygrad.measure.joining import join_uneven
 from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.loss import check_loss, detach, find_loss
@@ -120,6 +120,7 @@ class Guard:
         self._ranks = find_ranks(model, self._subjects.named, process_group=process_group)
         if not self._off:
             self._ranks.check_alike(repr(self.config.to_dict()))
+            refuse_shards(self._subjects, self.config.clip)
         self._optimizers = self._subjects.optimizers
         self._clipper = None if self.config.clip is None else build_clipper(self.config.clip)
         self._transfer = Transfer(slots=6)
@@ -238,6 +239,7 @@ class Guard:
             self._lookout.look_at_graph(self._next_step, self._looks, loss)
             self._ranks.start([loss] if self.config.drop_bad_microbatches else [*self._batches.losses, loss])
         if self.config.drop_bad_microbatches and not self._off:
+            self._ranks.check_synchronised()
             dropped = self._gate.backward(loss, self._batches)
             if dropped is not None:
                 self._tell_dropped(*dropped)
@@ -345,7 +347,8 @@ class Guard:
         used = m if repaired is None else repaired
         carried = self._reflex.clip(used, scale)
         numbers = self._transfer.send(used.packed).wait()
-        bad = numbers[FOUND] > 0
+        facts["spoilt_buffers"] = self._buffers.find_spoilt()
+        bad = numbers[FOUND] > 0 or bool(facts["spoilt_buffers"])
         reading = used.read(numbers, skipped=bad, **facts)
         told = self._meter.read_told(used, numbers)
         if repaired is not None:  # tell what was found, and what was made of it
@@ -445,15 +448,20 @@ class Guard:
         return guard
 
     @contextlib.contextmanager
-    def watch_forward(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Around a forward that a framework runs; the arguments are its batch. `watch_backward`, `step()` come next."""
+    def watch_forward(self, replay: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Around a forward that a framework runs; the arguments are its batch. `watch_backward`, `step()` come next.
+
+        `replay(*args, **kwargs)` runs the same forward again and leaves no other trace; None: the model's call is all
+        that a diagnosis can replay.
+        """
         self._check_open()
         if self._off or self._is_watching:
             yield
             return
         if self._batches.num == 0:
             self._begin_step(has_forward=True)
-        with self._watch(args, kwargs):
+        note = contextlib.nullcontext() if replay is None else self._investigator.watch(replay, args, kwargs)
+        with self._watch(args, kwargs), note:
             yield
 
     def watch_backward(self, loss: Tensor) -> None:

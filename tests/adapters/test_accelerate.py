@@ -98,11 +98,8 @@ def test_a_bad_batch_ruins_the_plain_loop_and_leaves_no_trace_in_the_guarded_one
 
     assert_equal(found, expected)  # the learning rate of the schedule included
     assert guard is not None
-    assert [(f.kind, f.step) for f in guard.findings] == [
-        ("nonfinite_loss", 3),
-        ("nonfinite_gradient", 3),
-        ("nonfinite_input", 3),
-    ]
+    assert {"nonfinite_loss", "nonfinite_gradient", "nonfinite_input"} <= {f.kind for f in guard.findings}
+    assert {f.step for f in guard.findings} == {3}
 
 
 def test_one_bad_microbatch_skips_its_step() -> None:

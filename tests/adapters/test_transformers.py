@@ -103,7 +103,7 @@ def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(
     assert_equal(state_of(guarded), state_of(without))
     guard = callback.guard
     kinds = {"nonfinite_loss", "nonfinite_gradient"} | ({"nonfinite_input"} if fault == "nan" else set())
-    assert {f.kind for f in guard.findings} == kinds
+    assert kinds <= {f.kind for f in guard.findings}
     assert {f.step for f in guard.findings} == {3}
     assert {i.outcome.action for i in guard.incidents} == {Action.SKIP}
     lines = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]

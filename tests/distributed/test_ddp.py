@@ -122,9 +122,11 @@ def test_a_bad_batch_on_one_of_four_ranks_is_skipped_by_all_and_its_tensor_is_na
 
 
 def train_with_poisoned_gradient(parameter: int) -> dict[str, Any]:
-    training = Training()
-    if dist.get_rank() == 1:
-        poison_gradient(list(training.ddp.module.parameters())[parameter], at=(2, 5))
+    def spoil(model: nn.Module) -> None:
+        if dist.get_rank() == 1:
+            poison_gradient(list(model.parameters())[parameter], at=(2, 5))
+
+    training = Training(spoil=spoil)
     training.run(make_batches())
     return training.tell()
 

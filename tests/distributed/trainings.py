@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,8 +47,19 @@ def poison_input(batches: list[tuple[Tensor, Tensor]], at: int, *, on_rank: int 
 class Training:
     """A guarded training on one rank."""
 
-    def __init__(self, *, norm: bool = False, lr: float = 0.05, run_dir: Any = None, ddp: Any = None, **config: Any):
+    def __init__(
+        self,
+        *,
+        norm: bool = False,
+        lr: float = 0.05,
+        run_dir: Any = None,
+        ddp: Any = None,
+        spoil: Callable[[nn.Module], Any] | None = None,
+        **config: Any,
+    ) -> None:
         self.ddp = DistributedDataParallel(make_model(norm=norm), **(ddp or {}))
+        if spoil is not None:
+            spoil(self.ddp.module)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=lr)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
         settings = {"measure": MeasureConfig(scan_every=3), "snapshots": SnapshotConfig(good_after=2)} | config

@@ -31,7 +31,6 @@ from trainings import (
 )
 
 from steadygrad import Action, FixedNorm, GuardConfig, Severity
-from steadygrad.facts import ParameterScan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
@@ -111,13 +110,10 @@ def test_a_poisoned_sample_is_skipped_each_time_and_its_batch_named() -> None:
 
 RATES = {story.name: story for story in make_rate_stories()}
 # The weights' norms are what gives these two away; the others climb, or lie flat after the first steps.
-needs_norms = pytest.mark.skipif("norms" not in ParameterScan.__dataclass_fields__, reason="norms are not measured")
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=needs_norms) if n.endswith(("AdamW", "CNN")) else n for n in RATES]
-)
+@pytest.mark.parametrize("name", RATES)
 def test_a_learning_rate_30_times_too_high_is_found_at_the_start_and_lowered_there(name: str, clip: str) -> None:
     story = RATES[name]
     clean = run_clean(story, clipped=clip == "clipped")

@@ -15,8 +15,6 @@ from steadygrad.config.detect import StartThresholds
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Fact, Finding, ParameterScan
 
-needs_norms = pytest.mark.skipif("norms" not in ParameterScan.__dataclass_fields__, reason="norms are not measured")
-
 
 def find(losses: Sequence[float], norms: Sequence[float] = ()) -> list[Finding]:
     norms = norms or [1.0] * len(losses)
@@ -46,7 +44,6 @@ def weigh(
 # --- the weights run away --------------------------------------------------------------------------------------------
 
 
-@needs_norms
 def test_weights_that_run_far_while_the_gradient_grows_are_found_at_the_eighth_step() -> None:
     (said,) = weigh(3.6)
 
@@ -56,14 +53,12 @@ def test_weights_that_run_far_while_the_gradient_grows_are_found_at_the_eighth_s
     assert said.evidence["lr_factor"] == pytest.approx(0.1 / math.sqrt(3.6**2 - 1))
 
 
-@needs_norms
 def test_weights_that_run_less_far_are_found_when_little_was_learnt_since() -> None:
     (said,) = weigh(1.6, after=2.0)
     assert said.step == 27
     assert weigh(1.6, after=1.2) == []
 
 
-@needs_norms
 @pytest.mark.parametrize(
     "healthy",
     [
@@ -78,12 +73,10 @@ def test_weights_may_grow_where_that_does_no_harm(healthy: dict[str, Any]) -> No
     assert weigh(**healthy) == []
 
 
-@needs_norms
 def test_a_loss_that_rose_will_do_where_the_gradient_did_not_grow() -> None:
     assert [f.kind for f in weigh(3.6, loss=3.6, norm=1.0)] == ["rate_too_high"]
 
 
-@needs_norms
 def test_a_growth_beyond_measure_does_not_say_how_much_too_high() -> None:
     (said,) = weigh(1e6)
     assert "lr_factor" not in said.evidence

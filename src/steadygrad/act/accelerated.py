@@ -33,7 +33,9 @@ class Driven(Protocol):
     def num_microbatches(self) -> int: ...
     def flush(self) -> None: ...
     def step(self) -> Any: ...
-    def watch_forward(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]: ...
+    def watch_forward(
+        self, replay: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
+    ) -> contextlib.AbstractContextManager[None]: ...
     def watch_backward(self, loss: Tensor) -> None: ...
 
 
@@ -110,7 +112,7 @@ class AcceleratorDrive:
 
         def before(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             if module.training and torch.is_grad_enabled() and not inside:
-                watch = guard.watch_forward(*args, **kwargs)
+                watch = guard.watch_forward(None, *args, **kwargs)
                 watch.__enter__()
                 inside.append(watch)
 

@@ -28,6 +28,8 @@ class _Entry:
 
     module: nn.Module
     name: str
+    path: str
+    """Its name in the model."""
     copy: Tensor | None
     version: int
     moves: bool = False
@@ -68,11 +70,12 @@ class BufferKeeper:
     def __init__(self, model: nn.Module) -> None:
         self._entries: list[_Entry] = []
         seen: set[int] = set()
-        for module in model.modules():
+        for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    self._entries.append(_Entry(module, name, buffer.detach().clone(), _version(buffer)))
+                    path = f"{prefix}.{name}" if prefix else name
+                    self._entries.append(_Entry(module, name, path, buffer.detach().clone(), _version(buffer)))
         self._packs: list[_Pack] = []
         self._settled = False
 
@@ -100,6 +103,29 @@ class BufferKeeper:
             if live:
                 torch._foreach_copy_(views, live)
         self._note_versions()
+
+    @torch.no_grad()
+    def find_spoilt(self) -> dict[str, int]:
+        """Buffers that were finite before this forward and are not now, with the number of their bad elements.
+
+        A loop that hides a NaN from its loss (`nan_to_num`, a skip of its own) still runs it through BatchNorm. Reads
+        the buffers on the host: to be asked where the host decides anyway.
+        """
+        self._find_moved()
+        spoilt: dict[str, int] = {}
+        for pack in self._packs:
+            live, fresh = pack.live(pack.fresh_views)
+            if not live or not pack.saved.is_floating_point():
+                continue
+            torch._foreach_copy_(fresh, live)
+            if bool(pack.fresh.isfinite().all()):
+                continue
+            for entry in pack.entries:
+                now = entry.live
+                if now is not None and entry.copy is not None and bool(entry.copy.isfinite().all()):
+                    num_bad = int((~now.isfinite()).sum())
+                    spoilt |= {entry.path: num_bad} if num_bad else {}
+        return spoilt
 
     @torch.no_grad()
     def restore(self) -> None:

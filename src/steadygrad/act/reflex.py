@@ -19,6 +19,7 @@ from steadygrad.act.adam_lists import QuickLists, can_gather_quickly
 from steadygrad.clip import Clipper
 from steadygrad.clip.edit import scale_gradients, stored_values
 from steadygrad.measure import Measurement
+from steadygrad.measure.shards import is_dtensor
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
@@ -26,7 +27,9 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     groups = optimizer.param_groups
-    return all(group.get("fused") for group in groups) and all(p.is_cuda for g in groups for p in g["params"])
+    # Shards go through the host: the kernel's flag is one tensor here, and DTensors have no place for it.
+    fits = all(p.is_cuda and not is_dtensor(p) for g in groups for p in g["params"])
+    return fits and all(group.get("fused") for group in groups)
 
 
 class Reflex:

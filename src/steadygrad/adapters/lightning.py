@@ -8,8 +8,9 @@ of one `fit` only: the plugin's `optimizer_step` (the Guard measures, clips, ste
 # ruff: noqa: ARG002 - the arguments of a hook are Lightning's
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self._tie_optimizers(trainer)
         self._tie_schedulers(trainer, pl_module)
         if pl_module.automatic_optimization:
-            self._tie_forward(trainer)
+            self._tie_forward(trainer, pl_module)
 
     def _seat(self, trainer: Any, pl_module: Any, number: int, config: GuardConfig, *, alone: bool) -> _Seat:
         schedule, optimizer = HeldSchedule(), trainer.optimizers[number]
@@ -182,17 +183,21 @@ class GuardCallback(Callback):  # type: ignore[misc]
 
     def _begin(self, batch: Any) -> None:
         for guard in self.guards:
-            with guard.watch_forward(batch):
+            with guard.watch_forward(None, batch):
                 pass
 
-    def _tie_forward(self, trainer: Any) -> None:
-        """Automatic optimization: the Guard sees exactly the forward."""
+    def _tie_forward(self, trainer: Any, pl_module: Any) -> None:
+        """Automatic optimization: the Guard sees exactly the forward, and can replay it."""
         run_forward = trainer.strategy.training_step
         guard = self.guard
 
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            with guard.watch_forward(*args[:1]):
-                return run_forward(*args, **kwargs)
+        def training_step(batch: Any, *args: Any) -> Any:
+            def replay(batch: Any) -> Any:
+                with _muted(pl_module):
+                    return run_forward(batch, *args)
+
+            with guard.watch_forward(replay, batch):
+                return run_forward(batch, *args)
 
         self._patches.replace(trainer.strategy, "training_step", training_step)
 
@@ -269,3 +274,15 @@ class GuardCallback(Callback):  # type: ignore[misc]
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Kept until training starts: model and optimizers come first."""
         self._saved = list(state.get("guards", ()))
+
+
+@contextlib.contextmanager
+def _muted(pl_module: Any) -> Iterator[None]:
+    """Inside, what the module logs goes nowhere: a replay is no training step."""
+    patches = Patches()
+    for name in ("log", "log_dict"):
+        patches.replace(pl_module, name, lambda *_args, **_kwargs: None)
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -91,8 +91,8 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         def watched_compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not model.training:
                 return compute_loss(model, inputs, *args, **kwargs)
-            # A copy: some trainers take things out.
-            with guard.watch_forward(dict(inputs) if isinstance(inputs, Mapping) else inputs):
+            # A copy: some trainers take things out. Not to be replayed: they also count and gather in there.
+            with guard.watch_forward(None, dict(inputs) if isinstance(inputs, Mapping) else inputs):
                 result = self._let_errors_through(compute_loss, model, inputs, *args, **kwargs)
             self._add_to_window(result[0] if isinstance(result, tuple) else result)
             return result

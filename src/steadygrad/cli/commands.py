@@ -8,8 +8,12 @@ from steadygrad._version import __version__
 from steadygrad.cli.clean import clean
 from steadygrad.cli.console import Console
 from steadygrad.cli.diagnose import diagnose
+from steadygrad.cli.plot import plot
+from steadygrad.cli.report import report
 from steadygrad.cli.run import run
 from steadygrad.cli.scan import scan
+from steadygrad.cli.view import view
+from steadygrad.cli.watch import watch
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -73,3 +77,7 @@ steadygrad.add_command(scan)
 steadygrad.add_command(clean)
 steadygrad.add_command(diagnose)
 steadygrad.add_command(run)
+steadygrad.add_command(report)
+steadygrad.add_command(plot)
+steadygrad.add_command(watch)
+steadygrad.add_command(view)

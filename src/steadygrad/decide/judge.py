@@ -50,6 +50,8 @@ class Judge:
         if finding.severity is Severity.INFO or not self._policy.act:
             return reflex
         ladder = self._table.get(finding.kind, ())
+        if finding.kind == "nonfinite_buffer" and reading is not None and reading.spoilt_buffers:
+            return reflex  # they were put back with the step
         if finding.kind in ABOUT_STEPS:
             return self._answer_step(finding.step, ladder, reflex)
         return self._climb(ladder, reflex, f"{finding.kind} at step {finding.step}", _find_factor(finding))

@@ -16,6 +16,8 @@ def decide(finding: Finding, reading: Reading | None, on_nonfinite: Action) -> V
         if on_nonfinite is Action.SANITIZE and reading is not None and not reading.skipped:
             return Verdict(action=Action.SANITIZE, reason="on_nonfinite is SANITIZE")
         return Verdict(action=Action.SKIP, reason="a non-finite step must not reach a weight")
+    if finding.kind == "nonfinite_buffer" and reading is not None and reading.spoilt_buffers:
+        return Verdict(action=Action.SKIP, reason="the step was skipped, and the buffers put back")
     if finding.kind == "nonfinite_input" and reading is not None and reading.skipped:
         return Verdict(action=Action.SKIP, reason="the step that this batch made was skipped")
     if reading is not None and reading.clipped and finding.step == reading.step:

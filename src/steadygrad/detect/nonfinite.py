@@ -105,7 +105,7 @@ class NonfiniteBuffer(Remembering):
     """
 
     name = "nonfinite_buffer"
-    hears = (ParameterScan,)
+    hears = (ParameterScan, Reading)
     memory = ("_excused", "_known", "_seen")
 
     def __init__(self) -> None:
@@ -114,7 +114,9 @@ class NonfiniteBuffer(Remembering):
         self._seen = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error for each buffer that was finite and is no more."""
+        """An error for each buffer that was finite and is no more, or that a step would have left so."""
+        if isinstance(fact, Reading) and fact.spoilt_buffers:
+            yield _tell_spoilt(fact)
         if not isinstance(fact, ParameterScan):
             return
         bad = fact.nonfinite_buffers
@@ -133,3 +135,15 @@ class NonfiniteBuffer(Remembering):
                 "back to a checkpoint.",
                 evidence={"buffers": new[:SHOWN], "num_buffers": len(new)},
             )
+
+
+def _tell_spoilt(reading: Reading) -> Finding:
+    names = list(reading.spoilt_buffers)
+    return Finding(
+        kind=NonfiniteBuffer.name,
+        severity=Severity.ERROR,
+        step=reading.step,
+        message=f"this step's forward wrote NaN or Inf into {len(names)} buffers, though its loss is finite: {show(names)}",
+        advice="The batch is bad, or something hides a NaN from the loss (nan_to_num, where, a check of its own).",
+        evidence={"buffers": names[:SHOWN], "num_buffers": len(names)},
+    )

@@ -51,7 +51,7 @@ class RateTooHigh(Remembering):
         if self._told or len(self._losses) >= self._config.steps:
             return
         if isinstance(fact, ParameterScan):
-            self._weigh(getattr(fact, "norms", {}))
+            self._weigh(fact.norms)
         elif isinstance(fact, Reading) and fact.loss is not None:
             harm = self._find_ruin() if fact.is_nonfinite else self._find_harm(fact, fact.loss)
             if harm:

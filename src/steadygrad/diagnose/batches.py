@@ -23,7 +23,7 @@ MAX_DEPTH = 8
 def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """The first dimension that most tensors share; None when there is no such thing as a sample."""
     sizes: collections.Counter[int] = collections.Counter()
-    for tensor in _find_tensors([*args, *kwargs.values()], MAX_DEPTH):
+    for tensor in find_tensors([*args, *kwargs.values()], MAX_DEPTH):
         if tensor.dim():
             sizes[tensor.shape[0]] += 1
     if not sizes:
@@ -86,7 +86,7 @@ def _replace_fields(value: Any, indices: Sequence[int], size: int, depth: int) -
     return changed
 
 
-def _find_tensors(value: Any, depth: int) -> list[Tensor]:
+def find_tensors(value: Any, depth: int) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, nn.Module) or not depth:
@@ -99,4 +99,4 @@ def _find_tensors(value: Any, depth: int) -> list[Tensor]:
         items = [getattr(value, one.name) for one in dataclasses.fields(value)]
     else:
         return []
-    return [tensor for item in items for tensor in _find_tensors(item, depth - 1)]
+    return [tensor for item in items for tensor in find_tensors(item, depth - 1)]

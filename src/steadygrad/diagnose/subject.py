@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad.measure.inputs import _find_tensors
+from steadygrad.measure.inputs import find_tensors
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -74,4 +74,4 @@ def name_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[
     """Path inside the arguments -> tensor; modules among the arguments are left out."""
     given = [arg for arg in args if not isinstance(arg, nn.Module)]
     named = {key: value for key, value in kwargs.items() if not isinstance(value, nn.Module)}
-    return list(_find_tensors(given, named))
+    return list(find_tensors(given, named))

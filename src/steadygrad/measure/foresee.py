@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from steadygrad.config import AdaptiveUnitClip, ClipValue
+from steadygrad.config.clip import ClipStrategy
+from steadygrad.errors import UnsupportedError
 from steadygrad.facts import Finding, Severity
+from steadygrad.measure.shards import is_dtensor
 from steadygrad.measure.subjects import Subjects
 
 SHOWN = 5
@@ -42,6 +46,16 @@ def foresee(subjects: Subjects) -> list[Finding]:
             )
         )
     return findings
+
+
+def refuse_shards(subjects: Subjects, clip: ClipStrategy | None) -> None:
+    """Raise where gradients lie in shards and clipping would need them whole."""
+    sharded = [name for name, parameter in subjects.named if is_dtensor(parameter)]
+    if sharded and isinstance(clip, AdaptiveUnitClip | ClipValue):
+        raise UnsupportedError(
+            f"{type(clip).__name__} looks into single gradients, and that of {sharded[0]!r} lies in shards on several "
+            "ranks. Use FixedNorm, ZClip, AutoClip or AdaGC, which need norms only."
+        )
 
 
 def _find_underflowing_epsilon(optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -54,7 +54,7 @@ def scan_inputs(
     rows: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, bool]] = {}
     try:
-        for path, tensor in _find_tensors(args, kwargs or {}):
+        for path, tensor in find_tensors(args, kwargs or {}):
             if len(rows) == MAX_TENSORS:
                 break
             if path not in rows and is_readable(tensor):
@@ -65,7 +65,7 @@ def scan_inputs(
         return PendingScan(PendingRows(), {})
 
 
-def _find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     if len(args) == 1 and not kwargs:
         yield from _walk(args[0], "", MAX_DEPTH)
     else:

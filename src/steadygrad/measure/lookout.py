@@ -1,8 +1,9 @@
 """Lookout: what is looked at now and then, beside the gradients of every step.
 
 Every `MeasureConfig.scan_every` steps: the batch, the activations, the weights, Adam's ratio. On the first step: the
-graph. After a bad step: the batch and the weights that made it. Looks are queued without a wait and read when the step
-is judged. Reads only; a look that fails is a look that saw nothing.
+graph. Before the first step and after the eighth, and so again after a rollback: the weights. After a bad step: the
+batch and the weights that made it. Looks are queued without a wait and read when the step is judged. Reads only; a
+look that fails is a look that saw nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from steadygrad.measure.leading import PendingRms, measure_adam_rms
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
 from steadygrad.measure.subjects import Subjects
+
+FIRST_STEPS = 8
+"""Steps after which the weights are looked at for the first time: have they run away from where they began?"""
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class Lookout:
         self._graph: GraphWatch | None = GraphWatch(subjects) if self._every else None
         self._first: list[Fact] = []
         self._has_begun = False
+        self._num_since = 0  # optimizer steps since the weights were new
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
@@ -67,6 +72,7 @@ class Lookout:
         """Before the first step: are the weights good that we are given?"""
         if not self._has_begun:
             self._has_begun = True
+            self._num_since = 0
             if self._every:
                 scan = self._weights.scan(-1)
                 self._first.append(scan)
@@ -94,8 +100,11 @@ class Lookout:
 
     def after_optimizer(self, step: int, looks: Looks) -> None:
         """While the gradients are still there."""
-        if self._is_due(step):
+        self._num_since += 1
+        due = self._is_due(step)
+        if due:
             looks.rms = measure_adam_rms(self._subjects.optimizers, self._subjects.named)
+        if due or (self._every and self._num_since == FIRST_STEPS):
             looks.weights = self._weights.begin()
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
@@ -118,5 +127,6 @@ class Lookout:
         return facts
 
     def forget(self) -> None:
-        """The weights were replaced."""
+        """The weights were replaced: look at them again before the next step."""
         self._weights.forget()
+        self._has_begun = False

@@ -84,12 +84,20 @@ class Ranks:
 
     @torch.no_grad()
     def start(self, losses: Sequence[Tensor]) -> None:
-        """Before backward: where DDP is about to make the gradients equal, the losses so far travel beside them."""
+        """Before a backward: where DDP is about to make the gradients equal, the losses so far travel beside them."""
         if self.ddp is None or not self.many:
             return
         self._drop()
         if self.ddp.require_backward_grad_sync and not self.is_joining:
             self._send(self._fill(_add(losses)))
+
+    def check_synchronised(self) -> None:
+        """Raise where DDP is told not to make the gradients of this backward equal."""
+        if self.many and self.ddp is not None and not self.ddp.require_backward_grad_sync:
+            raise UsageError(
+                "drop_bad_microbatches cannot work under no_sync(): each rank has gradients of its own there, and would "
+                "drop others than the rest. Leave out no_sync(), or switch drop_bad_microbatches off."
+            )
 
     @torch.no_grad()
     def finish_backward(self, losses: Sequence[Tensor]) -> None:
@@ -159,7 +167,7 @@ class Ranks:
         parts[:, 0].square_()
         parts.index_copy_(0, rows, parts[rows] * weights[:, None])
         numbers = torch.cat([self._fill(loss), parts[:, SUMMED].to(self._device).flatten()])
-        largest = full[:, 1].to(self._device)
+        largest = full[:, 1].clone().to(self._device)
         works = [
             dist.all_reduce(numbers, group=self._group, async_op=True),
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True),

@@ -19,7 +19,7 @@ from steadygrad.measure.shards import take_local
 from steadygrad.measure.subjects import Subjects
 from steadygrad.measure.transfer import Transfer
 
-PARAMETER, BUFFER = "parameter:", "buffer:"
+PARAMETER, BUFFER, NORM = "parameter:", "buffer:", "norm:"
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 """Knuth's multiplicative hash, 2^64 / the golden ratio, as a signed number."""
@@ -42,6 +42,7 @@ class PendingParameterScan:
             nonfinite_buffers={name: int(row[0]) for name, row in buffers.items() if row[0]},
             unchanged=tuple(name for name, moved in changed.items() if not moved and name in pushed),
             num_changed=sum(changed.values()),
+            norms={name: row[0] for name, row in _select(rows, NORM).items()},
         )
 
 
@@ -57,6 +58,10 @@ class ParameterWatch:
         groups = [group for optimizer in subjects.optimizers for group in optimizer.param_groups]
         of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self._groups = {name: of[id(p)] for name, p in subjects.named}
+        # RMSprop has no bias correction: its first steps are ten times what its rate says, and how far they move the
+        # weights tells nothing.
+        odd = {id(p) for o in subjects.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
+        self._weighed = {name for name, p in subjects.named if id(p) not in odd}
         self._hashes: dict[str, Tensor] = {}
         self._still = set(self._groups)  # parameters that nothing has pushed since the scan before
         self._pushed: dict[str, int] = {}  # those that something has, and the step that did
@@ -99,6 +104,9 @@ class ParameterWatch:
     @torch.no_grad()
     def _look_at_all(self) -> dict[str, Tensor]:
         rows = {PARAMETER + name: self._look(name, tensor) for name, tensor in self._parameters()}
+        for name, tensor in self._parameters():
+            if name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and tensor.numel():
+                rows[NORM + name] = _measure_norm(tensor).reshape(1)
         for name, tensor in self._model.named_buffers():
             tensor = take_local(tensor)
             if is_readable(tensor):
@@ -117,6 +125,8 @@ class ParameterWatch:
         """On many ranks of each number the largest: what one of them sees, in its copy or its part, all must know."""
         if not self._ranks.many or not rows:
             return rows
+        if self._ranks.is_joining:  # not all would answer, and what one sees alone none may act on
+            return {}
         device = next(iter(rows.values())).device
         packed = self._ranks.find_largest(torch.cat([row.to(device) for row in rows.values()]))
         parts = packed.split([row.numel() for row in rows.values()])
@@ -146,6 +156,16 @@ def _count_nonfinite(tensor: Tensor) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     return torch.stack([(~_plain(piece).isfinite()).sum() for piece in split_flat(tensor)]).sum().double()
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _measure_norm(tensor: Tensor) -> Tensor:
+    """In float32 at least: the norm of many half-precision elements does not fit their own range."""
+    pieces = [piece.float() if piece.element_size() < 4 else piece for piece in split_flat(tensor)]
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece).double() for piece in pieces]))
 
 
 def _plain(piece: Tensor) -> Tensor:

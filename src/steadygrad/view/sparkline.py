@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -25,4 +26,4 @@ def squeeze(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [i * len(values) // width for i in range(width + 1)]
-    return [max(values[first:last]) for first, last in zip(edges, edges[1:])]
+    return [max(values[first:last]) for first, last in pairwise(edges)]

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.adapters.scripts.calls import hear_calls
-from steadygrad.adapters.scripts.children import GuardedEntry
 from steadygrad.adapters.scripts.closures import step_with_closure
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import list_parts
@@ -258,6 +257,24 @@ class Session:
         logger.debug("in full:", exc_info=error)
         if isinstance(owner, Watch):
             vars(owner.optimizer)[KEY] = None
+
+
+class GuardedEntry:
+    """What a process calls that the script has started with `torch.multiprocessing.spawn`: its function, in a Session.
+
+    Such a process begins as a fresh interpreter. Workers of a DataLoader are started in another way.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        self._function, self._options = function, options
+
+    def __call__(self, number: int, *args: Any) -> Any:
+        session = Session(self._options, rank=number)
+        session.begin()
+        try:
+            return self._function(number, *args)
+        finally:
+            session.close()  # such processes leave without running exit handlers
 
 
 class _Listener:

@@ -50,6 +50,7 @@ def make_head(title: str) -> list[Html]:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
+        tag("link", rel="icon", href="data:,"),
     ]
 
 

@@ -1,0 +1,40 @@
+"""`steadygrad report`: runs in, one HTML file out that opens offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from steadygrad.cli.console import Console
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the report is written.  [default: report.html in the first run's folder]",
+)
+def report(runs: tuple[Path, ...], output: Path | None) -> None:
+    """Write a report of one run, or a comparison of several, as one HTML file.
+
+    It holds everything it needs: the charts, the incidents with their causes, the configuration. It opens without a
+    network, and fetches nothing. Exit code 0: it is written; 2: it is not.
+
+    \b
+    Example:
+      steadygrad report runs/first -o report.html
+      steadygrad report runs/first runs/second -o compared.html
+    """
+    from steadygrad.view.headline import judge_run
+    from steadygrad.view.render.report import write_report
+
+    target = output or (runs[0] if runs[0].is_dir() else runs[0].parent) / "report.html"
+    console = Console()
+    for run in write_report(runs, target):
+        headline = judge_run(run)
+        console.say(f"{run.name}: {headline.word}. {headline.text}")
+    console.say(f"Written: {target} ({target.stat().st_size / 1e6:.1f} MB)", "green")

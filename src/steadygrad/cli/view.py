@@ -1,0 +1,33 @@
+"""`steadygrad view`: a folder of runs as a page on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from steadygrad.cli.console import Console
+
+
+@click.command()
+@click.argument("runs_dir", default="runs", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Any other address needs the token it prints.")
+@click.option("--port", default=8765, show_default=True, type=click.IntRange(0, 65535), help="0: any that is free.")
+def view(runs_dir: Path, host: str, port: int) -> None:
+    """Serve a page that lists the runs in RUNS_DIR and follows them live.
+
+    It listens on this machine only, shows and never writes, and reads nothing outside of RUNS_DIR. Ctrl-C ends it.
+
+    \b
+    Example:
+      steadygrad view runs
+    """
+    from steadygrad.view.serve.listen import PageServer
+
+    server = PageServer(runs_dir, host=host, port=port)
+    console = Console()
+    console.say(f"Open {server.link}", "bold")
+    if server.token is not None:
+        console.say("Whoever has this address sees the runs. The connection is not encrypted.", "yellow")
+    console.say("Ctrl-C ends it.", "dim")
+    server.run()

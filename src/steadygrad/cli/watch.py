@@ -1,0 +1,24 @@
+"""`steadygrad watch`: a run, live, in this terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Print one screen and end; so it does anyway where there is no terminal.")
+def watch(run: Path, once: bool) -> None:
+    """Follow a run on the full screen: loss, norm, largest gradients, incidents. q quits.
+
+    It only reads the run directory, from any terminal, while the run goes on or long after.
+
+    \b
+    Example:
+      steadygrad watch runs/first
+    """
+    from steadygrad.view.watch import watch_run
+
+    watch_run(run, once=once)

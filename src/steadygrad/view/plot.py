@@ -1,0 +1,152 @@
+"""A run, or a bare log of JSON lines -> one picture, PNG, SVG or PDF, with matplotlib. Drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from steadygrad.errors import UsageError
+from steadygrad.view.extras import import_extra
+from steadygrad.view.read.layer_map import LayerMap
+from steadygrad.view.read.run import RunReader, open_run
+from steadygrad.view.render.charts import MARKS
+
+FORMATS = ("png", "svg", "pdf")
+MARK_COLORS = {"rollback": "#8b2fc9", "scale_lr": "#2563c9", "halt": "#c8242f", "scale_weight_decay": "#0b8a7d"}
+
+
+def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
+    """Draw the parts named in `what`, one below the other, and write the picture."""
+    target = Path(target)
+    unknown = [name for name in what if name not in PANELS]
+    if unknown or not what:
+        raise UsageError(
+            f"There is nothing to plot called {', '.join(unknown) or '(nothing)'}. Use: {','.join(PANELS)}."
+        )
+    if target.suffix.lower().lstrip(".") not in FORMATS:
+        raise UsageError(f"{target} has no ending that says what to write. Use one of: .{', .'.join(FORMATS)}.")
+    figure_class = import_extra("matplotlib.figure", purpose="a plot").Figure
+    run = open_run(path).read_all()
+    heights = [4.2 if name in ("layers", "ratios") else 2.9 for name in what]
+    figure = figure_class(figsize=(10, sum(heights) + 0.4), layout="constrained")
+    axes = figure.subplots(len(what), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for name, axis in zip(what, axes):
+        PANELS[name](run, axis)
+        axis.set_xlabel("step")
+    figure.suptitle(_spell(run.name), fontsize=11)
+    figure.savefig(target, dpi=150)
+    return target
+
+
+def _plot_loss(run: RunReader, axis: Any) -> None:
+    steps, losses = run.steps.curves["loss"].points()
+    _need(steps, "a loss", run)
+    axis.plot(steps, losses, color="#2563c9", linewidth=0.9)
+    axis.set_ylabel("loss")
+    if min(losses) > 0 and max(losses) / min(losses) > 100:
+        axis.set_yscale("log")
+    _mark(run, axis)
+
+
+def _plot_norm(run: RunReader, axis: Any) -> None:
+    steps, norms = run.steps.curves["grad_norm"].points()
+    _need(steps, "a gradient norm", run)
+    axis.plot(steps, norms, color="#2563c9", linewidth=0.9, label="norm")
+    clipped_steps, clipped = run.steps.curves["applied_norm"].points()
+    if clipped_steps:
+        axis.plot(clipped_steps, clipped, ".", color="#c2570c", markersize=2, label="after clipping")
+    if run.clip_threshold is not None:
+        axis.axhline(run.clip_threshold, color="#c8242f", linewidth=0.9, linestyle="--", label="clip threshold")
+    axis.set_ylabel("gradient norm")
+    if max(norms) > 0:
+        axis.set_yscale("log")
+    _mark(run, axis)
+    axis.legend(fontsize=7, loc="upper right", framealpha=0.7)
+
+
+def _plot_rate(run: RunReader, axis: Any) -> None:
+    steps, rates = run.steps.curves["learning_rate"].points()
+    _need(steps, "a learning rate", run)
+    axis.plot(steps, rates, color="#0b8a7d", linewidth=1.1, drawstyle="steps-post")
+    axis.set_ylabel("learning rate")
+    _mark(run, axis)
+
+
+def _plot_share(run: RunReader, axis: Any) -> None:
+    steps, shares = run.steps.clipped.points()
+    _need(steps, "a step", run)
+    axis.fill_between(steps, shares, step="mid", color="#2563c9", alpha=0.5, label="clipped")
+    axis.fill_between(steps, run.steps.skipped.points()[1], step="mid", color="#c2570c", alpha=0.8, label="skipped")
+    axis.set_ylabel("share of steps")
+    axis.set_ylim(0, 1)
+    axis.legend(fontsize=7)
+
+
+def _plot_layers(run: RunReader, axis: Any) -> None:
+    _need(run.norms.names, "norms by parameter (layers.jsonl)", run)
+    _plot_cells(run.norms, axis, "log10 of the gradient norm", None)
+
+
+def _plot_ratios(run: RunReader, axis: Any) -> None:
+    _need(run.ratios.names, "update ratios (MeasureConfig.parameters_every records them)", run)
+    _plot_cells(run.ratios, axis, "log10 of update / weight", -3.0)
+
+
+def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) -> None:
+    """Rows are parameters, the first on top; what was not finite is purple."""
+    numpy = import_extra("numpy", purpose="a plot")
+    rows = table.rows()
+    cells = numpy.array([[numpy.inf if z is None else z for z in row] for row in rows.values()], dtype=float)
+    bad, empty = numpy.isnan(cells), numpy.isinf(cells)
+    known = cells[~bad & ~empty]
+    centre = middle if middle is not None else float(numpy.median(known)) if known.size else 0.0
+    shown = numpy.where(bad | empty, numpy.nan, cells)
+    edges = [*table.steps, table.steps[-1] + max(1, table.steps[-1] - table.steps[-2] if len(table.steps) > 1 else 1)]
+    mesh = axis.pcolormesh(edges, range(len(rows) + 1), shown, cmap="coolwarm", vmin=centre - 4, vmax=centre + 4)
+    places = numpy.argwhere(bad)
+    if len(places):
+        axis.plot([edges[c] for _, c in places], [r + 0.5 for r, _ in places], "s", color="#8b2fc9", markersize=3)
+    every = -(-len(rows) // 30)
+    names = list(rows)
+    axis.set_yticks([i + 0.5 for i in range(0, len(names), every)], [_spell(n) for n in names[::every]], fontsize=6)
+    axis.invert_yaxis()
+    axis.figure.colorbar(mesh, ax=axis, label=label, pad=0.01)
+
+
+PANELS: dict[str, Callable[[RunReader, Any], None]] = {
+    "loss": _plot_loss,
+    "norm": _plot_norm,
+    "rate": _plot_rate,
+    "share": _plot_share,
+    "layers": _plot_layers,
+    "ratios": _plot_ratios,
+}
+"""What can be drawn."""
+
+
+def _mark(run: RunReader, axis: Any) -> None:
+    """Where steps were bad, ticks at the bottom; where something was done, lines."""
+    for share, color in ((run.steps.nonfinite, "#c8242f"), (run.steps.skips, "#c2570c")):
+        steps = [step for step, _ in share.hits()]
+        axis.plot(steps, [0.02] * len(steps), "|", color=color, transform=axis.get_xaxis_transform(), markersize=7)
+    for action, color in MARK_COLORS.items():
+        marks = run.incidents.marks.get(action)
+        for i, (step, _) in enumerate(marks.hits()[:60] if marks is not None else ()):
+            label = MARKS[action] if i == 0 else None
+            axis.axvline(step, color=color, linewidth=0.8, linestyle=":", label=label)
+    axis.grid(alpha=0.25, linewidth=0.5)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7, loc="upper right", framealpha=0.7)
+
+
+def _need(values: Sequence[Any], what: str, run: RunReader) -> None:
+    if not values:
+        raise UsageError(
+            f"{run.path} holds no {what.removeprefix('a ')}, so it cannot be plotted. Leave it out of --what."
+        )
+
+
+def _spell(text: str) -> str:
+    """A name as it is: matplotlib reads $...$ as mathematics."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,167 @@
+"""A run -> a full-screen view in another terminal: loss and norm, worst layers, incidents. It reads, and nothing else.
+
+On a terminal it follows the run until q or Ctrl-C; elsewhere, or when told to look once, it prints one screen. The run
+is never touched, so any number of people may watch it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steadygrad.view.headline import Tone, judge_run, list_numbers
+from steadygrad.view.read.incident_log import find_action, find_step, look
+from steadygrad.view.read.run import RunReader, open_run
+from steadygrad.view.sparkline import draw_bars
+from steadygrad.view.words import make_printable, spell_duration, spell_number
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+PAUSE_SECONDS = 0.5
+SLICE_SECONDS = 0.4
+STYLES = {Tone.GOOD: "green", Tone.WARNING: "yellow", Tone.BAD: "bold red", Tone.EMPTY: "dim"}
+SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
+
+
+def watch_run(path: str | Path, *, once: bool = False, console: Console | None = None) -> None:
+    """Show a run until somebody presses q; print it once where there is no terminal."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = console or Console()
+    run = open_run(path)
+    if once or not console.is_terminal:
+        run.read_all()
+        console.print(draw_screen(run, console.width, 40))
+        return
+    with _read_keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            run.update(budget_seconds=SLICE_SECONDS)
+            live.update(draw_screen(run, console.width, console.height), refresh=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                if pressed(PAUSE_SECONDS if run.progress >= 1 else 0.0) not in ("q", "\x03", "\x04"):
+                    continue
+            return
+
+
+def draw_screen(run: RunReader, width: int, height: int) -> RenderableType:
+    """The whole screen, as large as the terminal is."""
+    from rich.console import Group
+
+    inner = max(20, width - 4)
+    bars = max(2, (height - 20) // 3)
+    return Group(
+        _draw_head(run),
+        _draw_curve(run, "loss", inner, bars, log=False),
+        _draw_curve(run, "grad_norm", inner, bars, log=True),
+        _draw_tables(run, wide=width >= 90, rows=max(3, height - 15 - 2 * bars)),
+    )
+
+
+def _draw_head(run: RunReader) -> RenderableType:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    headline = judge_run(run)
+    text = Text.assemble((f"{headline.word}. ", STYLES[headline.tone]), make_printable(headline.text))
+    numbers = list_numbers(run)
+    text.append("\n")
+    for name, value in numbers.items():
+        text.append(f"{name} ", style="dim")
+        text.append(f"{value}   ")
+    rate = run.steps.last.get("learning_rate")
+    text.append("lr ", style="dim")
+    text.append(spell_number(rate))
+    reading = "" if run.progress >= 1 else f", reading {run.progress:.0%}"
+    foot = f"written {spell_duration(run.written, time.time())}{reading} · q quits"
+    return Panel(text, title=make_printable(run.name), title_align="left", subtitle=foot, subtitle_align="right")
+
+
+def _draw_curve(run: RunReader, name: str, width: int, height: int, *, log: bool) -> RenderableType:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    spans = run.steps.curves[name].spans()
+    label = "loss" if name == "loss" else "gradient norm, logarithmic"
+    last = run.steps.last.get(name)
+    title = f"{label}   now {spell_number(last)}"
+    if spans:
+        title += f"   {spell_number(min(low for low, _ in spans))} to {spell_number(max(high for _, high in spans))}"
+    rows = draw_bars([high for _, high in spans], width, height, log=log) or ["nothing yet"]
+    style = "blue" if name == "loss" else "magenta"
+    return Panel(Text("\n".join(rows), style=style, no_wrap=True), title=title, title_align="left")
+
+
+def _draw_tables(run: RunReader, *, wide: bool, rows: int) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+
+    layers, incidents = _draw_layers(run, rows), _draw_incidents(run, rows)
+    if not wide:
+        return Group(incidents, layers)
+    side_by_side = Table.grid(expand=True)
+    side_by_side.add_column(ratio=2)
+    side_by_side.add_column(ratio=3)
+    side_by_side.add_row(layers, incidents)
+    return side_by_side
+
+
+def _draw_layers(run: RunReader, rows: int) -> RenderableType:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for name, exponent in run.norms.worst(rows):
+        bad = exponent == float("inf")
+        text.append("   NaN/Inf" if bad else f"{10**exponent:10.3g}", style="bold red" if bad else "magenta")
+        text.append(f"  {make_printable(name)}\n")
+    return Panel(text or Text("not recorded yet", style="dim"), title="largest gradients", title_align="left")
+
+
+def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for incident in reversed(run.incidents.shown()[-rows:]):
+        severity = str(look(incident, "finding", "severity") or "")
+        kind, message = look(incident, "finding", "kind"), look(incident, "finding", "message")
+        text.append(f"{find_step(incident):>8}  ", style="dim")
+        text.append(make_printable(str(kind)), style=SEVERITY_STYLES.get(severity, ""))
+        text.append(f" {make_printable(str(message))}")
+        text.append(f"  {make_printable(find_action(incident))}\n", style="green")
+    title = f"incidents: {run.incidents.count:,}"
+    return Panel(text or Text("none", style="green"), title=title, title_align="left")
+
+
+@contextlib.contextmanager
+def _read_keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits so long for a key and gives it, '' when none came; the terminal is put back at the end."""
+    try:
+        import select
+        import termios
+        import tty
+
+        number = sys.stdin.fileno()
+        before: list[Any] = termios.tcgetattr(number)
+    except (ImportError, OSError, ValueError):  # no POSIX terminal: Ctrl-C is left
+        yield _wait
+        return
+    tty.setcbreak(number)
+    try:
+        yield (
+            lambda seconds: os.read(number, 1).decode("latin-1") if select.select([number], [], [], seconds)[0] else ""
+        )
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _wait(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

@@ -1,0 +1,227 @@
+"""FSDP2 and tensor parallelism: numbers from shards are those of the unsharded model, and all ranks act on them alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trainings import assert_same, make_batches, mask_labels
+
+from steadygrad import AdaptiveUnitClip, Guard, GuardConfig, UnsupportedError, ZClip
+from steadygrad.config import FixedNorm, MeasureConfig, Policy, SnapshotConfig
+from steadygrad.measure.shards import take_local
+from steadygrad.testing.ranks import run_ranks
+
+NUM_STEPS = 6
+
+
+def make_model() -> nn.Sequential:
+    """Sizes that no number of ranks divides."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 15), nn.Tanh(), nn.Linear(15, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def shard(model: nn.Sequential, layout: str) -> nn.Sequential:
+    """1-D: all ranks share; 2-D: two copies of two shards, or shards of tensor-parallel parts."""
+    num = dist.get_world_size()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if layout == "bf16" else None
+    settings: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
+    if layout in ("1d", "bf16"):
+        mesh = init_device_mesh("cpu", (num,))
+    elif layout == "copies":
+        mesh = init_device_mesh("cpu", (2, num // 2), mesh_dim_names=("copies", "shards"))
+    else:
+        whole = init_device_mesh("cpu", (num // 2, 2), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, whole["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        mesh = whole["data"]
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def data_rank(layout: str) -> int:
+    """Ranks that hold parts of one copy see the same batch."""
+    return dist.get_rank() // 2 if layout == "tensor" else dist.get_rank()
+
+
+def make_own_batches(layout: str, count: int = NUM_STEPS) -> list[tuple[Tensor, Tensor]]:
+    return make_batches(count, rank=data_rank(layout))
+
+
+def gather(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+
+
+def train_sharded(layout: str, max_norm: float) -> dict[str, Any]:
+    model = shard(make_model(), layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    guard = Guard(model, optimizer, config=GuardConfig(clip=FixedNorm(max_norm=max_norm)))
+    readings = []
+    for x, y in make_own_batches(layout):
+        guard.step(lambda x, y: nn.functional.cross_entropy(model(x).float(), y), x, y)
+        readings.append(guard._judgement.last_reading)
+    return {
+        "weights": gather(model),
+        "norms": [dict(r.gradients.norms) for r in readings],
+        "largest": [{n: s.max_abs for n, s in r.gradients.items()} for r in readings],
+        "numel": {n: s.numel for n, s in readings[0].gradients.items()},
+        "global": [(r.loss, r.grad_norm, r.clip_coefficient) for r in readings],
+    }
+
+
+def train_whole(num_batches_a_step: int, max_norm: float, *, autocast: bool = False) -> dict[str, Any]:
+    """The unsharded model on all ranks' batches, with stock clipping."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    told: dict[str, Any] = {"norms": [], "largest": [], "global": []}
+    for batches in zip(*[make_batches(NUM_STEPS, rank=rank) for rank in range(num_batches_a_step)]):
+        loss = torch.stack([nn.functional.cross_entropy(model(x), y) for x, y in batches]).mean()
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        told["norms"].append({name: g.norm().item() for name, g in grads.items()})
+        told["largest"].append({name: g.abs().max().item() for name, g in grads.items()})
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
+        told["global"].append((loss.item(), norm, min(1.0, max_norm / (norm + 1e-6))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**told, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("1d", 2), ("1d", 3), ("copies", 4), ("tensor", 4)])
+def test_norms_of_shards_are_those_of_the_whole_model_and_training_equals_it(layout: str, num_ranks: int) -> None:
+    results = run_ranks(train_sharded, num_ranks, layout, 0.3)
+    whole = train_whole(num_ranks // 2 if layout == "tensor" else num_ranks, 0.3)
+    for result in results:
+        assert_same(results[0]["weights"], result["weights"])
+        assert result["global"] == results[0]["global"], "the Reading is the same on every rank"
+    # float32 sums in another order; six steps of Adam amplify that a little.
+    torch.testing.assert_close(results[0]["global"], whole["global"], rtol=2e-4, atol=1e-6)
+    for what in ("norms", "largest"):
+        for step, (one, other) in enumerate(zip(results[0][what], whole[what])):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=lambda m, s=step: f"step {s}: {m}")
+    torch.testing.assert_close(results[0]["weights"], whole["weights"], rtol=1e-3, atol=1e-4)
+    assert results[0]["numel"]["0.weight"] == 90
+    assert any(coefficient < 1 for _, _, coefficient in results[0]["global"])
+
+
+def test_mixed_precision_gives_norms_close_to_those_of_the_whole_model() -> None:
+    results = run_ranks(train_sharded, 2, "bf16", 0.3)
+    whole = train_whole(2, 0.3)
+    assert_same(results[0]["weights"], results[1]["weights"])
+    # bfloat16 keeps 8 bits: single gradients are a few hundredths off, their norm less.
+    torch.testing.assert_close(results[0]["global"][0], whole["global"][0], rtol=3e-2, atol=3e-2)
+
+
+def train_and_spoil(layout: str, clip: Any) -> dict[str, Any]:
+    model = shard(make_model(), layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    policy = Policy(nonfinite_steps_to_scale_lr=2, nonfinite_steps_to_rollback=3)
+    config = GuardConfig(
+        clip=clip, policy=policy, measure=MeasureConfig(scan_every=4), snapshots=SnapshotConfig(good_after=2)
+    )
+    guard = Guard(model, optimizer, config=config)
+    before: dict[str, Tensor] = {}
+    batches = make_own_batches(layout, 24)
+    for step in (5, 11, 12, 13):
+        mask_labels(batches, step)
+    untouched = False
+    for step, (x, y) in enumerate(batches):
+        if step == 5:
+            before = {n: take_local(p).clone() for n, p in model.named_parameters()}
+        guard.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+        if step == 5:
+            untouched = all(torch.equal(take_local(p), before[n]) for n, p in model.named_parameters())
+    return {
+        "weights": gather(model),
+        "untouched": untouched,
+        "stats": guard.stats(),
+        "health": guard.health(),
+        "messages": [i.finding.message for i in guard.incidents if i.finding.kind == "nonfinite_loss"],
+    }
+
+
+@pytest.mark.parametrize("layout", ["1d", "copies"])
+def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all_shards(layout: str) -> None:
+    results = run_ranks(train_and_spoil, 2 if layout == "1d" else 4, layout, ZClip(warmup=3))
+    for result in results:
+        assert_same(results[0]["weights"], result["weights"])
+        assert result["untouched"]
+        assert result["stats"]["num_rollbacks"] == 1
+        assert result["health"]["overall_healthy"]
+        assert all("it began on rank 1" in message for message in result["messages"])
+        assert len(result["messages"]) == 4
+
+
+def train_with_a_bad_shard() -> dict[str, Any]:
+    """A weight turns NaN in the shard of one rank, as a bad memory cell does."""
+    model = shard(make_model(), "1d")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    config = GuardConfig(measure=MeasureConfig(scan_every=4), snapshots=SnapshotConfig(good_after=2))
+    guard = Guard(model, optimizer, config=config)
+    for step, (x, y) in enumerate(make_own_batches("1d", 24)):
+        if step == 16 and dist.get_rank() == 1:
+            take_local(model[4].weight).data[0] = math.nan
+        guard.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    kinds = [i.finding.kind for i in guard.incidents]
+    return {"weights": gather(model), "kinds": kinds, "rollbacks": guard.stats()["num_rollbacks"]}
+
+
+def test_a_weight_that_turns_nan_in_one_shard_is_found_by_all_and_rolled_back() -> None:
+    results = run_ranks(train_with_a_bad_shard, 2)
+    assert results[0]["kinds"] == results[1]["kinds"]
+    assert "nonfinite_parameter" in results[0]["kinds"]
+    assert results[0]["rollbacks"] == results[1]["rollbacks"] == 1
+    assert_same(results[0]["weights"], results[1]["weights"])
+    assert all(value.isfinite().all() for value in results[0]["weights"].values())
+
+
+def make_refused() -> list[str]:
+    told = []
+    model = shard(make_model(), "1d")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    try:
+        Guard(model, optimizer, config=GuardConfig(clip=AdaptiveUnitClip()))
+    except UnsupportedError as error:
+        told.append(str(error))
+    return told
+
+
+def test_a_strategy_that_needs_whole_rows_is_refused_by_name_before_the_first_step() -> None:
+    for told in run_ranks(make_refused, 2):
+        assert "AdaptiveUnitClip" in told[0]
+        assert "shards" in told[0]
+
+
+def roll_back_after_evaluation() -> dict[str, Any]:
+    """A forward without backward leaves FSDP2 with gathered weights, which a rollback must not leave behind."""
+    model = shard(make_model(), "1d")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    policy = Policy(actions={"nonfinite_validation": "rollback"})
+    guard = Guard(model, optimizer, config=GuardConfig(policy=policy, snapshots=SnapshotConfig(good_after=1)))
+    batches = make_own_batches("1d", 8)
+    for x, y in batches[:6]:
+        guard.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    with torch.no_grad():
+        model(batches[6][0])
+    guard.validate(math.nan)
+    rolled_back = guard.stats()["num_rollbacks"]
+    with torch.no_grad():
+        seen = model(batches[7][0])
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    with torch.no_grad():
+        truth = model(batches[7][0])
+    return {"rolled_back": rolled_back, "same": torch.equal(seen, truth)}
+
+
+def test_a_rollback_after_an_evaluation_leaves_no_gathered_weights_behind() -> None:
+    for result in run_ranks(roll_back_after_evaluation, 2):
+        assert result == {"rolled_back": 1, "same": True}

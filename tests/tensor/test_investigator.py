@@ -1,0 +1,193 @@
+"""What Guard does about a bad step beyond skipping it: it replays it, names the cause, keeps the batch; and no more."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad import DiagnoseConfig, Guard, GuardConfig, Policy
+from steadygrad.diagnose.quarantine import load_batch
+
+
+class Net(nn.Module):
+    """Divides by a row's spread, which a constant row does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = x.var(1, keepdim=True).sqrt()
+        return self.head(self.drop(self.norm(self.inner(x)))) / spread  # culprit
+
+
+CULPRIT = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# culprit"))
+
+
+def make(run_dir: Path | None = None, **settings: Any) -> tuple[Net, Guard]:
+    torch.manual_seed(0)
+    model = Net()
+    config = GuardConfig(diagnose=DiagnoseConfig(**settings), policy=Policy.patient())
+    return model, Guard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config=config, run_dir=run_dir)
+
+
+def batch(*, bad: bool) -> Tensor:
+    x = torch.randn(8, 4)
+    if bad:
+        x[5] = 1.0
+    return x
+
+
+def loss_of(model: nn.Module) -> Any:
+    return lambda x: model(x).square().mean()
+
+
+def causes(guard: Guard) -> list[int]:
+    return sorted({incident.step for incident in guard.incidents if incident.cause is not None})
+
+
+def test_the_incident_names_op_line_module_and_sample() -> None:
+    model, guard = make()
+    for i in range(4):
+        guard.step(loss_of(model), batch(bad=i == 2))
+
+    cause = guard.incidents[0].cause
+    assert cause is not None
+    assert cause.step == 2
+    assert (cause.op, cause.module, cause.line, cause.samples) == ("aten.div", "", CULPRIT, (5,))
+
+
+def test_a_replay_leaves_the_training_as_if_it_had_not_been() -> None:
+    weights = []
+    for enabled in (True, False):
+        model, guard = make(enabled=enabled)
+        for i in range(6):
+            guard.step(loss_of(model), batch(bad=i in (1, 4)))
+        assert bool(causes(guard)) == enabled
+        weights.append([t.clone() for t in model.state_dict().values()])
+
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
+def test_a_loss_alone_leads_to_the_models_forward() -> None:
+    model, guard = make()
+    guard.step(model(batch(bad=True)).square().mean())
+
+    cause = guard.incidents[0].cause
+    assert cause is not None
+    assert (cause.op, cause.line) == ("aten.div", CULPRIT)
+    assert "give guard.step the function" in cause.note
+
+
+def test_the_bad_microbatch_is_the_one_that_is_told_and_kept(tmp_path: Path) -> None:
+    model, guard = make(tmp_path)
+    given = [batch(bad=i == 1) for i in range(3)]
+    for x in given:
+        guard.backward(loss_of(model), x)
+    guard.step()
+
+    cause = guard.incidents[0].cause
+    assert cause is not None
+    assert "microbatch 1 of 3" in cause.note
+    assert cause.batch is not None
+    assert torch.equal(load_batch(tmp_path / cause.batch).args[0], given[1])
+
+
+def test_a_run_that_is_always_bad_is_replayed_seldom() -> None:
+    model, guard = make(first=2, cooldown=10)
+    for _ in range(25):
+        guard.step(loss_of(model), batch(bad=True))
+
+    steps = causes(guard)
+    assert steps[:2] == [0, 1]
+    assert len(steps) == 4
+    assert all(later - earlier >= 10 for earlier, later in itertools.pairwise(steps))
+
+
+def test_switched_off_nothing_is_held_and_nothing_hooked(tmp_path: Path) -> None:
+    model, guard = make(tmp_path, enabled=False)
+    guard.step(loss_of(model), batch(bad=True))
+
+    assert causes(guard) == []
+    assert not model._forward_pre_hooks
+    assert not (tmp_path / "batches").exists()
+
+
+def test_batches_are_not_kept_where_that_is_not_wanted(tmp_path: Path) -> None:
+    model, guard = make(tmp_path, keep_batches=False)
+    guard.step(loss_of(model), batch(bad=True))
+
+    assert causes(guard) == [0]
+    assert not (tmp_path / "batches").exists()
+
+
+def test_the_cause_is_in_the_record(tmp_path: Path) -> None:
+    model, guard = make(tmp_path)
+    guard.step(loss_of(model), batch(bad=True))
+    guard.close()
+
+    first = json.loads((tmp_path / "incidents.jsonl").read_text().splitlines()[0])
+    assert first["cause"]["op"] == "aten.div"
+    assert first["cause"]["samples"] == [5]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_is_free_of_the_guard(copied: Any) -> None:
+    model, guard = make()
+    twin = copied(model)
+    guard.step(loss_of(model), batch(bad=False))
+
+    (hook,) = twin._forward_pre_hooks.values()
+    assert "steadygrad" not in type(hook).__module__
+    twin(batch(bad=False)).sum().backward()
+    assert guard._investigator.take() == []
+
+
+def test_a_closed_guard_leaves_no_hook() -> None:
+    model, guard = make()
+    guard.close()
+
+    assert not model._forward_pre_hooks
+
+
+def test_forwards_without_gradients_are_not_held() -> None:
+    model, guard = make()
+    with torch.no_grad():
+        model(batch(bad=False))
+
+    assert guard._investigator.take() == []
+
+
+def test_a_nan_that_only_a_buffer_sees_is_found_and_put_back() -> None:
+    """The loss hides the NaN; BatchNorm's statistics would have kept it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).nan_to_num().square().mean() if x.isfinite().all() else model(x).nan_to_num().sum() * 0.0
+
+    for i in range(4):
+        x = torch.randn(8, 3)
+        if i == 2:
+            x[0, 0] = torch.nan
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        guard.step(loss, x)
+        if i == 2:
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    found = [f for f in guard.findings if f.kind in ("nonfinite_buffer", "nonfinite_gradient")]
+    assert found
+    assert {f.step for f in found} == {2}
+    assert all(value.isfinite().all() for value in model.state_dict().values())
