@@ -347,7 +347,7 @@ class Guard:
         used = m if repaired is None else repaired
         carried = self._reflex.clip(used, scale)
         numbers = self._transfer.send(used.packed).wait()
-        facts["spoilt_buffers"] = self._buffers.find_spoilt()
+        facts["spoilt_buffers"] = {} if numbers[FOUND] > 0 else self._buffers.find_spoilt()
         bad = numbers[FOUND] > 0 or bool(facts["spoilt_buffers"])
         reading = used.read(numbers, skipped=bad, **facts)
         told = self._meter.read_told(used, numbers)

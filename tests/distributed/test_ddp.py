@@ -1,4 +1,4 @@
-"""Many ranks in DistributedDataParallel decide as one: what one rank sees, all skip, clip, slow down and roll back for."""
+"""Ranks in DistributedDataParallel decide as one: what one rank sees, all skip, clip, slow down and roll back for."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_ranks_that_run_out_of_data_keep_the_others_company_and_end_with_the_sam
 
 def make_guards_that_differ(kind: str) -> str:
     rank = dist.get_rank()
-    model = nn.Linear(3, 2 if kind != "model" else 2, bias=kind != "model" or rank == 0)
+    model = nn.Linear(3, 2, bias=kind != "model" or rank == 0)
     config = GuardConfig(clip=FixedNorm(max_norm=1.0 + rank)) if kind == "config" else GuardConfig()
     try:
         Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)

@@ -51,5 +51,6 @@ def test_a_rank_that_dies_is_told_with_its_exit_code() -> None:
 
 
 def test_ranks_that_hang_are_ended_and_told_with_the_line_they_stand_at() -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)2 of 2 ranks had not ended after 3 seconds.*rank 1 stands at.*wait_for_each_other"):
+    told = r"(?s)2 of 2 ranks had not ended after 3 seconds.*rank 1 stands at.*wait_for_each_other"
+    with pytest.raises(RanksFailed, match=told):
         run_ranks(wait_for_each_other, 2, time_limit_seconds=3)

@@ -203,6 +203,19 @@ def test_what_the_script_saves_knows_nothing_of_us(tmp_path: Path) -> None:
     assert len(guarded) == len(plain)
 
 
+def test_odd_corners_work_and_are_guarded(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, "corners.py", "--out", "w.pt")
+
+    assert done.code == 0, done.err
+    assert "failed" not in done.err
+    assert all_finite(load(tmp_path))
+    told = [line.partition(";")[0] for line in done.err.splitlines() if "incidents; record" in line]
+    assert {
+        "steadygrad: SAM: 4 steps, 1 skipped, 2 incidents",
+        "steadygrad: RMSprop: 3 steps, 1 skipped, 2 incidents",
+    } <= set(told)
+
+
 def test_a_script_with_a_guard_of_its_own_is_left_to_it(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, "own_guard.py", "--out", "w.pt", "--poison", "3")
 
@@ -224,6 +237,37 @@ def test_the_workers_of_a_loader_are_left_alone(method: str, tmp_path: Path) -> 
     assert [record["step"] for record in read(tmp_path / "run" / "steps.jsonl")] == list(range(8))
     assert skipped_steps(tmp_path / "run") == [1]
     assert done.err.count("record in") == 1
+
+
+FORKING = """
+import os
+import torch
+
+weight = torch.ones(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+
+def step(factor):
+    optimizer.zero_grad()
+    (weight * factor).sum().backward()
+    optimizer.step()
+
+step(1.0)
+child = os.fork()
+if child == 0:
+    step(float("nan"))
+    os._exit(0 if weight.isnan().all() else 1)  # nobody guards a forked process, and nobody disturbs it
+assert os.waitpid(child, 0)[1] == 0
+step(1.0)
+"""
+
+
+def test_a_forked_process_neither_writes_nor_speaks(tmp_path: Path) -> None:
+    done = run_guarded(tmp_path, write(tmp_path / "forking.py", FORKING))
+
+    assert done.code == 0, done.err
+    assert [record["step"] for record in read(tmp_path / "run" / "steps.jsonl")] == [0, 1]
+    assert read(tmp_path / "run" / "incidents.jsonl") == []
+    assert len(done.err.splitlines()) == 1
 
 
 def test_ranks_that_torchrun_starts_leave_out_the_same_step(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def write_run(path: Path, num_steps: int = 600, *, names: list[str] = NAMES, cal
                     action=Action.SCALE_LR,
                     message="the loss rose from 2.9 to 12",
                     did="learning rate 3e-4 -> 1.5e-4",
-                )  # fmt: skip
+                )
             )
         if not calm and step == 420:
             run.write_incident(
@@ -146,7 +146,7 @@ def write_run(path: Path, num_steps: int = 600, *, names: list[str] = NAMES, cal
                     action=Action.ROLLBACK,
                     message="the loss has been rising for 64 steps",
                     did="back to step 400",
-                )  # fmt: skip
+                )
             )
     run.close()
     return path

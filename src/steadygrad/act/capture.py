@@ -90,6 +90,13 @@ class State:
     rng: dict[str, Any]
 
 
+def settle_shards(model: nn.Module) -> None:
+    """Let go of weights that FSDP2 has gathered: a forward without backward leaves them, and they outlive a restore."""
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
+
+
 def collect_state(
     collector: Collector,
     model: nn.Module,
@@ -97,6 +104,7 @@ def collect_state(
     extras: Mapping[str, Any],
 ) -> State:
     """Everything that a step can change, with its tensors numbered."""
+    settle_shards(model)
     names = {id(p): name for name, p in model.named_parameters()}
     held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     unique = {id(p): p for p in (*model.parameters(), *held)}

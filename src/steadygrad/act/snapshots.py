@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import Collector, Restorer, Source, State, collect_state
+from steadygrad.act.capture import Collector, Restorer, Source, State, collect_state, settle_shards
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 
@@ -393,6 +393,7 @@ class Snapshots:
             raise UsageError(self._explain_nothing(older=older))
         self.before_optimizer()
         chosen.wait()
+        settle_shards(self._model)
         restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared)
         restorer.restore(self._optimizers, self._extras)
         for snapshot in self._ring[self._ring.index(chosen) + 1 :]:

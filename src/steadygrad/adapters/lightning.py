@@ -124,7 +124,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         if run_dir is not None and not alone:
             run_dir = Path(run_dir) / f"optimizer_{number}"
         guard = Guard(
-            pl_module,
+            trainer.strategy.model or pl_module,
             optimizer,
             config=config,
             scheduler=schedule,

@@ -72,7 +72,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         trainer, checkpoint = _find_trainer()
         self._guard = Guard.from_accelerator(
             trainer.accelerator,
-            kwargs["model"],
+            trainer.model_wrapped,
             trainer.optimizer,
             config=adopt_settings(self._config, read_clipping(args.max_grad_norm)),
             run_dir=self._run_dir,

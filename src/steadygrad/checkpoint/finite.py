@@ -1,7 +1,7 @@
 """Tensors -> how many elements of which are not finite; and the same tensors with these replaced.
 
-One pass over memory finds the bad tensors: smallest and largest element, which a NaN spreads into and an Inf is. Only
-the bad ones are then counted. On a device all passes are queued before the one host read. Never changes its input.
+One pass over memory clears the good tensors: no sum with a NaN or an Inf in it is finite. Only the others are counted.
+On a device all passes are queued before the one host read. Never changes its input.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def count_nonfinite(tensors: Mapping[str, Tensor], *, may_be: Container[str] = (
     bad: set[str] = set()
     for device, names in groups.items():
         pieces = [(name, piece) for name in names for piece in _cut(_as_looked_at(looked[name]), device)]
-        ends = torch.stack([end.double() for _, piece in pieces for end in piece.aminmax()])
-        finite = ends.view(-1, 2).isfinite().all(dim=1).tolist()
-        bad |= {name for (name, _), is_finite in zip(pieces, finite) if not is_finite}
-    return {name: int((~looked[name].isfinite()).sum()) for name in looked if name in bad}
+        sums = torch.stack([piece.sum(dtype=_wide(piece)).double() for _, piece in pieces])
+        bad |= {name for (name, _), is_finite in zip(pieces, sums.isfinite().tolist()) if not is_finite}
+    counts = {name: int((~looked[name].isfinite()).sum()) for name in looked if name in bad}
+    return {name: count for name, count in counts.items() if count}  # a sum may overflow where no element is bad
 
 
 @torch.no_grad()
@@ -59,6 +59,11 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 def _cut(values: Tensor, device: torch.device) -> tuple[Tensor, ...]:
     """On the CPU in pieces that one thread reads: more threads would wait for those that load the data."""
     return values.reshape(-1).split(SERIAL) if device.type == "cpu" else (values,)
+
+
+def _wide(piece: Tensor) -> torch.dtype:
+    """A sum of many half-precision numbers overflows in half precision."""
+    return torch.float64 if piece.dtype is torch.float64 else torch.float32
 
 
 def _as_looked_at(values: Tensor) -> Tensor:

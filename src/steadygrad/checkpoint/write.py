@@ -51,9 +51,17 @@ def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> 
             if pool is not None:
                 hashes.append(run_soon(pool, hash_piece, piece))
             for part in _write_all(file.fileno(), memoryview(piece)):
+                _start_writeback(file.fileno(), num_bytes, part)
                 num_bytes += part
         os.fsync(file.fileno())
     return FileEntry(num_bytes, tuple(take() for take in hashes))
+
+
+def _start_writeback(descriptor: int, start: int, size: int) -> None:
+    """Let the disk begin now, so that the fsync at the end finds little to do. A hint: where it is unknown, none."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def _write_all(descriptor: int, data: memoryview) -> Iterator[int]:

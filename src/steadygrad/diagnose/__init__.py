@@ -14,9 +14,10 @@ from typing import Any
 
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.entry import diagnose, diagnose_capture, diagnose_captures
+from steadygrad.diagnose.replay import is_replaying
 from steadygrad.facts import Cause
 
-__all__ = ["Capture", "diagnose", "diagnose_capture", "diagnose_captures"]
+__all__ = ["Capture", "diagnose", "diagnose_capture", "diagnose_captures", "is_replaying"]
 
 
 class _CallablePackage(ModuleType):

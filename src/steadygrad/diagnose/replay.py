@@ -23,6 +23,27 @@ from steadygrad.errors import UsageError
 from steadygrad.measure.graph import find_leaves
 from steadygrad.measure.loss import find_loss
 
+_num_replays = 0
+
+
+def is_replaying() -> bool:
+    """Whether a step is being run again, to find who broke it.
+
+    A replay undoes what it does to tensors and generators, not what the program does to objects of its own: a function
+    that counts its calls or writes a log asks this first.
+    """
+    return _num_replays > 0
+
+
+@contextlib.contextmanager
+def _replaying() -> Iterator[None]:
+    global _num_replays
+    _num_replays += 1
+    try:
+        yield
+    finally:
+        _num_replays -= 1
+
 
 class Observer(Protocol):
     """Makes each call of a replay itself."""
@@ -100,7 +121,7 @@ class Step:
         """Run it; inside, look at what it left. Afterwards everything is as before."""
         kept = Kept(self.model, [leaf for _, leaf in self.named_leaves], self.random)
         autocast = contextlib.nullcontext() if self.autocast is None else self.autocast.enter()
-        with kept() as keeper, autocast, on_one_device(self.wrappers), undone(self.optimizers):
+        with _replaying(), kept() as keeper, autocast, on_one_device(self.wrappers), undone(self.optimizers):
             run = Run(keeper=keeper)
             outside: list[tuple[Tensor, Tensor | None]] = []
             try:

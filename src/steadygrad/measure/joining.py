@@ -1,7 +1,7 @@
 """Uneven inputs: ranks that run out of data keep the others company (torch's Join), in our exchange as in DDP's.
 
-The order of collectives is the same on every rank: DDP's of one iteration, then ours. Therefore the exchange comes after
-backward in here, not before it. torch ends the context with a broadcast of the last rank's weights.
+The order of collectives is the same on every rank: DDP's of one iteration, then ours. Therefore the exchange comes
+after backward in here, not before it. torch ends the context with a broadcast of the last rank's weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Companion(Joinable):
         super().__init__()
         self._ranks = ranks
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(self, **_: Any) -> JoinHook:
         return _Shadow(self._ranks)
 
     @property

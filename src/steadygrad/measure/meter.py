@@ -139,8 +139,8 @@ class Measurement:
 class Meter:
     """Measures the gradients of `named` parameters with the implementation asked for.
 
-    With `max_norm` the coefficient of clipping at that constant norm is computed along the way. With `ranks` the numbers
-    are those of all ranks together, the same on each; every rank must then measure at the same point of its program.
+    With `max_norm` the coefficient of clipping at that constant norm is computed along the way. With `ranks` the
+    numbers are those of all ranks together, the same on each; every rank must then measure at the same point.
     """
 
     def __init__(

@@ -95,8 +95,8 @@ class Ranks:
         """Raise where DDP is told not to make the gradients of this backward equal."""
         if self.many and self.ddp is not None and not self.ddp.require_backward_grad_sync:
             raise UsageError(
-                "drop_bad_microbatches cannot work under no_sync(): each rank has gradients of its own there, and would "
-                "drop others than the rest. Leave out no_sync(), or switch drop_bad_microbatches off."
+                "drop_bad_microbatches cannot work under no_sync(): each rank has gradients of its own there, and "
+                "would drop others than the rest. Leave out no_sync(), or switch drop_bad_microbatches off."
             )
 
     @torch.no_grad()
@@ -155,9 +155,10 @@ class Ranks:
     def share(
         self, table: Tensor, names: Sequence[str], gradients: Sequence[Tensor], loss: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Make the rows of `table` [N, 5] those of the whole gradients; the rows of all parameters [P, 5], the mean loss.
+        """Make the rows of `table` [N, 5] those of the whole gradients.
 
-        An element that several ranks hold counts as a fraction on each, so that a NaN in one copy alone is seen too.
+        Returns the rows of all parameters [P, 5], and the mean loss. An element that several ranks hold counts as a
+        fraction on each, so that a NaN in one copy alone is seen too.
         """
         device = table.device
         rows = torch.tensor([self._rows[name] for name in names], device=device)
@@ -214,14 +215,12 @@ class Ranks:
             return Told()
         bits = [int(number) for number in said[NUM_FIXED:-1]]
         bad = [i for i in range(self.num) if bits[i // RANKS_A_NUMBER] >> i % RANKS_A_NUMBER & 1]
-        return Told(
-            began_on=tuple(bad), asks_to_stop=said[STOP] > 0, own_loss=float(said[-1]) if has_loss else None
-        )
+        return Told(began_on=tuple(bad), asks_to_stop=said[STOP] > 0, own_loss=float(said[-1]) if has_loss else None)
 
     # --- seldom, on the host ----------------------------------------------------------------------------------------
 
     def check_alike(self, about: str) -> None:
-        """Raise on every rank unless all train the same parameters with the same settings; learn the machines' names."""
+        """Raise on every rank unless all train the same parameters with the same settings; learn machines' names."""
         if not self.many:
             return
         mine = (len(self._rows), _digest(repr(sorted(self._rows))), _digest(about), socket.gethostname())
@@ -231,8 +230,8 @@ class Ranks:
             if differing:
                 raise UsageError(
                     f"{self.num} ranks train together, and the {what} of rank {differing[0]} differ from those of rank "
-                    f"0 ({others[differing[0]][i]}, {others[0][i]}). Make model, optimizer and GuardConfig alike on all "
-                    "ranks, or give Guard the process_group of those that train together."
+                    f"0 ({others[differing[0]][i]}, {others[0][i]}). Make model, optimizer and GuardConfig alike on "
+                    "all ranks, or give Guard the process_group of those that train together."
                 )
         self.nodes = tuple(other[3] for other in others)
 
@@ -246,7 +245,8 @@ class Ranks:
 
     def take_mean(self, value: float) -> float:
         """The mean of all ranks."""
-        return sum(values := self.gather(value)) / len(values)
+        values = self.gather(value)
+        return float(sum(values)) / len(values)
 
     def find_common(self, steps: Sequence[int]) -> set[int]:
         """Those that every rank has. None while a rank may have no more data: it would not answer."""

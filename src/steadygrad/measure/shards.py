@@ -47,7 +47,7 @@ def is_dtensor(tensor: object) -> bool:
 
 def take_local(tensor: Tensor) -> Tensor:
     """This rank's part; shares memory."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def count_shards(tensor: Any) -> int:
@@ -61,7 +61,8 @@ def count_shards(tensor: Any) -> int:
 def finish_sum(tensor: Any) -> Tensor:
     """A gradient whose parts are still to be added up, added up; any other as it is."""
     if not is_dtensor(tensor) or not any(one.is_partial() for one in tensor.placements):
-        return tensor  # type: ignore[no-any-return]
+        whole: Tensor = tensor
+        return whole
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if one.is_partial() else one for one in tensor.placements]

@@ -49,9 +49,7 @@ class PendingParameterScan:
 class ParameterWatch:
     """Call `scan(-1)` before the first step, `note_step` for each Reading, and `scan(step)` now and then."""
 
-    def __init__(
-        self, subjects: Subjects, *, transfer: Transfer | None = None, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, subjects: Subjects, *, transfer: Transfer | None = None, ranks: Ranks | None = None) -> None:
         self._model, self._named = subjects.model, subjects.named
         self._ranks = ranks if ranks is not None else Ranks()
         self._transfer = transfer
@@ -105,7 +103,8 @@ class ParameterWatch:
     def _look_at_all(self) -> dict[str, Tensor]:
         rows = {PARAMETER + name: self._look(name, tensor) for name, tensor in self._parameters()}
         for name, tensor in self._parameters():
-            if name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and tensor.numel():
+            is_there = tensor.numel() > 0 or self._ranks.many  # a part may be empty, and must have its row all the same
+            if name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and is_there:
                 rows[NORM + name] = _measure_norm(tensor).reshape(1)
         for name, tensor in self._model.named_buffers():
             tensor = take_local(tensor)
@@ -122,15 +121,22 @@ class ParameterWatch:
                 yield name, take_local(tensor)
 
     def _share(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On many ranks of each number the largest: what one of them sees, in its copy or its part, all must know."""
+        """On many ranks norms of whole weights, and of all other numbers the largest: what one sees, all must know."""
         if not self._ranks.many or not rows:
             return rows
         if self._ranks.is_joining:  # not all would answer, and what one sees alone none may act on
             return {}
         device = next(iter(rows.values())).device
-        packed = self._ranks.find_largest(torch.cat([row.to(device) for row in rows.values()]))
-        parts = packed.split([row.numel() for row in rows.values()])
-        return dict(zip(rows, parts))
+        names = [key for key in rows if key.startswith(NORM)]
+        others = [key for key in rows if key not in set(names)]
+        packed = self._ranks.find_largest(torch.cat([rows[key].to(device) for key in others]))
+        shared = dict(zip(others, packed.split([rows[key].numel() for key in others])))
+        if names:
+            whole = dict((*self._model.named_parameters(), *self._named))
+            norms = torch.cat([rows[key].to(device) for key in names])
+            norms = self._ranks.combine_norms(norms, [whole[key.removeprefix(NORM)] for key in names])
+            shared |= dict(zip(names, norms.split(1)))
+        return shared
 
     def _look(self, name: str, tensor: Tensor) -> Tensor:
         """Non-finite elements, and for a parameter seen before whether it changed: float64 [1] or [2]."""
@@ -165,7 +171,8 @@ def _held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _measure_norm(tensor: Tensor) -> Tensor:
     """In float32 at least: the norm of many half-precision elements does not fit their own range."""
     pieces = [piece.float() if piece.element_size() < 4 else piece for piece in split_flat(tensor)]
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece).double() for piece in pieces]))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece).double() for piece in pieces]))
+    return norm
 
 
 def _plain(piece: Tensor) -> Tensor:

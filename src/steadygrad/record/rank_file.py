@@ -37,7 +37,13 @@ class RankFile:
             ) from error
         self._flushed = 0.0
         self._write(
-            {"rank": rank, "num_ranks": num_ranks, "node": socket.gethostname(), "process": os.getpid(), "time": _now()},
+            {
+                "rank": rank,
+                "num_ranks": num_ranks,
+                "node": socket.gethostname(),
+                "process": os.getpid(),
+                "time": _now(),
+            },
             at_once=True,
         )
 

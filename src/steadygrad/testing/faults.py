@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from steadygrad.diagnose import is_replaying
+
 
 def poison_batches(
     batches: Iterable[Any], *, at: Collection[int], value: float = math.nan, sample: int = 0
@@ -58,10 +60,10 @@ def poison_gradient(
     parameter: Tensor, *, at: Collection[int], value: float = math.nan, index: int = -1
 ) -> RemovableHandle:
     """Write `value` into one element of `parameter`'s gradient in the backward calls numbered in `at`."""
-    calls = iter(range(1 << 62))
+    calls = _Calls()
 
     def hook(gradient: Tensor) -> Tensor | None:
-        if next(calls) not in at:
+        if calls.count() not in at:
             return None
         bad = gradient.clone().contiguous()
         bad.view(-1)[index] = value
@@ -73,13 +75,25 @@ def poison_gradient(
 
 def poison_loss(fn: Callable[..., Tensor], *, at: Collection[int], value: float = math.nan) -> Callable[..., Tensor]:
     """`fn` with `value` added to its loss in the calls numbered in `at`: the loss is bad, its gradients are not."""
-    calls = iter(range(1 << 62))
+    calls = _Calls()
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         loss = fn(*args, **kwargs)
-        return loss + value if next(calls) in at else loss
+        return loss + value if calls.count() in at else loss
 
     return poisoned
+
+
+class _Calls:
+    """Numbers calls from 0. A replay of a step is not another call: it has the number of the last one."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def count(self) -> int:
+        if not is_replaying():
+            self._next += 1
+        return self._next - 1
 
 
 @torch.no_grad()

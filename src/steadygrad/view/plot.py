@@ -106,7 +106,8 @@ def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) ->
     mesh = axis.pcolormesh(edges, range(len(rows) + 1), shown, cmap="coolwarm", vmin=centre - 4, vmax=centre + 4)
     places = numpy.argwhere(bad)
     if len(places):
-        axis.plot([edges[c] for _, c in places], [r + 0.5 for r, _ in places], "s", color="#8b2fc9", markersize=3)
+        middles = [(edges[column] + edges[column + 1]) / 2 for _, column in places]
+        axis.plot(middles, [row + 0.5 for row, _ in places], "s", color="#8b2fc9", markersize=4)
     every = -(-len(rows) // 30)
     names = list(rows)
     axis.set_yticks([i + 0.5 for i in range(0, len(names), every)], [_spell(n) for n in names[::every]], fontsize=6)

@@ -24,6 +24,10 @@ class _Hooks(OrderedDict[int, Any]):
         self.ours = -1
         self.listeners: list[OnCall] = []
 
+    def values(self) -> Any:
+        """What torch.jit.script compiles: without ours, which is Python. Calls go by `items()`."""
+        return {key: hook for key, hook in self.items() if key != self.ours}.values()
+
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter([(key, hook) for key, hook in self.items() if key != self.ours])
 

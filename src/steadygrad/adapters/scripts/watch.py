@@ -29,6 +29,7 @@ from steadygrad.adapters.scripts.telling import Terminal, WithCause
 from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.diagnose import Capture, diagnose_capture
+from steadygrad.diagnose.subject import name_inputs
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
@@ -102,7 +103,7 @@ class Watch:
         self._judgement: Judgement | None = None
         self._transfer = Transfer()
         self._step = self._num_diagnoses = 0
-        self._looks = Looks()
+        self._looks, self._has_begun = Looks(), False
         self._capture: Capture | None = None
         self._clipped: _Clipped | None = None
         self._reading: Reading | None = None
@@ -114,8 +115,11 @@ class Watch:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model, or a part of it, is called for training."""
-        if self._capture is None:  # the first microbatch: what moved since the last step was moved by somebody else
+        if not self._has_begun:  # the first microbatch: what moved since the last step was moved by somebody else
+            self._has_begun = True
             self._buffers.refresh()
+        if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
+            return  # called with what another model has made: that graph is gone when there is something to replay
         devices = {p.device for p in _list_parameters(self.optimizer)}
         self._looks.batch = (args, kwargs)
         self._capture = Capture.take(module, args, kwargs, model=self.owner, devices=devices, is_model_call=True)
@@ -161,7 +165,7 @@ class Watch:
 
     def conclude(self, *, skipped: bool) -> None:
         """The step was made, or left out: keep what the forward made of the buffers or put it back, and judge."""
-        reading, self._reading, self._clipped = self._reading, None, None
+        reading, self._reading, self._clipped, self._has_begun = self._reading, None, None, False
         looks, self._looks, self._capture = self._looks, Looks(), None
         if reading is None:
             return
@@ -208,7 +212,7 @@ class Watch:
         self._num_diagnoses += 1
         is_nan = reading.num_nan > 0 or (reading.loss is not None and reading.loss != reading.loss)
         cause = diagnose_capture(self._capture, scale=reading.loss_scale or 1.0, expects="nan" if is_nan else "inf")
-        return None if cause is None else _tell_limits(cause, reading.step)
+        return None if cause is None or cause.kind == "error" else _tell_limits(cause, reading.step)
 
     # --- around the steps -------------------------------------------------------------------------------------------
 

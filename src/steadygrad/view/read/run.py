@@ -50,8 +50,7 @@ class RunReader:
         deadline = time.monotonic() + budget_seconds
         self._caught_up = False
         changed = self._read_about()
-        fed = True
-        while fed and time.monotonic() < deadline:
+        while True:  # at least one round: however little time there is, it comes to an end
             fed = False
             for tail, feed in zip(self._tails, (self.steps.extend, self._feed_layers, self._feed_incidents)):
                 rows = tail.read()
@@ -60,8 +59,9 @@ class RunReader:
                 feed(rows)
                 fed = fed or bool(rows)
             changed = changed or fed
-        self._caught_up = not fed
-        return changed
+            self._caught_up = not fed
+            if not fed or time.monotonic() >= deadline:
+                return changed
 
     def read_all(self) -> RunReader:
         """Read to the end, the last line included when it is whole."""

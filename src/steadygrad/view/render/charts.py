@@ -24,7 +24,7 @@ CHARTS = {
 }
 """Each chart, and its title."""
 ABOUT = {
-    "loss": "Marks below: where something happened. Click one to open its incident.",
+    "loss": "Below it, what happened and where; a click on a mark opens its incident.",
     "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
     "rate": "The largest of the parameter groups.",
     "share": "Of the steps in each stretch of the run.",

@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 
 from steadygrad.record.encode import to_json
 from steadygrad.view.read.run import RunReader, find_runs, is_run
+from steadygrad.view.read.tail import as_number
 from steadygrad.view.render.charts import describe_charts
 from steadygrad.view.render.parts import render_parts
+from steadygrad.view.words import spell_number
 
 T = TypeVar("T")
 LIVE_BUCKETS = 1000
@@ -106,7 +108,7 @@ def glance_at(path: Path, root: Path) -> RunGlance:
     return RunGlance(
         name=path.relative_to(root).as_posix(),
         last_step=step if type(step) is int else None,
-        loss="-" if last.get("loss") is None else str(last["loss"])[:9],
+        loss=spell_number(as_number(last.get("loss"))),
         num_incident_bytes=incidents.stat().st_size if incidents.is_file() else 0,
         written=reader.written,
     )

@@ -91,7 +91,7 @@ const steadygrad = (() => {
     const shapes = lines(run.marks);
     if (has(run.curves.applied_norm)) traces.push(line(run.curves.applied_norm, "after clipping", "--orange", { mode: "markers", marker: { size: 3, color: color("--orange") } }));
     if (run.threshold) traces.push(line({ x: [norm.x[0], norm.x[norm.x.length - 1]], y: [run.threshold, run.threshold] }, "clip threshold", "--red", { line: { color: color("--red"), width: 1.2, dash: "dash" } }));
-    return [traces, layout(290, { yaxis: { type: "log", exponentformat: "power", dtick: spread(norm.y) > 100 ? 1 : undefined }, shapes, lastStep: run.last_step, showlegend: traces.length > 1, margin: { l: 58, r: 14, t: 28, b: 34 } })];
+    return [traces, layout(290, { yaxis: { type: "log", exponentformat: "power", dtick: spread(norm.y) > 100 ? 1 : undefined }, shapes, lastStep: run.last_step, showlegend: traces.length > 1, margin: { l: run.marks.length ? 138 : 58, r: 14, t: 28, b: 34 } })];
   }
 
   const drawOne = (points, name, paint, more) => (has(points) ? [[line(points, name, paint, { line: { color: color(paint), width: 1.4, shape: "hv" } })], layout(230, more)] : null);

@@ -1,0 +1,61 @@
+"""Pictures: each panel is drawn, in each format, from a run or a bare log, and errors say what to write instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from view_runs import add_update_ratios, write_run
+
+from steadygrad import UsageError
+from steadygrad.cli import main
+from steadygrad.view.plot import PANELS, plot_run
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'steadygrad[view]'")
+BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("kind", BEGINNINGS)
+def test_the_ending_says_what_is_written(tmp_path: Path, kind: str) -> None:
+    write_run(tmp_path / "run", 60)
+    target = plot_run(tmp_path / "run", ["loss"], tmp_path / f"x.{kind}")
+    assert target.read_bytes().startswith(BEGINNINGS[kind])
+
+
+def test_every_panel_is_drawn(tmp_path: Path) -> None:
+    add_update_ratios(write_run(tmp_path / "run", 450))
+    target = plot_run(tmp_path / "run", list(PANELS), tmp_path / "all.svg")
+    text = target.read_text()
+    for label in ("<!-- loss -->", "<!-- gradient norm -->", "<!-- learning rate -->", "<!-- blocks.0.mlp.weight -->"):
+        assert label in text
+    assert "<!-- rolled back -->" in text
+
+
+def test_a_bare_log_is_plotted_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "training_log.jsonl"
+    log.write_text("".join(json.dumps({"epoch": i, "loss": 1 / (i + 1)}) + "\n" for i in range(20)))
+    assert main(["plot", str(log), "--what", "loss", "-o", str(tmp_path / "x.png")]) == 0
+    assert "Written" in capsys.readouterr().out
+    assert (tmp_path / "x.png").read_bytes().startswith(BEGINNINGS["png"])
+
+
+def test_a_name_with_dollars_is_no_mathematics(tmp_path: Path) -> None:
+    write_run(tmp_path / "a$\\frac$b", 20, names=["$x_{$", "w"])
+    plot_run(tmp_path / "a$\\frac$b", ["loss", "layers"], tmp_path / "x.png")
+
+
+@pytest.mark.parametrize(
+    ("what", "target", "message"),
+    [
+        (["loss", "moon"], "x.png", "nothing to plot called moon"),
+        (["loss"], "x.bmp", r"\.png, \.svg, \.pdf"),
+        (["ratios"], "x.png", "holds no update ratios"),
+        ([], "x.png", "Use: loss,norm"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path: Path, what: list[str], target: str, message: str) -> None:
+    write_run(tmp_path / "run", 20)
+    with pytest.raises(UsageError, match=message):
+        plot_run(tmp_path / "run", what, tmp_path / target)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
