@@ -100,7 +100,7 @@ def dead_relu_high_lr() -> Training:
     return Training(model, batches, mse, optimizer=sgd(model, 0.4))
 
 
-@case(guarded=f"{SPIKE} {LARGE} update_ratio", step=1, late=3, seen="jumon/whisper-finetuning#13")
+@case(guarded=f"{SPIKE} {LARGE} update_ratio rate_too_high", step=1, late=3, seen="jumon/whisper-finetuning#13")
 def lr_no_warmup_adam_spike() -> Training:
     weight = torch.randn(8, 1) / 8**0.5
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))

@@ -59,30 +59,35 @@ class Packed:
 def pack(state: Mapping[str, Any]) -> Packed:
     """Take a state apart. Weights are what stands under "model"."""
     packed = Packed()
-    packed.tree = {str(key): _pack(value, str(key), packed) for key, value in state.items()}
+    packed.tree = pack_plain(state, lambda tensor, path: _pack_tensor(tensor, path, packed))
     return packed
 
 
-def _pack(value: Any, path: str, packed: Packed) -> Any:
+def pack_plain(state: Mapping[str, Any], take: Callable[[Tensor, str], Any]) -> dict[str, Any]:
+    """The state in plain containers, with what `take(tensor, path)` gives in the place of each tensor."""
+    return {str(key): _pack(value, str(key), take) for key, value in state.items()}
+
+
+def _pack(value: Any, path: str, take: Callable[[Tensor, str], Any]) -> Any:
     if isinstance(value, Tensor):
-        return _pack_tensor(value, path, packed)
+        return take(value, path)
     if isinstance(value, Mapping):
         if TENSOR in value or ARRAY in value:
             raise UnsupportedError(f"the state has a key {TENSOR!r} or {ARRAY!r} at {path}; these are marks of ours.")
-        made = {_pack_key(key, path): _pack(item, f"{path}.{key}", packed) for key, item in value.items()}
+        made = {_pack_key(key, path): _pack(item, f"{path}.{key}", take) for key, item in value.items()}
         return _remake(value, made)
     if type(value) in (list, tuple, set):
-        return type(value)(_pack(item, f"{path}.{i}", packed) for i, item in enumerate(value))
+        return type(value)(_pack(item, f"{path}.{i}", take) for i, item in enumerate(value))
     if type(value) in PLAIN:
         return value
     if isinstance(value, enum.Enum):
-        return _pack(value.value, path, packed)
+        return _pack(value.value, path, take)
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"]
         if isinstance(value, numpy.generic):
-            return _pack(value.item(), path, packed)
+            return _pack(value.item(), path, take)
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-            return {ARRAY: _pack_tensor(torch.from_numpy(value.copy()), path, packed), "dtype": value.dtype.str}
+            return {ARRAY: take(torch.from_numpy(value.copy()), path), "dtype": value.dtype.str}
     raise UnsupportedError(
         f"the state holds a {type(value).__module__}.{type(value).__qualname__} at {path}, and only numbers, text, "
         "tensors and dicts, lists and tuples of them are saved. Leave it out of the state, or save what it is made of."

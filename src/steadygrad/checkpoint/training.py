@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from steadygrad.act.capture import Collector, Restorer, Slot, State, collect_state
+from steadygrad.act.capture import Collector, Restorer, Slot, State, collect_state, settle_shards
 from steadygrad.checkpoint.fitting import compare_weights, find_weights
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.refusals import MismatchError
+from steadygrad.measure.shards import MeshPlace, take_local
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -98,7 +99,8 @@ def _find_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _fill(tree: Any, collector: Collector) -> Any:
     """The tree with the live tensors in the place of their numbers."""
     if isinstance(tree, Slot):
-        return collector.sources[tree.index].tensor
+        tensor = collector.sources[tree.index].tensor
+        return tensor if tree.mesh is None else tree.mesh.make_whole(tensor)
     if isinstance(tree, dict):
         return {key: _fill(value, collector) for key, value in tree.items()}
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
@@ -156,9 +158,9 @@ class _Hosts:
     def number(self, tree: Any) -> Any:
         """The tree with slots for its tensors."""
         if isinstance(tree, Tensor):
-            self.tensors.append(tree)
-            self.devices.append(_find_device(self._saved.get(id(tree), "cpu")))
-            return Slot(len(self.tensors) - 1)
+            self.tensors.append(take_local(tree))
+            self.devices.append(_find_device(self._saved.get(id(tree), str(tree.device))))
+            return Slot(len(self.tensors) - 1, MeshPlace.of(tree))
         if isinstance(tree, dict):
             return {key: self.number(value) for key, value in tree.items()}
         if isinstance(tree, list | tuple) and type(tree) is not torch.Size:
@@ -179,6 +181,7 @@ def put_back(
             f"{checkpoint.info.path} does not fit this training: {'; '.join(problems)}. Make model and optimizers as "
             "they were, or resume with strict=False to load what fits."
         )
+    settle_shards(model)
     hosts = _Hosts(checkpoint.devices)
     made = _number_state(state, model, optimizers, extras, hosts)
     Restorer(made, hosts.tensors, hosts.devices, shared=()).restore(optimizers, extras)

@@ -35,10 +35,11 @@ class RateTooHigh(Remembering):
     """
 
     name = "rate_too_high"
-    memory = ("_losses", "_norms", "_weights", "_growth", "_climb", "_told")
+    memory = ("_steps", "_losses", "_norms", "_weights", "_growth", "_climb", "_told")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.start
+        self._steps: list[int] = []
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._weights: dict[str, float] = {}  # norms of the weights before the first step
@@ -56,7 +57,7 @@ class RateTooHigh(Remembering):
             harm = self._find_ruin() if fact.is_nonfinite else self._find_harm(fact, fact.loss)
             if harm:
                 self._told = True
-                yield self._tell(fact.step, harm)
+                yield self._tell(harm)
 
     def _weigh(self, norms: Mapping[str, float]) -> None:
         """Weights that begin as zero must grow, and the only layer that is trained has nothing to lose."""
@@ -70,6 +71,7 @@ class RateTooHigh(Remembering):
         """What this finite step shows, in words; empty when it is nothing."""
         if reading.skipped:
             return ""
+        self._steps.append(reading.step)
         self._losses.append(loss)
         self._norms.append(reading.finite_grad_norm)
         return self._find_climb(reading.step) or self._find_runaway() or self._find_wreck()
@@ -130,7 +132,15 @@ class RateTooHigh(Remembering):
             return ""
         return f"loss and gradient have grown {loss:.2g} and {norm:.2g} times since the first step, until not finite"
 
-    def _tell(self, step: int, harm: str) -> Finding:
+    def _find_beginning(self) -> int:
+        """The first step whose loss or gradient shows the harm that those before it did."""
+        loss, norm, config = self._losses[0], self._norms[0], self._config
+        for step, later, grown in zip(self._steps[1:], self._losses[1:], self._norms[1:]):
+            if later - loss > config.loss_rise * abs(loss) or grown > config.gradient_ratio * norm:
+                return step
+        return self._steps[0]
+
+    def _tell(self, harm: str) -> Finding:
         evidence = {"first_loss": self._losses[0], "loss": self._losses[-1], "num_steps": len(self._losses)}
         if self._growth is not None:
             evidence["weight_growth"] = self._growth
@@ -140,7 +150,7 @@ class RateTooHigh(Remembering):
         return Finding(
             kind=self.name,
             severity=Severity.ERROR,
-            step=step,
+            step=self._find_beginning(),
             message=f"the learning rate is too high: {harm}",
             advice=ADVICE,
             evidence=evidence,

@@ -49,7 +49,7 @@ class Ranks:
     def __init__(
         self, group: Any = None, *, named: Sequence[tuple[str, Tensor]] = (), ddp: nn.Module | None = None
     ) -> None:
-        self._group = group
+        self.group = group
         self.num: int = 1 if group is None else dist.get_world_size(group)
         self.rank: int = 0 if group is None else dist.get_rank(group)
         self.nodes: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Ranks:
         return torch.cat([fixed, torch.where(loss.isfinite(), 0.0, self._bits)])
 
     def _send(self, numbers: Tensor) -> None:
-        self._under_way = (numbers, dist.all_reduce(numbers, group=self._group, async_op=True))
+        self._under_way = (numbers, dist.all_reduce(numbers, group=self.group, async_op=True))
 
     def _receive(self) -> Tensor:
         assert self._under_way is not None
@@ -170,8 +170,8 @@ class Ranks:
         numbers = torch.cat([self._fill(loss), parts[:, SUMMED].to(self._device).flatten()])
         largest = full[:, 1].clone().to(self._device)
         works = [
-            dist.all_reduce(numbers, group=self._group, async_op=True),
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True),
+            dist.all_reduce(numbers, group=self.group, async_op=True),
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True),
         ]
         for work in works:
             work.wait()
@@ -199,7 +199,7 @@ class Ranks:
 
     def _reduce(self, numbers: Tensor, op: Any) -> Tensor:
         moved = numbers.to(self._device, copy=True)
-        dist.all_reduce(moved, op, group=self._group)
+        dist.all_reduce(moved, op, group=self.group)
         return moved.to(numbers.device)
 
     # --- what goes to the host --------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Ranks:
         if not self.many:
             return [value]
         values: list[Any] = [None] * self.num
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def take_mean(self, value: float) -> float:

@@ -230,7 +230,6 @@ class Session:
             may_skip=not many or not _is_sharded(optimizer),
             carried_scale=getattr(optimizer, "grad_scale", None),
             loss_scale=None if scaler is None else scaler._get_scale_async(),
-            may_replay=not many,
         )
 
     # --- our own ----------------------------------------------------------------------------------------------------

@@ -7,18 +7,13 @@ run directory. Standard output is the script's.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from typing import TextIO
 
 from steadygrad.facts import Cause, GradientTable, Incident, StepRecord
-from steadygrad.record import Sink
 
 SHOWN = 5
 """Incidents of one kind that are told in full."""
-ABOUT_STEPS = ("nonfinite_loss", "nonfinite_gradient")
-"""Kinds that a diagnosis of a step explains."""
 
 
 class Terminal:
@@ -28,6 +23,7 @@ class Terminal:
         self._file = file
         self._prefix = "steadygrad: " if rank is None else f"steadygrad: rank {rank}: "
         self._told: Counter[str] = Counter()
+        self._cause: Cause | None = None
 
     def say(self, text: str) -> None:
         """Lines of text; a terminal that is gone is no reason to fail."""
@@ -49,7 +45,8 @@ class Terminal:
         if self._told[finding.kind] > SHOWN:
             return
         self.say(f"step {finding.step}: {finding.message} ({incident.outcome.message})")
-        if incident.cause is not None:
+        if incident.cause is not None and incident.cause is not self._cause:
+            self._cause = incident.cause  # of all findings of its step
             self.say(str(incident.cause))
         if finding.advice and self._told[finding.kind] == 1:
             self.say(f"  {finding.advice}")
@@ -58,33 +55,3 @@ class Terminal:
 
     def close(self) -> None:
         """Nothing: the terminal is not ours."""
-
-
-class WithCause:
-    """Hands facts on to other sinks; incidents about a step get the cause that was found for it."""
-
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-        self.cause: Cause | None = None
-
-    def write_step(self, record: StepRecord) -> None:
-        """On to every sink."""
-        for sink in self._sinks:
-            sink.write_step(record)
-
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """On to every sink."""
-        for sink in self._sinks:
-            sink.write_layers(step, gradients)
-
-    def write_incident(self, incident: Incident) -> None:
-        """On to every sink, the cause once."""
-        if incident.finding.kind in ABOUT_STEPS and incident.cause is None and self.cause is not None:
-            incident, self.cause = dataclasses.replace(incident, cause=self.cause), None
-        for sink in self._sinks:
-            sink.write_incident(incident)
-
-    def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()

@@ -25,10 +25,10 @@ from steadygrad.act.followers import Followers
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.adapters.scripts.owners import find_owner
-from steadygrad.adapters.scripts.telling import Terminal, WithCause
+from steadygrad.adapters.scripts.telling import Terminal
 from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
-from steadygrad.diagnose import Capture, diagnose_capture
+from steadygrad.diagnose.investigator import Investigator
 from steadygrad.diagnose.subject import name_inputs
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Action, Cause, Incident, Reading
@@ -39,8 +39,7 @@ from steadygrad.measure.subjects import Subjects
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.tally import Tally
 
-MAX_DIAGNOSES = 3
-"""Bad steps of one optimizer that are replayed; each costs a few steps' time."""
+NO_LOSS = "a script does not tell how it computes its loss."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Circumstances:
     loss_scale: Tensor | None = None
     """The loss scale as it stands."""
     may_skip: bool = True
-    may_replay: bool = True
+    """Whether all ranks see what this one sees."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,15 +99,17 @@ class Watch:
         self._config = dataclasses.replace(config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(_list_parameters(optimizer))
         self._buffers = BufferKeeper(nn.Module() if observe else self.owner)
+        settings = self._config.diagnose
+        self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=run_dir)
+        self._investigator.close()  # its own hook would go into what the script saves; it is told of calls by `begin`
         self._judgement: Judgement | None = None
         self._transfer = Transfer()
-        self._step = self._num_diagnoses = 0
+        self._step = 0
         self._looks, self._has_begun = Looks(), False
-        self._capture: Capture | None = None
+        self._cause: Cause | None = None
         self._clipped: _Clipped | None = None
         self._reading: Reading | None = None
         self._signature: list[int] = []
-        self._with_cause = WithCause([])
         self._finish: weakref.finalize[..., Watch] | None = None
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -120,9 +121,9 @@ class Watch:
             self._buffers.refresh()
         if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
             return  # called with what another model has made: that graph is gone when there is something to replay
-        devices = {p.device for p in _list_parameters(self.optimizer)}
         self._looks.batch = (args, kwargs)
-        self._capture = Capture.take(module, args, kwargs, model=self.owner, devices=devices, is_model_call=True)
+        if self._config.diagnose.enabled:
+            self._investigator.hear(module, args, kwargs)
 
     def is_about(self, parameters: set[int]) -> bool:
         """Whether these ids are all of this optimizer's parameters that have a gradient."""
@@ -159,14 +160,15 @@ class Watch:
         leave_out = bad and around.may_skip and not self._observe
         if leave_out and not _is_search(reading):
             self._buffers.restore()
-        if bad and around.may_replay and not _is_search(reading):
-            self._with_cause.cause = self._diagnose(reading)
+        if bad and not _is_search(reading):
+            self._cause = self._diagnose(reading)
         return leave_out
 
     def conclude(self, *, skipped: bool) -> None:
         """The step was made, or left out: keep what the forward made of the buffers or put it back, and judge."""
         reading, self._reading, self._clipped, self._has_begun = self._reading, None, None, False
-        looks, self._looks, self._capture = self._looks, Looks(), None
+        looks, cause, self._looks, self._cause = self._looks, self._cause, Looks(), None
+        self._investigator.take()  # the batches are the script's again
         if reading is None:
             return
         reading = dataclasses.replace(reading, skipped=skipped)
@@ -180,8 +182,7 @@ class Watch:
         if looks.rms is not None:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
         assert self._judgement is not None
-        self._judgement.judge(reading, self._lookout.read(reading, looks))
-        self._with_cause.cause = None
+        self._judgement.judge(reading, self._lookout.read(reading, looks), find_cause=lambda *_: cause)
 
     def _read(self, m: Measurement, num_losses: int) -> Reading:
         numbers = self._transfer.send(m.packed).wait()
@@ -207,12 +208,9 @@ class Watch:
         )
 
     def _diagnose(self, reading: Reading) -> Cause | None:
-        if self._capture is None or self._num_diagnoses >= MAX_DIAGNOSES:
-            return None
-        self._num_diagnoses += 1
-        is_nan = reading.num_nan > 0 or (reading.loss is not None and reading.loss != reading.loss)
-        cause = diagnose_capture(self._capture, scale=reading.loss_scale or 1.0, expects="nan" if is_nan else "inf")
-        return None if cause is None or cause.kind == "error" else _tell_limits(cause, reading.step)
+        """Before the step is made: while observing, the weights are good for the last time."""
+        cause = self._investigator.investigate(self._investigator.take(), reading, ())
+        return None if cause is None or cause.kind == "error" else _tell_limits(cause)
 
     # --- around the steps -------------------------------------------------------------------------------------------
 
@@ -237,8 +235,7 @@ class Watch:
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
         rates = Rates([self.optimizer])
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
-        self._with_cause = WithCause([*self._open_run(names), self._terminal])
-        recorder = Recorder([self._with_cause])
+        recorder = Recorder([*self._open_run(names), self._terminal])
         judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
@@ -308,11 +305,9 @@ def _add_up(around: Circumstances) -> Tensor | None:
     return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()
 
 
-def _tell_limits(cause: Cause, step: int) -> Cause:
+def _tell_limits(cause: Cause) -> Cause:
     """The cause in the words of a script; lines that are of the replay and not of the model are left out."""
-    note = cause.note
-    if cause.phase != "unknown":
-        note = "Only the model's forward could be replayed: a script does not tell how it computes its loss."
+    note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS)
     if cause.file is not None and Path(cause.file).name == "contextlib.py":
         cause = dataclasses.replace(cause, file=None, line=None, source=None, caller=None)
-    return dataclasses.replace(cause, step=step, note=note)
+    return dataclasses.replace(cause, note=note)

@@ -44,6 +44,10 @@ class PageServer:
         with contextlib.closing(self._socket):
             self._server.run(sockets=[self._socket])
 
+    def close(self) -> None:
+        """Give the address back; for one that never ran."""
+        self._socket.close()
+
     def stop(self) -> None:
         """Ask it to end; from another thread."""
         self._server.should_exit = self._server.force_exit = True

@@ -1,0 +1,300 @@
+"""ShardedStore: the training of many ranks -> one checkpoint that all of them write -> the same on any number of ranks.
+
+Parameters, optimizer state and whatever else is spread over ranks or equal on all go through
+torch.distributed.checkpoint, each part written by one rank. What each rank has of its own (buffers, random generators,
+data position) goes into its own file. Rank 0 gives the folder its name when all are done, with our manifest over every
+file: a rank that dies before that leaves the checkpoint before it as the newest. Every call is one that all ranks make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad._version import __version__
+from steadygrad.checkpoint.finite import count_nonfinite
+from steadygrad.checkpoint.load import Checkpoint, load_plain
+from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
+from steadygrad.checkpoint.plain import unpack
+from steadygrad.checkpoint.proofs import Proofs
+from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
+from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
+from steadygrad.checkpoint.shelf import (
+    CheckpointInfo,
+    find_best,
+    find_folders,
+    find_removable,
+    name_folder,
+    rank,
+    read_info,
+    read_infos,
+)
+from steadygrad.checkpoint.split import split_state
+from steadygrad.checkpoint.store import Save
+from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers, sync_folder
+from steadygrad.config.checkpoint import CheckpointConfig
+from steadygrad.measure.ranks import Ranks
+from steadygrad.measure.shards import take_local
+
+logger = logging.getLogger("steadygrad")
+NUM_RANKS = "num_ranks"
+"""In the manifest, of a checkpoint that many ranks have written."""
+
+
+def is_sharded(info: CheckpointInfo) -> bool:
+    """Whether many ranks have written it."""
+    return NUM_RANKS in info.manifest.about
+
+
+class ShardedStore:
+    """The checkpoints of one run that many ranks train."""
+
+    def __init__(self, directory: Path, config: CheckpointConfig, ranks: Ranks) -> None:
+        self.directory, self.config, self._ranks = directory, config, ranks
+        self._proofs = Proofs(config.good_after)
+        self._failures: list[str] = []
+        self._opened = False
+
+    # --- save -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        metrics: Mapping[str, float],
+        may_be_nonfinite: Collection[str],
+        about: Mapping[str, Any],
+    ) -> Save:
+        """Save the state before step `step`; on disk and whole when this returns."""
+        save = Save(step)
+        tree, shared, own = split_state(state)
+        self._check_finite(step, {**shared, **own}, set(may_be_nonfinite))
+        aside, target, serial = self._agree_on_folder(step)
+        error: str | None = None
+        try:
+            write_tensors(shared, aside, group=self._ranks.group)
+            entries = self._together(lambda: self._write_own(aside, tree, own))
+            self._together(lambda: self._finish(aside, target, entries, step, serial, metrics, about))
+        except Exception as failure:  # the same on all ranks
+            error = f"the checkpoint before step {step} could not be saved: {_describe(failure)}; earlier ones stay"
+            self._failures.append(f"{error}. Training goes on.")
+            if self._ranks.is_first:
+                logger.error(error)
+                with contextlib.suppress(OSError):
+                    remove_folder(aside)
+        else:
+            save._place(target)
+            if self._ranks.is_first:
+                self._proofs.begin(step, target)
+        save.stall_seconds = time.perf_counter() - save._begin
+        save._finish(error)
+        return save
+
+    def _check_finite(self, step: int, named: Mapping[str, Tensor], may_be: set[str]) -> None:
+        """Refuse on all ranks what is not finite on one."""
+        bad: dict[str, int] = {}
+        for found in self._ranks.gather(count_nonfinite({n: take_local(t) for n, t in named.items()}, may_be=may_be)):
+            bad |= found
+        if bad:
+            raise NonFiniteStateError(f"the state before step {step}", bad)
+
+    def _agree_on_folder(self, step: int) -> tuple[Path, Path, int]:
+        """Rank 0 makes the folder that is written into; its name, the final name, and the number of the save."""
+
+        def prepare() -> tuple[str, str, int]:
+            if not self._opened:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(self.directory)
+                self._opened = True
+            name = name_folder(step, [path.name for path in find_folders(self.directory)])
+            aside = self.directory / f"{WRITING}{os.getpid()}-{name}"
+            remove_folder(aside)
+            aside.mkdir()
+            return aside.name, name, 1 + max((info.serial for info in read_infos(self.directory)), default=0)
+
+        aside, name, serial = self._together(prepare if self._ranks.is_first else lambda: None)[0]
+        return self.directory / aside, self.directory / name, serial
+
+    def _write_own(self, aside: Path, tree: Any, own: Mapping[str, Tensor]) -> dict[str, FileEntry]:
+        """This rank's own file, and the sizes and hashes of all files that it wrote."""
+        content = io.BytesIO()
+        torch.save({"tree": tree, "own": {name: tensor.detach().cpu() for name, tensor in own.items()}}, content)
+        with (aside / _name_own(self._ranks.rank)).open("xb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        mine = [_name_own(self._ranks.rank), *(p.name for p in aside.glob(f"__{self._ranks.rank}_*"))]
+        return _hash_files(aside, [*mine, METADATA] if self._ranks.is_first else mine)
+
+    def _finish(
+        self,
+        aside: Path,
+        target: Path,
+        entries: list[dict[str, FileEntry]],
+        step: int,
+        serial: int,
+        metrics: Mapping[str, float],
+        about: Mapping[str, Any],
+    ) -> None:
+        """Rank 0: the manifest, then the name, then room for the next."""
+        if not self._ranks.is_first:
+            return
+        manifest = Manifest(
+            step=step,
+            serial=serial,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            files={name: entry for part in entries for name, entry in part.items()},
+            metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+            about={"steadygrad": __version__, "torch": torch.__version__, NUM_RANKS: self._ranks.num, **about},
+        )
+        with (aside / NAME).open("xb") as file:
+            file.write(manifest.render())
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(aside)
+        aside.rename(target)
+        sync_folder(self.directory)
+        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+            for info in find_removable(read_infos(self.directory), self.config):
+                remove_folder(info.path)
+
+    def _together(self, call: Callable[[], Any]) -> list[Any]:
+        """Every rank's result; CheckpointError on all when it failed on one."""
+        result, error = None, ""
+        try:
+            result = call()
+        except Exception as failure:
+            error = _describe(failure)
+        answers = self._ranks.gather((result, error))
+        for number, (_, failed) in enumerate(answers):
+            if failed:
+                raise CheckpointError(f"{self._ranks.name(number)}: {failed}")
+        return [answer for answer, _ in answers]
+
+    # --- load -------------------------------------------------------------------------------------------------------
+
+    def load(self, live: Mapping[str, Any], path: Path | None = None) -> Checkpoint | None:
+        """The newest checkpoint that can be used, or that of `path`; None when there is none yet.
+
+        `live` is the state of the training as it is, whose tensors say how each rank wants its part.
+        """
+        folders = [path] if path is not None else [info.path for info in rank(read_infos(self.directory))]
+        folders = [Path(name) for name in self._ranks.gather([str(folder) for folder in folders])[0]]
+        reasons = []
+        for folder in folders:
+            try:
+                info = self._together(lambda folder=folder: self._verify(folder))[0]
+                return read_sharded(info, live, ranks=self._ranks)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                logger.warning("checkpoint %s is not used: %s", folder.name, error)
+        if reasons:
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint that can be used: {'; '.join(reasons)}. Start anew, or give "
+                "another one."
+            )
+        return None
+
+    def _verify(self, folder: Path) -> CheckpointInfo:
+        """Hash this rank's share of the files."""
+        info = read_info(folder)
+        names = sorted(info.manifest.files)[self._ranks.rank :: self._ranks.num]
+        mine = {name: info.manifest.files[name] for name in names}
+        check_files(folder, Manifest(step=info.step, serial=0, created="", files=mine))
+        return info
+
+    # --- what is known about them -----------------------------------------------------------------------------------
+
+    def healthy_step(self, step: int) -> None:
+        """Step `step` was healthy: what was saved before it comes closer to being good."""
+        self._proofs.healthy(step)
+
+    def unhealthy_step(self, step: int) -> None:
+        """Step `step` was not: what is not good yet counts anew, and is suspect until then."""
+        self._proofs.unhealthy(step, f"step {step} was not healthy")
+
+    def tell_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics that were learnt after the checkpoint before step `step` was saved."""
+        self._proofs.tell(step, metrics)
+
+    def take_failures(self) -> list[str]:
+        """What went wrong since this was last asked."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def list(self) -> tuple[CheckpointInfo, ...]:
+        """Every checkpoint on disk whose manifest can be read, oldest first."""
+        return tuple(read_infos(self.directory))
+
+    @property
+    def best(self) -> CheckpointInfo | None:
+        """The one with the lowest metric; None when none has it."""
+        return next(iter(find_best(self.list(), self.config.best_by)), None)
+
+    @property
+    def newest(self) -> CheckpointInfo | None:
+        """The one that a resume would try first."""
+        return next(iter(rank(self.list())), None)
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:
+    """Read one checkpoint, on any number of ranks; one that was not there when it was saved takes over rank 0's own."""
+    _, live_shared, _ = split_state(live)
+    own_file = info.path / _name_own(ranks.rank)
+    plain = load_plain(own_file if own_file.is_file() else info.path / _name_own(0))
+
+    def make_room(name: str, record: Any) -> Tensor:
+        like = live_shared.get(name)
+        if like is None:
+            like = _find_parameter(name, live_shared)
+        if like is not None and like.shape == record.size:
+            return torch.empty_like(like, dtype=record.properties.dtype).detach()
+        return torch.empty(record.size, dtype=record.properties.dtype)
+
+    shared = read_tensors(info.path, make_room, group=ranks.group if ranks.many else None)
+    tensors = {**shared, **plain["own"]}
+    devices: dict[int, str] = {}
+    state = unpack(plain["tree"], tensors.__getitem__, devices)
+    here = str(next(iter(live_shared.values())).device)  # rank 0's own file may be read by others
+    return Checkpoint(info, state, {number: here if name.startswith("cuda") else name for number, name in devices.items()})
+
+
+def _find_parameter(name: str, live: Mapping[str, Tensor]) -> Tensor | None:
+    """Optimizer state is not there before the first step: its parts lie as those of its parameter do."""
+    if not name.startswith("optimizers."):
+        return None
+    parameter = name.split(".state.", 1)[-1].rpartition(".")[0]
+    return live.get(f"model.{parameter}", live.get(f"other_parameters.{parameter}"))
+
+
+def _hash_files(folder: Path, names: list[str]) -> dict[str, FileEntry]:
+    with start_pool() as pool:
+        return {
+            name: FileEntry((folder / name).stat().st_size, tuple(hash_file(folder / name, pool))) for name in names
+        }
+
+
+def _name_own(number: int) -> str:
+    return f"rank_{number}.pt"
+
+
+def _describe(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, CheckpointError) else repr(failure)

@@ -1,0 +1,104 @@
+"""Tensors that all ranks hold together <-> files of torch.distributed.checkpoint, without running anybody's code.
+
+Each rank writes its own parts, a tensor that all have alike is written once, and reading puts the parts together for
+any number of ranks. torch reads its table of parts (`.metadata`) with a pickle that runs what it is told to; here only
+the names of its own records are known. Values that are no tensors are never written this way.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
+
+METADATA = ".metadata"
+KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+}
+"""The records that make up a table of parts; each is a bare holder of numbers and names."""
+
+
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any) -> None:
+    """Write this rank's parts; every rank of the group must call it. What fails on one fails on all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(folder), sync_files=True), process_group=group)
+
+
+def read_tensors(folder: Path, make_room: Callable[[str, Any], Tensor], *, group: Any) -> dict[str, Tensor]:
+    """All tensors, each in what `make_room(name, record)` gives: a DTensor takes its part, any other the whole."""
+    table = read_table(folder)
+    tensors = {name: make_room(name, record) for name, record in table.state_dict_metadata.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=_Reader(folder, table), process_group=group, no_dist=group is None)
+    return tensors
+
+
+def read_table(folder: Path) -> Metadata:
+    """Which part of which file is which tensor."""
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            table = _Unpickler(file, path).load()
+    except UnsafePickleError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpoint(folder, f"{METADATA} cannot be read: {error}") from error
+    if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
+        raise DamagedCheckpoint(folder, f"{METADATA} is no table of parts")
+    odd = [name for name, record in table.state_dict_metadata.items() if not isinstance(record, TensorStorageMetadata)]
+    if odd:
+        raise DamagedCheckpoint(folder, f"{odd[0]!r} is no tensor, and would be read by running it")
+    outside = [info.relative_path for info in table.storage_data.values() if Path(info.relative_path).name != info.relative_path]
+    if outside:
+        raise DamagedCheckpoint(folder, f"{outside[0]!r} is no file beside it")
+    return table
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the records of a table of parts, and nothing else."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in KNOWN.get(module, ()):
+            raise UnsafePickleError(self._path, [f"{module}.{name}"])
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """torch's reader with a table that was read safely."""
+
+    def __init__(self, folder: Path, table: Metadata) -> None:
+        super().__init__(str(folder))
+        self._table = table
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._table

@@ -1,0 +1,62 @@
+"""Two ranks, one of which gets a bad batch: both skip the same step, and their weights stay equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import steadygrad
+
+HERE = Path(__file__).parent
+START = """
+import json, sys
+from pathlib import Path
+import conftest, torch
+torch.set_num_threads(1)
+out = Path(sys.argv[1])
+"""
+LIGHTNING = """
+from lightning_trainings import *
+from steadygrad.adapters.lightning import GuardCallback
+batches, module, callback = make_batches(12), Classifier(), GuardCallback()
+batches[4] = spoil(batches[4], "nan")  # rank 0's third
+trainer = fit(module, batches, callback, devices=2, strategy="ddp")
+rank = trainer.global_rank
+"""
+TRANSFORMERS = """
+from trainer_trainings import *
+from steadygrad.adapters.transformers import GradientMonitoringCallback
+callback = GradientMonitoringCallback()
+trainer = train(Regression(), spoil(make_rows(24), 4, "nan"), out / "trainer", callback)
+module, rank = trainer.model, trainer.args.process_index
+"""
+END = """
+stats = callback.guard.stats()
+weights = [p.tolist() for p in module.parameters()]
+told = [stats["num_steps"], stats["num_skipped"], sorted({i.step for i in callback.guard.incidents})]
+(out / f"rank{rank}.json").write_text(json.dumps({"finite": is_finite(module), "told": told, "weights": weights}))
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.parametrize("code", [LIGHTNING, TRANSFORMERS], ids=["lightning", "transformers"])
+def test_both_ranks_skip_the_step_in_which_one_is_bad(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(START + code + END)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = os.pathsep.join([str(HERE), str(Path(steadygrad.__file__).parent.parent)])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *launcher, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["finite"]
+    assert first["told"] == second["told"] == [6, 1, [2]]
+    assert first["weights"] == second["weights"]

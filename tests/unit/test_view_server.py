@@ -1,0 +1,250 @@
+"""The live page's server: who is let in, what is never given out, and that it only reads. Real sockets, real requests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from view_runs import HOSTILE, make_step, open_directory, write_run
+
+from steadygrad import UsageError
+
+pytest.importorskip("uvicorn", reason="the live page needs uvicorn: pip install 'steadygrad[view]'")
+pytest.importorskip("starlette", reason="the live page needs starlette: pip install 'steadygrad[view]'")
+
+from steadygrad.view.serve.listen import PageServer, serve_in_thread
+from steadygrad.view.serve.live import LiveRuns, resolve_inside
+from steadygrad.view.serve.protect import is_loopback
+
+
+def ask(address: str, path: str, *, method: str = "GET", headers: dict[str, str] | None = None) -> Any:
+    """An answer, its body read; the path goes out as it is, dots and all."""
+    parts = urlsplit(address)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)) as connection:
+        connection.putrequest(method, path, skip_host="Host" in (headers or {}))
+        for name, value in (headers or {}).items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        answer.text = answer.read().decode()  # type: ignore[attr-defined]
+        return answer
+
+
+def read_events(address: str, path: str) -> Iterator[dict[str, Any]]:
+    """The events of a stream, as they come."""
+    parts = urlsplit(address)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.getheader("content-type", "").startswith("text/event-stream")
+        while line := answer.readline():
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_run(tmp_path / "runs" / "first", 120)
+    write_run(tmp_path / "runs" / "deep" / "second", 20)
+    write_run(tmp_path / "secret", 10)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def address(root: Path) -> Iterator[str]:
+    with serve_in_thread(root) as address:
+        yield address
+
+
+# --- pages --------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_names_every_run(address: str) -> None:
+    answer = ask(address, "/")
+    assert answer.status == 200
+    assert 'href="/runs/first"' in answer.text
+    assert 'href="/runs/deep/second"' in answer.text
+    assert "119" in answer.text
+
+
+def test_a_run_has_its_page_and_its_assets(address: str) -> None:
+    page = ask(address, "/runs/deep/second")
+    assert page.status == 200
+    assert "Healthy." in page.text
+    for name, kind in (("plotly.js", "text/javascript"), ("page.js", "text/javascript"), ("page.css", "text/css")):
+        answer = ask(address, f"/assets/{name}")
+        assert (answer.status, answer.getheader("content-type").partition(";")[0]) == (200, kind)
+
+
+def test_new_steps_come_as_events_and_old_ones_do_not_come_again(root: Path, address: str) -> None:
+    events = read_events(address, "/events/first")
+    first = next(events)
+    while first.get("chart:last_step") != 119:
+        first |= next(events)
+    assert "Incidents" not in first["part:headline"]
+
+    directory = open_directory(root / "first")
+    for step in range(120, 200):
+        directory.write_step(make_step(step))
+    directory.close()
+
+    later: dict[str, Any] = {}
+    while later.get("chart:last_step") != 199:
+        later |= next(events)
+    assert later["chart:curves"]["loss"]["x"][-1] == 199
+    assert "part:incidents" not in later
+    assert "chart:norms" not in later
+
+
+def test_names_are_escaped_on_every_page(tmp_path: Path) -> None:
+    name = HOSTILE.replace("/", "").replace("\u2028", "")
+    write_run(tmp_path / name, 5, names=[HOSTILE])
+    from urllib.parse import quote
+
+    with serve_in_thread(tmp_path) as address:
+        pages = [ask(address, "/").text, ask(address, f"/runs/{quote(name)}").text]
+    for text in pages:
+        assert "<img" not in text
+        assert "&lt;img src=x" in text
+
+
+def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
+    with serve_in_thread(tmp_path) as address:
+        assert "There is no run in this folder yet." in ask(address, "/").text
+
+
+# --- what is never given out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/runs/../secret",
+        "/runs/..%2fsecret",
+        "/runs/%2e%2e/secret",
+        "/runs/%252e%252e/secret",
+        "/runs/first/../../../secret",
+        "/runs//etc",
+        "/runs/first%00",
+        "/runs/nowhere",
+        "/runs/link",
+        "/events/../secret",
+        "/events/..%2fsecret",
+        "/events/link",
+        "/assets/..%2fdocument.py",
+        "/assets/document.py",
+        "/runs/first/run.json",
+    ],
+)
+def test_no_path_leads_out_of_the_folder(root: Path, address: str, path: str) -> None:
+    (root / "link").symlink_to(root.parent / "secret", target_is_directory=True)
+    answer = ask(address, path)
+    assert answer.status == 404
+    assert "secret" not in answer.text
+
+
+def test_a_run_reached_by_its_absolute_path_is_not_there(root: Path) -> None:
+    runs = LiveRuns(root)
+    assert runs.find(str(root.parent / "secret")) is None
+    assert runs.find("first") is not None
+    assert resolve_inside(root.resolve(), "first/../../secret") is None
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+def test_there_is_no_way_to_write(address: str, method: str) -> None:
+    for path in ("/", "/runs/first", "/events/first", "/assets/page.js"):
+        assert ask(address, path, method=method).status == 405
+
+
+def test_looking_changes_no_file(root: Path, address: str) -> None:
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in root.rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    ask(address, "/")
+    ask(address, "/runs/first")
+    next(read_events(address, "/events/first"))
+    assert state() == before
+
+
+def test_every_answer_keeps_the_browser_in_bounds(address: str) -> None:
+    for path in ("/", "/runs/first", "/runs/nowhere", "/assets/page.js"):
+        answer = ask(address, path)
+        assert "default-src 'none'" in answer.getheader("content-security-policy")
+        assert "connect-src 'self'" in answer.getheader("content-security-policy")
+        assert answer.getheader("x-content-type-options") == "nosniff"
+        assert answer.getheader("x-frame-options") == "DENY"
+        assert answer.getheader("access-control-allow-origin") is None
+
+
+# --- who is let in ------------------------------------------------------------------------------------------------
+
+
+def test_by_default_it_listens_on_this_machine_only(root: Path) -> None:
+    with serve_in_thread(root) as address:
+        assert address.startswith("http://127.0.0.1:")
+    server = PageServer(root, port=0)
+    assert server.token is None
+    server.close()
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "127.0.0.1.evil.example", "10.0.0.1"])
+def test_another_name_for_this_machine_is_refused(address: str, host: str) -> None:
+    answer = ask(address, "/", headers={"Host": host})
+    assert answer.status == 403
+    assert "first" not in answer.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8765", "[::1]:8765", "[::1]"])
+def test_its_own_names_are_let_in(address: str, host: str) -> None:
+    assert ask(address, "/", headers={"Host": host}).status == 200
+
+
+def test_bound_elsewhere_it_makes_a_token_and_asks_for_it(root: Path) -> None:
+    server = PageServer(root, host="0.0.0.0", port=0)
+    assert server.token is not None
+    assert len(server.token) >= 24
+    assert server.link.endswith(f"/?token={server.token}")
+    server.close()
+
+
+def test_without_the_token_nothing_is_answered(root: Path) -> None:
+    with serve_in_thread(root, token="right") as address:
+        for path in ("/", "/runs/first", "/events/first", "/assets/page.js", "/?token=wrong", "/?token="):
+            answer = ask(address, path)
+            assert answer.status == 401, path
+            assert "first" not in answer.text
+        assert ask(address, "/", headers={"Cookie": "steadygrad_token=wrong"}).status == 401
+        assert ask(address, "/", headers={"Authorization": "Bearer "}).status == 401
+
+
+def test_the_token_is_taken_once_and_then_kept_in_a_cookie(root: Path) -> None:
+    with serve_in_thread(root, token="right") as address:
+        first = ask(address, "/runs/first?token=right&a=b")
+        assert (first.status, first.getheader("location")) == (303, "/runs/first?a=b")
+        cookie = first.getheader("set-cookie")
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert ask(address, "/runs/first", headers={"Cookie": cookie.partition(";")[0]}).status == 200
+        assert ask(address, "/", headers={"Authorization": "Bearer right"}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "own"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("example", False)]
+)
+def test_only_loopback_is_this_machine(host: str, own: bool) -> None:
+    assert is_loopback(host) is own
+
+
+def test_a_taken_port_and_a_missing_folder_are_said(root: Path) -> None:
+    with serve_in_thread(root) as address, pytest.raises(UsageError, match="Choose another --port"):
+        PageServer(root, port=urlsplit(address).port or 0)
+    with pytest.raises(UsageError, match="There is no folder"):
+        PageServer(root / "nowhere")

@@ -1,0 +1,121 @@
+"""`steadygrad watch`, driven through tmux as a person would: it shows the run, follows it, and leaves on q."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from view_runs import make_incident, make_step, open_directory, write_run
+
+from steadygrad.cli import main
+
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux on this machine: apt-get install tmux")
+
+
+class Pane:
+    """A terminal of 120 by 40 with one program in it, on a tmux server of its own."""
+
+    def __init__(self, command: str) -> None:
+        self._socket = f"steadygrad-{uuid.uuid4().hex[:8]}"
+        self._tmux("-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "40", command, check=True)
+        self._tmux("set-option", "-g", "remain-on-exit", "on")
+
+    def _tmux(self, *arguments: str, check: bool = False) -> str:
+        done = subprocess.run(["tmux", "-L", self._socket, *arguments], capture_output=True, text=True, check=check)
+        return done.stdout
+
+    def press(self, key: str) -> None:
+        self._tmux("send-keys", key)
+
+    @property
+    def screen(self) -> str:
+        return self._tmux("capture-pane", "-p")
+
+    @property
+    def is_running(self) -> bool:
+        return self._tmux("list-panes", "-F", "#{pane_dead}").strip() == "0"
+
+    def close(self) -> None:
+        self._tmux("kill-server")
+
+
+def wait_until(holds: Callable[[], bool], pane: Pane) -> None:
+    """Look until it holds; what the screen shows is the failure's message."""
+    pause = threading.Event()
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, pane.screen
+        pause.wait(0.1)
+
+
+@pytest.fixture
+def pane(tmp_path: Path) -> Iterator[Pane]:
+    write_run(tmp_path / "run", 450)
+    pane = Pane(f"{sys.executable} -m steadygrad watch {tmp_path / 'run'}")
+    yield pane
+    pane.close()
+
+
+@needs_tmux
+def test_watch_shows_a_run_follows_it_and_leaves_on_q(tmp_path: Path, pane: Pane) -> None:
+    wait_until(lambda: "Survived." in pane.screen and "largest gradients" in pane.screen, pane)
+    screen = pane.screen
+    assert "steps 450" in screen
+    assert "█" in screen
+    assert "blocks.3.mlp.weight" in screen
+    assert "nonfinite_loss" in screen
+    assert "incidents: 3" in screen
+
+    directory = open_directory(tmp_path / "run")
+    for step in range(450, 500):
+        directory.write_step(make_step(step))
+    directory.write_step(make_step(500, loss=math.inf, skipped=True))
+    directory.write_incident(make_incident(500, kind="a_new_kind"))
+    wait_until(lambda: "steps 501" in pane.screen and "a_new_kind" in pane.screen, pane)
+    assert "now Inf" in pane.screen
+    directory.close()
+
+    assert pane.is_running
+    pane.press("q")
+    wait_until(lambda: not pane.is_running, pane)
+
+
+def test_without_a_terminal_it_prints_one_screen(tmp_path: Path) -> None:
+    write_run(tmp_path, 450)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    command = [sys.executable, "-m", "steadygrad", "watch", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Survived." in done.stdout
+    assert "\x1b" not in done.stdout
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["empty", "torn"])
+def test_a_run_with_nothing_to_show_is_shown(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    open_directory(tmp_path).close()
+    if name == "torn":
+        (tmp_path / "steps.jsonl").write_text('{"step":')
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "Empty." in capsys.readouterr().out
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, 12, names=["\x1b[31mred", "[bold]w"])
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "[bold]w" in shown
+
+
+def test_no_run_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path / "nowhere")]) == 2
+    assert "There is no" in capsys.readouterr().err
