@@ -288,7 +288,7 @@ TROUBLE: dict[str, Trouble] = {
     ),
     "rate_too_high": Trouble(
         facts=lambda: _steps(24, lambda t: reading(t, 2.9 * _noisy(t) * 1.3**t, 0.5 * 1.2**t)),
-        step=13,  # the eighth above three times the first two
+        step=1,  # the eighth above three times the first two
         severity=Severity.ERROR,
     ),
     "loss_spike": Trouble(facts=lambda: _healthy_then(300, lambda t: reading(t, 1.4), 301), step=300),

@@ -1,4 +1,4 @@
-"""The live page's server: who is let in, what is never given out, and that it only reads. Real sockets, real requests."""
+"""The live page's server: who is let in, what is never given out, and that it only reads. Real sockets throughout."""
 
 from __future__ import annotations
 

@@ -121,6 +121,7 @@ def _draw_layers(run: RunReader, rows: int) -> RenderableType:
         bad = exponent == float("inf")
         text.append("   NaN/Inf" if bad else f"{10**exponent:10.3g}", style="bold red" if bad else "magenta")
         text.append(f"  {make_printable(name)}\n")
+    text.rstrip()
     return Panel(text or Text("not recorded yet", style="dim"), title="largest gradients", title_align="left")
 
 
@@ -136,6 +137,7 @@ def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
         text.append(make_printable(str(kind)), style=SEVERITY_STYLES.get(severity, ""))
         text.append(f" {make_printable(str(message))}")
         text.append(f"  {make_printable(find_action(incident))}\n", style="green")
+    text.rstrip()
     title = f"incidents: {run.incidents.count:,}"
     return Panel(text or Text("none", style="green"), title=title, title_align="left")
 
