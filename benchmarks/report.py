@@ -97,10 +97,10 @@ def time_first_paint(runs: Path, name: str) -> dict[str, float]:
         page = browser.new_page()
         start = time.perf_counter()
         page.goto(f"{address}/runs/{name}", wait_until="commit")
-        page.wait_for_function("document.querySelector('.js-plotly-plot .scatterlayer .trace')", timeout=60_000)
+        page.wait_for_selector(".js-plotly-plot .main-svg", timeout=60_000)
         first_points = time.perf_counter() - start
         paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000")
-        page.wait_for_function("document.body.dataset.progress === '1'", timeout=120_000)
+        page.wait_for_selector("body[data-progress='1']", timeout=120_000)
         whole = time.perf_counter() - start
         browser.close()
     return {"first_paint_seconds": paint, "first_points_seconds": first_points, "whole_run_seconds": whole}

@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from steadygrad.guard import Guard
     from steadygrad.measure.check import check_nan_inf
     from steadygrad.monitor import ActivationMonitor, GradientHealthMonitor
+    from steadygrad.record.logger import LoggerSink
+    from steadygrad.record.tensorboard import TensorBoardSink
+    from steadygrad.record.wandb import WandbSink
 
 __all__ = [
     "Action",
@@ -69,6 +72,7 @@ __all__ = [
     "Guard",
     "GuardConfig",
     "Incident",
+    "LoggerSink",
     "MeasureConfig",
     "NonFiniteError",
     "Policy",
@@ -79,9 +83,11 @@ __all__ = [
     "SnapshotConfig",
     "SteadygradError",
     "StepRecord",
+    "TensorBoardSink",
     "TrainingHalted",
     "UnsupportedError",
     "UsageError",
+    "WandbSink",
     "ZClip",
     "__version__",
     "check_nan_inf",
@@ -95,6 +101,9 @@ __all__ = [
 ]
 
 _LAZY = {
+    "WandbSink": "steadygrad.record.wandb",
+    "TensorBoardSink": "steadygrad.record.tensorboard",
+    "LoggerSink": "steadygrad.record.logger",
     "CheckpointStore": "steadygrad.checkpoint",
     "ActivationMonitor": "steadygrad.monitor",
     "GradientHealthMonitor": "steadygrad.monitor",

@@ -45,6 +45,7 @@ from steadygrad.act.sanitize import sanitize_gradients
 from steadygrad.act.scaler import ScalerDriver
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.checkpoint.run import RunCheckpoints, tell_unsaved
+from steadygrad.checkpoint.sharded import ShardedStore
 from steadygrad.checkpoint.signals import EXIT_CODE
 from steadygrad.checkpoint.store import CheckpointStore, Save
 from steadygrad.clip import build_clipper
@@ -166,6 +167,7 @@ class Guard:
             optimizers=self._optimizers,
             extras={"scheduler": scheduler, "scaler": scaler, "ema": ema},
             clip=None if self.config.clip is None else self.config.clip.kind,
+            ranks=self._ranks,
         )
         self._investigator = Investigator(
             dataclasses.replace(self.config.diagnose, enabled=self.config.diagnose.enabled and not self._off),
@@ -560,7 +562,7 @@ class Guard:
     ) -> tuple[list[Fact], Origin]:
         """Tell what this rank alone has seen, and learn where a bad step began. The facts that are everybody's."""
         self._is_asked_to_stop |= told.asks_to_stop
-        if self._rank_file is not None:
+        if self._rank_file is not None and reading.step % self.config.record.steps_every == 0:
             self._rank_file.write_own(reading.step, told.own_loss)
         facts, own_facts = split_facts(facts)
         signs = [finding.message for finding in self._judgement.tell_own(reading, own_facts)]
@@ -782,7 +784,7 @@ class Guard:
         return resumed.step
 
     @property
-    def checkpoints(self) -> CheckpointStore:
+    def checkpoints(self) -> CheckpointStore | ShardedStore:
         """The checkpoints of the run directory: `list()`, `best`, `load()`."""
         return self._checkpoints.store
 
@@ -796,7 +798,7 @@ class Guard:
             where = None if saved is None else saved.wait()
             self.close()
             raise SystemExit(EXIT_CODE if where is not None else 128 + received)
-        if self._checkpoints.is_due(self._next_step):
+        if self._checkpoints.is_due(self._next_step) and not self._ranks.is_joining:
             self.save()
         self._tell_unsaved()
 

@@ -41,6 +41,9 @@ stats = callback.guard.stats()
 weights = [p.tolist() for p in module.parameters()]
 told = [stats["num_steps"], stats["num_skipped"], sorted({i.step for i in callback.guard.incidents})]
 (out / f"rank{rank}.json").write_text(json.dumps({"finite": is_finite(module), "told": told, "weights": weights}))
+if torch.distributed.is_initialized():  # gloo's threads at the end of an interpreter may abort it
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 """
 
 

@@ -205,6 +205,7 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 
 def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "steps.jsonl")
+    (tmp_path / "layers.jsonl").mkdir()
     assert RunReader(tmp_path).read_all().steps.num_steps == 0
 
 

@@ -26,12 +26,16 @@ from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
 from steadygrad.checkpoint.position import DataPositions
 from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
+from steadygrad.checkpoint.shelf import rank, read_info, read_infos
 from steadygrad.checkpoint.signals import SignalWatch
+from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore, Save
 from steadygrad.checkpoint.training import gather_training, live_random, put_back
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Severity
+from steadygrad.measure.ranks import Ranks
 
 logger = logging.getLogger("steadygrad")
 T = TypeVar("T")
@@ -84,8 +88,10 @@ class RunCheckpoints:
         optimizers: Sequence[torch.optim.Optimizer],
         extras: Mapping[str, Any],
         clip: str | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._clip = clip
+        self._ranks = ranks if ranks is not None else Ranks()
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._config = config
         self._model, self._optimizers = model, list(optimizers)
@@ -94,7 +100,7 @@ class RunCheckpoints:
         self._given = note_given(self._optimizers)
         self._born_nonfinite = set() if run_dir is None else set(count_nonfinite(dict(model.named_buffers())))
         self._positions = DataPositions()
-        self._store: CheckpointStore | None = None
+        self._store: CheckpointStore | ShardedStore | None = None
         self._last_saved: int | None = None
         self._follows_data = run_dir is not None
         self._refused: list[str] = []
@@ -164,7 +170,7 @@ class RunCheckpoints:
 
     def _save(
         self,
-        store: CheckpointStore,
+        store: CheckpointStore | ShardedStore,
         step: int,
         guard: Mapping[str, Any],
         accumulated: Accumulated,
@@ -173,7 +179,7 @@ class RunCheckpoints:
     ) -> Save:
         if self._stateless and self._last_saved is None:
             logger.warning("%s cannot be saved: it has no state_dict.", ", ".join(self._stateless))
-        state = gather_training(self._model, self._optimizers, self._extras)
+        state = self._gather()
         state |= {
             "guard": dict(guard),
             "given": self._given,
@@ -192,13 +198,22 @@ class RunCheckpoints:
         return saved
 
     @property
-    def store(self) -> CheckpointStore:
+    def store(self) -> CheckpointStore | ShardedStore:
         """Where they lie; UsageError without a run directory."""
         if self._run_dir is None:
             raise UsageError("there is no place for checkpoints: give Guard a run_dir.")
         if self._store is None:
-            self._store = CheckpointStore.of(self._run_dir / FOLDER, self._config)
+            folder = self._run_dir / FOLDER
+            self._store = (
+                ShardedStore(folder, self._config, self._ranks)
+                if self._ranks.many
+                else CheckpointStore.of(folder, self._config)
+            )
         return self._store
+
+    def _gather(self) -> dict[str, Any]:
+        state = gather_training(self._model, self._optimizers, self._extras)
+        return state | {BUFFERS: [name for name, _ in self._model.named_buffers()]}
 
     def _name_born_nonfinite(self, state: Mapping[str, Any]) -> set[str]:
         """Buffers that never were finite, such as a mask of -inf, under the names that they are saved with."""
@@ -234,12 +249,13 @@ class RunCheckpoints:
         if state["clip"] != self._clip:
             state["guard"]["clip"] = {}
             problems.append(f"clipping by {self._clip} begins anew, saved was {state['clip']}")
+        problems += tell_other_ranks(checkpoint.info, self._ranks)
         accumulated = _put_accumulated(state["accumulated"], self._model, buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])
         self._follows_data = True
         self._last_saved = checkpoint.step
-        if self._run_dir is not None:
+        if self._run_dir is not None and self._ranks.is_first:
             rewind_ledger(self._run_dir, checkpoint.step)
         return Resumed(checkpoint.step, checkpoint.info.path, state["guard"], accumulated, changes, problems)
 
@@ -249,15 +265,31 @@ class RunCheckpoints:
 
     def _load(self, path: str | Path | None) -> Checkpoint | None:
         if path is None:
-            return self.store.load()
+            return self._load_newest(self.store.directory)
         folder = Path(path)
         if (folder / NAME).is_file():
+            if self._ranks.many or is_sharded(read_info(folder)):
+                return self._load_together(folder.parent, folder)
             return CheckpointStore(folder.parent).load(path=folder)
         inner = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-        found = CheckpointStore(inner).load() if inner.is_dir() else None
+        found = self._load_newest(inner) if inner.is_dir() else None
         if found is None:
             raise CheckpointError(f"{folder} holds no checkpoint. Give a run directory, or one of its checkpoints.")
         return found
+
+    def _load_newest(self, directory: Path) -> Checkpoint | None:
+        newest = next(iter(rank(read_infos(directory))), None)
+        if self._ranks.many or (newest is not None and is_sharded(newest)):
+            return self._load_together(directory)
+        store = self._store if isinstance(self._store, CheckpointStore) else None
+        own = store if store is not None and store.directory == directory else CheckpointStore(directory)
+        return own.load()
+
+    def _load_together(self, directory: Path, path: Path | None = None) -> Checkpoint | None:
+        """One that many ranks have written, or that many read."""
+        store = self._store if isinstance(self._store, ShardedStore) and self._store.directory == directory else None
+        store = store if store is not None else ShardedStore(directory, self._config, self._ranks)
+        return store.load(self._gather(), path)
 
     def close(self) -> None:
         """Wait for the disk, and listen no more."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import io
 import logging
 import math
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from steadygrad._version import __version__
 from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.load import Checkpoint, load_plain
+from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
 from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
 from steadygrad.checkpoint.plain import unpack
 from steadygrad.checkpoint.proofs import Proofs
@@ -195,11 +196,15 @@ class ShardedStore:
         reasons = []
         for folder in folders:
             try:
-                info = self._together(lambda folder=folder: self._verify(folder))[0]
-                return read_sharded(info, live, ranks=self._ranks)
+                info = self._together(functools.partial(self._verify, folder))[0]
+                checkpoint = read_sharded(info, live, ranks=self._ranks) if is_sharded(info) else read_checkpoint(info)
             except CheckpointError as error:
                 reasons.append(str(error))
                 logger.warning("checkpoint %s is not used: %s", folder.name, error)
+                continue
+            if self._ranks.is_first and not info.good:
+                self._proofs.begin(info.step, info.path, suspect=info.suspect)
+            return checkpoint
         if reasons:
             raise CheckpointError(
                 f"{self.directory} has no checkpoint that can be used: {'; '.join(reasons)}. Start anew, or give "
@@ -255,6 +260,14 @@ class ShardedStore:
         """Nothing is held."""
 
 
+def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
+    """What cannot be exact when as many ranks as saved it do not load it."""
+    saved = int(info.manifest.about.get(NUM_RANKS, 1))
+    if saved == ranks.num:
+        return []
+    return [f"{saved} ranks saved it and {ranks.num} go on: random numbers and the order of the data are other ones"]
+
+
 def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:
     """Read one checkpoint, on any number of ranks; one that was not there when it was saved takes over rank 0's own."""
     _, live_shared, _ = split_state(live)
@@ -274,14 +287,19 @@ def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks)
     devices: dict[int, str] = {}
     state = unpack(plain["tree"], tensors.__getitem__, devices)
     here = str(next(iter(live_shared.values())).device)  # rank 0's own file may be read by others
-    return Checkpoint(info, state, {number: here if name.startswith("cuda") else name for number, name in devices.items()})
+    return Checkpoint(
+        info, state, {number: here if name.startswith("cuda") else name for number, name in devices.items()}
+    )
 
 
 def _find_parameter(name: str, live: Mapping[str, Tensor]) -> Tensor | None:
     """Optimizer state is not there before the first step: its parts lie as those of its parameter do."""
-    if not name.startswith("optimizers."):
+    if name.startswith("optimizers."):
+        parameter = name.split(".state.", 1)[-1].rpartition(".")[0]
+    elif name.startswith("gradients."):
+        parameter = name.removeprefix("gradients.")
+    else:
         return None
-    parameter = name.split(".state.", 1)[-1].rpartition(".")[0]
     return live.get(f"model.{parameter}", live.get(f"other_parameters.{parameter}"))
 
 

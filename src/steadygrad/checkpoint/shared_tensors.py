@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
 
@@ -36,6 +37,8 @@ KNOWN = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
+    "pathlib": {"PosixPath", "WindowsPath"},  # where it was written
+    "pathlib._local": {"PosixPath", "WindowsPath"},
 }
 """The records that make up a table of parts; each is a bare holder of numbers and names."""
 
@@ -44,7 +47,7 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any) ->
     """Write this rank's parts; every rank of the group must call it. What fails on one fails on all."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(folder), sync_files=True), process_group=group)
+        save(dict(tensors), storage_writer=FileSystemWriter(str(folder), sync_files=True), process_group=group)
 
 
 def read_tensors(folder: Path, make_room: Callable[[str, Any], Tensor], *, group: Any) -> dict[str, Tensor]:
@@ -53,7 +56,7 @@ def read_tensors(folder: Path, make_room: Callable[[str, Any], Tensor], *, group
     tensors = {name: make_room(name, record) for name, record in table.state_dict_metadata.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=_Reader(folder, table), process_group=group, no_dist=group is None)
+        load(tensors, storage_reader=_Reader(folder, table), process_group=group, no_dist=group is None)
     return tensors
 
 
@@ -72,7 +75,11 @@ def read_table(folder: Path) -> Metadata:
     odd = [name for name, record in table.state_dict_metadata.items() if not isinstance(record, TensorStorageMetadata)]
     if odd:
         raise DamagedCheckpoint(folder, f"{odd[0]!r} is no tensor, and would be read by running it")
-    outside = [info.relative_path for info in table.storage_data.values() if Path(info.relative_path).name != info.relative_path]
+    outside = [
+        info.relative_path
+        for info in table.storage_data.values()
+        if Path(info.relative_path).name != info.relative_path
+    ]
     if outside:
         raise DamagedCheckpoint(folder, f"{outside[0]!r} is no file beside it")
     return table

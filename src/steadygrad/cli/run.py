@@ -13,7 +13,7 @@ import click
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-m", "as_module", is_flag=True, help="TARGET is a module, run as python -m would.")
+@click.option("-m", "as_module", is_flag=True, help="What follows is a module, run as python -m would.")
 @click.option(
     "--run-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -26,7 +26,7 @@ import click
     "config_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A YAML or TOML file with a GuardConfig: thresholds of rules, what is recorded.",
+    help="A YAML or TOML file with a GuardConfig: thresholds of rules, diagnosis, what is recorded.",
 )
 @click.argument("target", metavar="SCRIPT|MODULE")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")

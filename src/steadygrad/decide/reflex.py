@@ -15,6 +15,8 @@ def decide(finding: Finding, reading: Reading | None, on_nonfinite: Action) -> V
             return Verdict(action=Action.HALT, reason="on_nonfinite is RAISE")
         if on_nonfinite is Action.SANITIZE and reading is not None and not reading.skipped:
             return Verdict(action=Action.SANITIZE, reason="on_nonfinite is SANITIZE")
+        if reading is not None and not reading.skipped:
+            return Verdict(action=Action.NONE, reason="only observed")
         return Verdict(action=Action.SKIP, reason="a non-finite step must not reach a weight")
     if finding.kind == "nonfinite_buffer" and reading is not None and reading.spoilt_buffers:
         return Verdict(action=Action.SKIP, reason="the step was skipped, and the buffers put back")

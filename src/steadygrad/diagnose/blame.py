@@ -20,6 +20,10 @@ TAKES_MINUS_INF = ("softmax", "logsumexp", "scaled_dot_product", "sub", "exp", "
 """Ops, by a part of their name, that are given -inf on purpose, and fail when nothing else is there."""
 
 
+MOST_HURTS = 16
+"""Places where it hurts that are traced back one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hurt:
     """Something that the step left behind and that is not finite."""
@@ -51,23 +55,32 @@ class Blame:
 
     def __init__(self, events: Sequence[Event], ranges: RangeTable) -> None:
         self._events, self._ranges = events, ranges
+        self._of_reads: dict[int, Range] = {}  # what was merged once; reads and events live as long as the trace
+        self._of_events: dict[int, Range] = {}
 
     def find_origin(self, hurts: Iterable[Hurt]) -> Origin | None:
         """The earliest birth that reached one of `hurts`."""
-        origins = [origin for hurt in hurts if (origin := self._trace_back(hurt)) is not None]
+        origins = [origin for hurt in _choose_hurts(list(hurts)) if (origin := self._trace_back(hurt)) is not None]
         return min(origins, key=self._rank, default=None)
 
     def find_range(self, read: Read) -> Range:
         """The range of what was read."""
         if read.slot is not None:
             return self._ranges[read.slot]
-        return merge_ranges(self.find_output(self._events[writer], read.key) for writer in read.writers)
+        found = self._of_reads.get(id(read))
+        if found is None:
+            found = merge_ranges(self.find_output(self._events[writer], read.key) for writer in read.writers)
+            self._of_reads[id(read)] = found
+        return found
 
     def find_output(self, event: Event, key: int | None = None) -> Range:
         """The range of what an event wrote to one storage, or to all of them."""
         if key is not None:
             return self._ranges[event.written[key]] if key in event.written else FINITE
-        return merge_ranges(self._ranges[slot] for slot in event.written.values())
+        found = self._of_events.get(event.index)
+        if found is None:
+            found = self._of_events[event.index] = merge_ranges(self._ranges[slot] for slot in event.written.values())
+        return found
 
     def is_birth(self, event: Event) -> bool:
         """Whether it made a value that is not finite from finite ones."""
@@ -179,6 +192,21 @@ class Blame:
             path.append(following)
             following = later.get(following)
         return tuple(path)
+
+
+def _choose_hurts(hurts: list[Hurt]) -> list[Hurt]:
+    """A NaN in backward reaches hundreds of gradients along one way: some tell as much as all.
+
+    What was bad first comes nearest to the birth; a few of the others, evenly, for births of their own.
+    """
+    if len(hurts) <= MOST_HURTS:
+        return hurts
+    gradients = [hurt for hurt in hurts if hurt.name.startswith("gradient")]
+    others = [hurt for hurt in hurts if not hurt.name.startswith("gradient")]
+    ordered = sorted(gradients, key=lambda hurt: max(hurt.read.writers, default=-1))
+    half = MOST_HURTS // 2
+    rest = ordered[half:]
+    return [*others[:MOST_HURTS], *ordered[:half], *rest[:: max(1, len(rest) // half)]]
 
 
 def merge_ranges(ranges: Iterable[Range]) -> Range:

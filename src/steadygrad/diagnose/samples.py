@@ -25,7 +25,8 @@ MAX_WORK = 4.5
 LEAST_WORK = 0.1
 LEAST_WORK_ON_CUDA = 0.5
 """What the smallest part costs: launching its kernels takes as long as launching those of a whole batch."""
-QUARTERS = 4
+FEW = 4
+"""Samples that are all tried, however many of them fail."""
 OUTLIER = 30.0
 """Times the largest magnitude of the other samples from which a sample's own is worth a word."""
 
@@ -74,11 +75,10 @@ class SampleSearch:
         assert self._size is not None
         everything = list(range(self._size))
         found: list[int] = []
+        self._try_single_ones()
         parts: list[Sequence[int]] = [everything]
         while parts:
             parts = [half for part in parts for half in self._find_bad_halves(part)]
-            if len(parts) == QUARTERS < self._size == sum(map(len, parts)):
-                raise CannotSplit("every quarter of the batch fails: it is no matter of single samples")
             found += [part[0] for part in parts if len(part) == 1]
             parts = [part for part in parts if len(part) > 1]
         found.sort()
@@ -86,6 +86,13 @@ class SampleSearch:
         if rest and self._fails(rest):
             raise CannotSplit("could not be told: the step fails without the samples that fail alone")
         return tuple(found)
+
+    def _try_single_ones(self) -> None:
+        """Where any sample fails there is nothing to search for; three runs say so, for the price of one bisection."""
+        assert self._size is not None
+        tried = (0, self._size // 2, self._size - 1)
+        if self._size > FEW and all(self._fails([index]) for index in tried):
+            raise CannotSplit(f"samples {tried[0]}, {tried[1]} and {tried[2]} each fail alone: it is no matter of one")
 
     def _find_bad_halves(self, part: Sequence[int]) -> list[Sequence[int]]:
         halves = part[: len(part) // 2], part[len(part) // 2 :]

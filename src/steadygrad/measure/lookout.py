@@ -116,7 +116,7 @@ class Lookout:
             facts.append(looks.graph)
         if looks.inputs is not None:
             facts.append(looks.inputs.read(step))
-        elif reading.is_nonfinite and looks.batch is not None:
+        elif (reading.is_nonfinite or reading.loss == 0.0) and looks.batch is not None:
             facts.append(scan_inputs(*looks.batch).read(step))
         if looks.activations is not None:
             facts.append(looks.activations.read(step))

@@ -62,13 +62,19 @@ class Ranks:
         self._rows = {name: i for i, (name, _) in enumerate(named)}
         self._device = _find_device(group, named)
         self._bits = _make_bits(self.num, self.rank, self._device)
+        # On the device from the start: a number that is sent there later makes the host wait.
+        self._heads = {
+            asks: torch.tensor([0.0, 1.0, float(asks)], dtype=torch.float64, device=self._device)
+            for asks in (False, True)
+        }
+        self._layouts: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         self._under_way: tuple[Tensor, dist.Work | None] | None = None
         self._said: Tensor | None = None
 
     @property
     def many(self) -> bool:
-        """Whether there is anybody to agree with."""
-        return self.num > 1
+        """Whether there is anybody to agree with; a group of one that was asked for agrees with itself."""
+        return self.group is not None
 
     @property
     def is_first(self) -> bool:
@@ -124,12 +130,13 @@ class Ranks:
 
     def _fill(self, loss: Tensor | None) -> Tensor:
         """This rank's part of the exchange. No host read."""
+        head = self._heads[self.asks_to_stop].clone()
         if loss is None:
-            return self._bits.new_tensor([0.0, 0.0, float(self.asks_to_stop), *[0.0] * len(self._bits)])
-        fixed = loss.new_tensor([0.0, 1.0, float(self.asks_to_stop)], dtype=torch.float64, device=self._device)
+            head[NUM_LOSSES] = 0.0
+            return torch.cat([head, torch.zeros_like(self._bits)])
         loss = loss.detach().to(self._device).double()
-        fixed[LOSS_SUM] = loss
-        return torch.cat([fixed, torch.where(loss.isfinite(), 0.0, self._bits)])
+        head[LOSS_SUM] = loss
+        return torch.cat([head, torch.where(loss.isfinite(), 0.0, self._bits)])
 
     def _send(self, numbers: Tensor) -> None:
         self._under_way = (numbers, dist.all_reduce(numbers, group=self.group, async_op=True))
@@ -161,8 +168,7 @@ class Ranks:
         fraction on each, so that a NaN in one copy alone is seen too.
         """
         device = table.device
-        rows = torch.tensor([self._rows[name] for name in names], device=device)
-        weights = torch.tensor([count_shards(g) / self.num for g in gradients], dtype=torch.float64, device=device)
+        rows, weights = self._find_layout(tuple(names), gradients, device)
         full = table.new_zeros(len(self._rows), NUM_COLUMNS).index_copy(0, rows, table)
         parts = full.clone()
         parts[:, 0].square_()
@@ -183,6 +189,17 @@ class Ranks:
         table.copy_(full[rows])
         self._say(head.to(device), loss)
         return full, None if loss is None else (head[LOSS_SUM] / head[NUM_LOSSES]).to(device)
+
+    def _find_layout(
+        self, names: tuple[str, ...], gradients: Sequence[Tensor], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Where these parameters stand among all, and what share of each this rank's part counts as, [N] and [N]."""
+        layout = self._layouts.get(names)
+        if layout is None or layout[0].device != device:
+            rows = torch.tensor([self._rows[name] for name in names], device=device)
+            weights = torch.tensor([count_shards(g) / self.num for g in gradients], dtype=torch.float64, device=device)
+            layout = self._layouts[names] = rows, weights
+        return layout
 
     @torch.no_grad()
     def combine_norms(self, norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
@@ -260,13 +277,13 @@ class Ranks:
 
 
 def find_ranks(model: nn.Module, named: Sequence[tuple[str, Tensor]], *, process_group: Any = None) -> Ranks:
-    """Those who train `model` with this process: its DDP's group, the one given, or everybody."""
+    """Those who train `model` with this process: the group given, that of its DDP, or everybody."""
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
     ddp = _find_ddp(model, named)
-    group = process_group
-    if group is None:
-        group = ddp.process_group if ddp is not None else dist.group.WORLD
+    if process_group is not None:
+        return Ranks(process_group, named=named, ddp=ddp)
+    group = ddp.process_group if ddp is not None else dist.group.WORLD
     return Ranks(group, named=named, ddp=ddp) if dist.get_world_size(group) > 1 else Ranks()
 
 

@@ -24,7 +24,7 @@ class StaleWatch:
         self._named = named
         self._steps_left = NUM_STEPS
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._stale: list[str] = []
+        self._stale: dict[str, tuple[Tensor, int]] = {}
 
     def after_step(self) -> None:
         """A step is over, and its gradients are the caller's to clear."""
@@ -44,13 +44,17 @@ class StaleWatch:
             if not fired and changed.grad is not None:
                 fired = True  # a second microbatch adds to the first one's gradient, as it should
                 if (id(changed.grad), changed.grad._version - 1) == before:
-                    self._stale.append(name)
+                    self._stale[name] = (parameter, id(changed.grad))
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(look))
 
     def take(self) -> tuple[str, ...]:
-        """The parameters whose old gradient was added to; the hooks are removed."""
+        """The parameters whose old gradient was added to and is still there; the hooks are removed.
+
+        Another model's backward may add to gradients that are cleared before this model's own: as in a GAN.
+        """
         for hook in self._hooks:
             hook.remove()
-        stale, self._hooks, self._stale = tuple(self._stale), [], []
+        stale = tuple(name for name, (parameter, old) in self._stale.items() if id(parameter.grad) == old)
+        self._hooks, self._stale = [], {}
         return stale

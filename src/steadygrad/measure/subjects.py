@@ -20,8 +20,8 @@ ENGINES = {
     "or train with DistributedDataParallel and a Guard.",
 }
 WRAPPERS = {
-    "FullyShardedDataParallel": "FSDP1 shards gradients, so each rank sees a part of the norm. Use "
-    "DistributedDataParallel, or train it unsharded."
+    "FullyShardedDataParallel": "FSDP1 keeps all parameters of a layer in one flat shard, so that their norms cannot "
+    "be told apart. Use fully_shard (FSDP2), or DistributedDataParallel."
 }
 
 

@@ -53,7 +53,8 @@ def judge_run(run: RunReader) -> Headline:
         text = f"{spell_count(steps.num_steps, 'step').capitalize()}, none skipped, nothing above info."
         return Headline(tone=Tone.GOOD, word="Healthy", text=f"{text}{_tell_loss(run)}")
     skipped = f"{spell_count(steps.num_skipped, 'step').capitalize()} of {steps.num_steps:,} skipped"
-    text = f"{skipped}, {spell_count(serious, 'incident')}.{_tell_loss(run)}{_tell_cause(run)}"
+    told = skipped if steps.num_steps else "No step was written"
+    text = f"{told}, {spell_count(serious, 'incident')}.{_tell_loss(run)}{_tell_cause(run)}"
     if steps.num_skipped > MANY * steps.num_steps or _loss_rose(run):
         return Headline(tone=Tone.BAD, word="Unwell", text=text)
     return Headline(tone=Tone.WARNING, word="Survived", text=text)
@@ -65,7 +66,7 @@ def list_numbers(run: RunReader) -> dict[str, str]:
     applied = steps.num_steps - steps.num_skipped
     numbers = {"steps": f"{steps.num_steps:,}"}
     if steps.last_losses:
-        numbers["loss"] = f"{spell_number(first_loss(run))} → {spell_number(last_loss(run))}"
+        numbers["loss"] = f"{spell_number(first_loss(run), 3)} → {spell_number(last_loss(run), 3)}"
     if steps.best_loss is not None:
         numbers["best loss"] = f"{spell_number(steps.best_loss[0])} at {steps.best_loss[1]:,}"
     if steps.worst_norm is not None:

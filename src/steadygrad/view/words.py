@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def spell_number(value: float | None) -> str:
-    """Four digits; NaN and Inf by their names, a dash for nothing."""
+def spell_number(value: float | None, digits: int = 4) -> str:
+    """A few digits; NaN and Inf by their names, a dash for nothing."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def spell_count(count: int, noun: str) -> str:

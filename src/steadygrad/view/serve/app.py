@@ -28,15 +28,15 @@ BEAT_SECONDS = 15
 """A comment is sent this often when nothing changes, so that a connection that is gone is noticed."""
 
 
-def make_app(root: Path, *, token: str | None = None) -> Gate:
-    """The application for one folder; with a token nobody is let in without it."""
+def make_app(root: Path, *, token: str | None = None, is_ending: Callable[[], bool] = lambda: False) -> Gate:
+    """The application for one folder; with a token nobody is let in without it. `is_ending` ends every stream."""
     import_extra("starlette", purpose="the live page")
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.gzip import GZipMiddleware
     from starlette.routing import Route
 
-    pages = Pages(LiveRuns(root))
+    pages = Pages(LiveRuns(root), is_ending)
     routes = [
         Route("/", pages.list_runs),
         Route("/runs/{name:path}", pages.show_run),
@@ -50,8 +50,8 @@ def make_app(root: Path, *, token: str | None = None) -> Gate:
 class Pages:
     """The routes."""
 
-    def __init__(self, runs: LiveRuns) -> None:
-        self._runs = runs
+    def __init__(self, runs: LiveRuns, is_ending: Callable[[], bool]) -> None:
+        self._runs, self._is_ending = runs, is_ending
 
     async def list_runs(self, request: Request) -> Response:  # noqa: ARG002
         from starlette.responses import HTMLResponse
@@ -71,10 +71,10 @@ class Pages:
 
     async def follow_run(self, request: Request) -> Response:
         run = await asyncio.to_thread(self._runs.find, request.path_params["name"])
-        return _refuse() if run is None else _stream(request, run.look)
+        return _refuse() if run is None else self._stream(request, run.look)
 
     async def follow_list(self, request: Request) -> Response:
-        return _stream(request, lambda: {"part:list": to_json(render_list(self._runs.list())), "progress": "1"})
+        return self._stream(request, lambda: {"part:list": to_json(render_list(self._runs.list())), "progress": "1"})
 
     async def give_asset(self, request: Request) -> Response:
         from starlette.responses import Response
@@ -87,6 +87,11 @@ class Pages:
             return Response(read_asset(name), media_type=kind)
         return _refuse()
 
+    def _stream(self, request: Request, look: Callable[[], dict[str, str]]) -> Response:
+        from starlette.responses import StreamingResponse
+
+        return StreamingResponse(_send_changes(request, look, self._is_ending), media_type="text/event-stream")
+
 
 _KEEP = {"cache-control": "private, max-age=3600"}  # five megabytes that do not change
 
@@ -97,16 +102,12 @@ def _refuse() -> Response:
     return PlainTextResponse("There is no such run in this folder.", status_code=404)
 
 
-def _stream(request: Request, look: Callable[[], dict[str, str]]) -> Response:
-    from starlette.responses import StreamingResponse
-
-    return StreamingResponse(_send_changes(request, look), media_type="text/event-stream")
-
-
-async def _send_changes(request: Any, look: Callable[[], dict[str, str]]) -> AsyncIterator[str]:
+async def _send_changes(
+    request: Any, look: Callable[[], dict[str, str]], is_ending: Callable[[], bool]
+) -> AsyncIterator[str]:
     sent: dict[str, str] = {}
     quiet = 0.0
-    while not await request.is_disconnected():
+    while not is_ending() and not await request.is_disconnected():
         pieces = await asyncio.to_thread(look)
         changes = find_changes(pieces, sent)
         if changes is not None:

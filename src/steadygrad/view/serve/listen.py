@@ -29,10 +29,9 @@ class PageServer:
         uvicorn = import_extra("uvicorn", purpose="the live page")
         self.token = token if token is not None or is_loopback(host) else secrets.token_urlsafe(24)
         self._socket = _bind(host, port)
-        config = uvicorn.Config(
-            make_app(root, token=self.token), log_level="warning", access_log=False, server_header=False,
-            timeout_graceful_shutdown=1, lifespan="off",
-        )  # fmt: skip
+        app = make_app(root, token=self.token, is_ending=lambda: bool(self._server.should_exit))
+        quiet = {"log_level": "warning", "access_log": False, "server_header": False}
+        config = uvicorn.Config(app, timeout_graceful_shutdown=3, lifespan="off", **quiet)
         self._server: Any = uvicorn.Server(config)
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
@@ -50,7 +49,7 @@ class PageServer:
 
     def stop(self) -> None:
         """Ask it to end; from another thread."""
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from steadygrad.view.words import spell_number
 T = TypeVar("T")
 LIVE_BUCKETS = 1000
 """Fewer than in a report: they are sent again and again."""
-SLICE_SECONDS = 0.3
-"""How long one look may read before something is shown."""
+SLICE_SECONDS, MAX_SLICE_SECONDS = 0.3, 2.0
+"""How long one look may read before something is shown: short at first, then longer, for drawing takes time too."""
 MAX_OPEN = 8
 """Runs kept in memory; the one that nobody asked for longest is closed."""
 
@@ -38,6 +38,7 @@ class LiveRun:
         self._reader = RunReader(path, within=root, max_buckets=LIVE_BUCKETS)
         self._lock = threading.Lock()
         self._pieces: dict[str, str] = {}
+        self._slice = SLICE_SECONDS
 
     def ask(self, question: Callable[[RunReader], T]) -> T:
         """What a function says about the run, while nobody reads on."""
@@ -47,7 +48,8 @@ class LiveRun:
     def look(self) -> dict[str, str]:
         """Read on for a moment; piece -> its JSON: parts of the page, and parts of the charts."""
         with self._lock:
-            changed = self._reader.update(budget_seconds=SLICE_SECONDS)
+            changed = self._reader.update(budget_seconds=self._slice)
+            self._slice = SLICE_SECONDS if self._reader.progress >= 1 else min(MAX_SLICE_SECONDS, self._slice * 1.6)
             if changed or not self._pieces:
                 parts = {f"part:{name}": to_json(html) for name, html in render_parts(self._reader).items()}
                 charts = {f"chart:{name}": to_json(value) for name, value in describe_charts(self._reader).items()}

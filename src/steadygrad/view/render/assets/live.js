@@ -1,18 +1,19 @@
 "use strict";
-/* Events of the server -> the page: parts of it, which are HTML that the server has escaped, and numbers for the charts. */
+/* Events of the server -> the page: parts of it, which are HTML that the server has escaped, and numbers for charts. */
 document.addEventListener("DOMContentLoaded", () => {
   const charts = {};
 
   function replacePart(name, html) {
     const part = document.querySelector(`[data-part="${name}"]`);
     if (!part || part.dataset.text === html) return;
-    const open = [...part.querySelectorAll("details[open]")].map((one) => one.id || one.querySelector("summary").textContent);
+    const nameOf = (one) => one.id || one.querySelector("summary").textContent;
+    const open = [...part.querySelectorAll("details[open]")].map(nameOf);
     const focused = part.contains(document.activeElement) ? document.activeElement.closest("details, a") : null;
     const focusedId = focused && (focused.id || focused.getAttribute("href"));
     part.innerHTML = html;
     part.dataset.text = html;
     for (const one of part.querySelectorAll("details")) {
-      if (open.includes(one.id || one.querySelector("summary").textContent)) one.open = true;
+      if (open.includes(nameOf(one))) one.open = true;
       if (focusedId && one.id === focusedId) one.querySelector("summary").focus({ preventScroll: true });
     }
   }

@@ -7,15 +7,22 @@ const steadygrad = (() => {
     scale_lr: ["triangle-down", "--blue"], scale_weight_decay: ["triangle-up", "--teal"],
     rollback: ["triangle-left", "--purple"], halt: ["square", "--red"],
   };
+  const MARGIN = { l: 58, r: 14, t: 8, b: 34 };
   const THROUGH = ["scale_lr", "scale_weight_decay", "rollback", "halt"]; // few, and everything after them is different
+  const MOVES = { // shares of the width, at its left and right end
+    ArrowLeft: [-0.2, -0.2], ArrowRight: [0.2, 0.2], "+": [0.2, -0.2], "=": [0.2, -0.2], "-": [-0.3, 0.3],
+  };
   const ROUND = ["--blue", "--orange", "--teal", "--purple", "--red", "--green", "--amber"];
   const CONFIG = {
-    displaylogo: false, responsive: true,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    displaylogo: false, responsive: true, doubleClick: false, // we show the whole run ourselves
+    // By name: the library's own choice has a button that uploads the chart.
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"]],
+    showSendToCloud: false, plotlyServerURL: "", topojsonURL: "/",
   };
   let runs = {};
   let logLoss = null;   // what the l key asked for
-  let linking = false;  // a zoom is being handed on
+  const zooms = {};     // group of charts that move together -> the steps it shows, when not all
+  let revision = 0;     // of what the reader did by hand: a new one forgets it
   const printing = { on: false };
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -28,19 +35,20 @@ const steadygrad = (() => {
   };
 
   function layout(height, more) {
-    const axis = { gridcolor: color("--grid"), linecolor: color("--line"), zerolinecolor: color("--grid"), tickcolor: color("--line") };
+    const [grid, border, soft] = [color("--grid"), color("--line"), color("--soft")];
+    const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: border, tickcolor: border };
     const { xaxis, yaxis, lastStep, ...rest } = more || {};
     const pad = Math.max(0.5, 0.01 * (lastStep || 0));
     const range = lastStep === undefined ? undefined : [-pad, lastStep + pad];
     return {
-      height, margin: { l: 58, r: 14, t: 8, b: 34 },
+      height, margin: MARGIN,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: color("--ink"), size: 12, family: "system-ui, sans-serif" },
       hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
-      hovermode: "closest", showlegend: false, uirevision: "keep", dragmode: "zoom",
+      hovermode: "closest", showlegend: false, uirevision: revision, dragmode: "zoom",
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--soft"), activecolor: color("--blue") },
-      xaxis: { ...axis, title: { text: "step", standoff: 4, font: { color: color("--soft"), size: 11 } }, range, ...xaxis },
+      xaxis: { ...axis, title: { text: "step", standoff: 4, font: { color: soft, size: 11 } }, range, ...xaxis },
       yaxis: { ...axis, ...yaxis },
       ...rest,
     };
@@ -75,34 +83,52 @@ const steadygrad = (() => {
     }
     const more = {
       yaxis: { domain: [share ? share + 0.04 : 0, 1], type: log ? "log" : "linear" }, shapes: lines(run.marks), lastStep: run.last_step,
-      xaxis: rows.length ? { anchor: "y2" } : {}, margin: { l: rows.length ? 138 : 58, r: 14, t: 8, b: 34 },
+      xaxis: rows.length ? { anchor: "y2" } : {}, margin: { ...MARGIN, l: rows.length ? 138 : 58 },
     };
     if (rows.length) more.yaxis2 = {
-      domain: [0, share], range: [-0.6, rows.length - 0.4], tickvals: rows.map((_, i) => i), ticktext: rows.map(plain),
-      fixedrange: true, gridcolor: color("--grid"), zeroline: false, tickfont: { size: 11, color: color("--soft") },
+      domain: [0, share], range: [-0.6, rows.length - 0.4], fixedrange: true,
+      tickvals: rows.map((_, i) => i), ticktext: rows.map(plain),
+      gridcolor: color("--grid"), zeroline: false, tickfont: { size: 11, color: color("--soft") },
     };
     return [traces, layout(320 + 26 * rows.length, more)];
   }
 
   function drawNorm(run) {
-    const norm = run.curves.grad_norm;
+    const norm = run.curves.grad_norm, after = run.curves.applied_norm;
     if (!has(norm)) return null;
     const traces = [line(norm, "norm", "--blue")];
-    const shapes = lines(run.marks);
-    if (has(run.curves.applied_norm)) traces.push(line(run.curves.applied_norm, "after clipping", "--orange", { mode: "markers", marker: { size: 3, color: color("--orange") } }));
-    if (run.threshold) traces.push(line({ x: [norm.x[0], norm.x[norm.x.length - 1]], y: [run.threshold, run.threshold] }, "clip threshold", "--red", { line: { color: color("--red"), width: 1.2, dash: "dash" } }));
-    return [traces, layout(290, { yaxis: { type: "log", exponentformat: "power", dtick: spread(norm.y) > 100 ? 1 : undefined }, shapes, lastStep: run.last_step, showlegend: traces.length > 1, margin: { l: run.marks.length ? 138 : 58, r: 14, t: 28, b: 34 } })];
+    if (has(after)) {
+      traces.push(line(after, "after clipping", "--orange", { mode: "markers", marker: { size: 3, color: color("--orange") } }));
+    }
+    if (run.threshold) {
+      const ends = { x: [norm.x[0], norm.x[norm.x.length - 1]], y: [run.threshold, run.threshold] };
+      const dashes = { color: color("--red"), width: 1.2, dash: "dash" };
+      traces.push(line(ends, "clip threshold", "--red", { line: dashes }));
+    }
+    return [traces, layout(290, {
+      yaxis: { type: "log", exponentformat: "power", dtick: spread(norm.y) > 100 ? 1 : undefined },
+      shapes: lines(run.marks), lastStep: run.last_step, showlegend: traces.length > 1,
+      margin: { ...MARGIN, l: run.marks.length ? 138 : 58, t: 28 },
+    })];
   }
 
-  const drawOne = (points, name, paint, more) => (has(points) ? [[line(points, name, paint, { line: { color: color(paint), width: 1.4, shape: "hv" } })], layout(230, more)] : null);
+  function drawSteps(run, points, name, paint, yaxis) {
+    if (!has(points)) return null;
+    const steps = { color: color(paint), width: 1.4, shape: "hv" };
+    return [[line(points, name, paint, { line: steps })], layout(230, { lastStep: run.last_step, yaxis })];
+  }
 
   function drawShare(run) {
     const { clipped, skipped } = run.shares;
     if (!has(clipped)) return null;
-    const fill = { fill: "tozeroy", mode: "lines", hovertemplate: "around step %{x:,}<br>%{y:.2~%}<extra>%{fullData.name}</extra>" };
-    const one = clipped.x.length === 1 ? { mode: "markers" } : {};
-    const traces = [line(clipped, "clipped", "--blue", { ...fill, ...one }), line(skipped, "skipped", "--orange", { ...fill, ...one })];
-    return [traces, layout(230, { yaxis: { tickformat: ".0%", rangemode: "tozero", range: Math.max(...clipped.y, ...skipped.y) > 0 ? undefined : [0, 1] }, lastStep: run.last_step, showlegend: true, margin: { l: 58, r: 14, t: 28, b: 34 } })];
+    const hovertemplate = "around step %{x:,}<br>%{y:.2~%}<extra>%{fullData.name}</extra>";
+    const more = { fill: "tozeroy", mode: clipped.x.length === 1 ? "markers" : "lines", hovertemplate };
+    const traces = [line(clipped, "clipped", "--blue", more), line(skipped, "skipped", "--orange", more)];
+    const range = Math.max(...clipped.y, ...skipped.y) > 0 ? undefined : [0, 1];
+    return [traces, layout(230, {
+      yaxis: { tickformat: ".0%", rangemode: "tozero", range }, lastStep: run.last_step, showlegend: true,
+      margin: { ...MARGIN, t: 28 },
+    })];
   }
 
   const middle = (cells) => {
@@ -121,31 +147,39 @@ const steadygrad = (() => {
       text: table.z.map((row, i) => row.map(() => short(table.names[i]))),
       hovertemplate: "step %{x:,}<br>%{text}<br>" + what + " 10<sup>%{z:.2f}</sup><extra></extra>",
     }];
-    if (table.bad.length) traces.push({
-      type: "scatter", mode: "markers", x: table.bad.map((b) => table.x[b[0]]), y: table.bad.map((b) => b[1]),
-      marker: { symbol: "square", size: Math.max(4, Math.min(9, 900 / table.x.length)), color: color("--purple") },
-      text: table.bad.map((b) => short(table.names[b[1]])), name: "not finite",
-      hovertemplate: "step %{x:,}<br>%{text}<br>NaN or Inf<extra></extra>",
-    });
+    if (table.bad.length) {
+      const bad = table.z.map((row) => row.map(() => null));
+      table.bad.forEach(([column, row]) => { bad[row][column] = 1; });
+      traces.push({
+        type: "heatmap", x: table.x, y: traces[0].y, z: bad, text: traces[0].text, showscale: false, hoverongaps: false,
+        colorscale: [[0, color("--purple")], [1, color("--purple")]], zmin: 0, zmax: 1,
+        hovertemplate: "step %{x:,}<br>%{text}<br>NaN or Inf<extra></extra>",
+      });
+    }
     const every = Math.ceil(labels.length / 40);
     const ticks = labels.map((_, i) => i).filter((i) => i % every === 0);
     return [traces, layout(Math.max(170, Math.min(760, 70 + 17 * labels.length)), {
-      yaxis: { tickvals: ticks, ticktext: ticks.map((i) => labels[i]), tickfont: { size: 10 }, range: [-0.5, labels.length - 0.5], showgrid: false, automargin: true },
+      yaxis: {
+        tickvals: ticks, ticktext: ticks.map((i) => labels[i]), tickfont: { size: 10 },
+        range: [-0.5, labels.length - 0.5], showgrid: false, automargin: true,
+      },
       xaxis: { showgrid: false }, lastStep: Math.max(lastStep, table.x[table.x.length - 1]),
     })];
   }
 
   function drawAll(curve, log) {
-    const traces = Object.values(runs).filter((run) => has(run.curves[curve])).map((run, i) => line(run.curves[curve], run.name, ROUND[i % ROUND.length]));
-    const spreads = traces.map((t) => spread(t.y));
-    if (!traces.length) return null;
-    return [traces, layout(320, { showlegend: true, lastStep: Math.max(...Object.values(runs).map((run) => run.last_step)), yaxis: { type: log || Math.max(...spreads) > 100 ? "log" : "linear" }, margin: { l: 58, r: 14, t: 32, b: 34 } })];
+    const all = Object.values(runs).filter((run) => has(run.curves[curve]));
+    if (!all.length) return null;
+    const traces = all.map((run, i) => line(run.curves[curve], run.name, ROUND[i % ROUND.length]));
+    const type = log || traces.some((trace) => spread(trace.y) > 100) ? "log" : "linear";
+    const lastStep = Math.max(...all.map((run) => run.last_step));
+    return [traces, layout(320, { showlegend: true, lastStep, yaxis: { type }, margin: { ...MARGIN, t: 32 } })];
   }
 
   const DRAW = {
     loss: drawLoss, norm: drawNorm, share: drawShare,
-    rate: (run) => drawOne(run.curves.learning_rate, "learning rate", "--teal", { lastStep: run.last_step, yaxis: { exponentformat: "power", rangemode: "tozero" } }),
-    scale: (run) => drawOne(run.curves.loss_scale, "loss scale", "--purple", { lastStep: run.last_step, yaxis: { type: "log", exponentformat: "power" } }),
+    rate: (run) => drawSteps(run, run.curves.learning_rate, "learning rate", "--teal", { exponentformat: "power", rangemode: "tozero" }),
+    scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple", { type: "log", exponentformat: "power" }),
     layers: (run) => drawCells(run.norms, "norm", null, run.last_step),
     ratios: (run) => drawCells(run.ratios, "ratio", -3, run.last_step),
     compare_loss: () => drawAll("loss", logLoss === true), compare_norm: () => drawAll("grad_norm", true),
@@ -158,40 +192,46 @@ const steadygrad = (() => {
     if (drawn === null) return;
     const plot = figure.querySelector(".plot");
     const isNew = !plot.classList.contains("js-plotly-plot");
-    plot.dataset.whole = drawn[1].xaxis.range.join();
+    const zoomed = zooms[groupOf(figure)];
+    if (zoomed) drawn[1].xaxis.range = zoomed;
     Plotly.react(plot, drawn[0], drawn[1], CONFIG);
     if (isNew) listen(plot, figure);
   }
 
-  function listen(plot, figure) {
-    plot.on("plotly_relayout", (change) => {
-      if (linking || figure.dataset.run === undefined) return;
-      const whole = change["xaxis.autorange"], from = change["xaxis.range[0]"], to = change["xaxis.range[1]"];
-      if (!whole && from === undefined) return;
-      linking = true;
-      const others = [...document.querySelectorAll(`figure.chart[data-run="${figure.dataset.run}"] .js-plotly-plot`)].filter((p) => p !== plot);
-      Promise.all(others.map((p) => Plotly.relayout(p, whole ? { "xaxis.autorange": true } : { "xaxis.range": [from, to] }))).finally(() => { linking = false; });
-    });
-    plot.on("plotly_click", (event) => {
-      const point = event.points[0];
-      if (point.yaxis && point.yaxis._id === "y2") openIncident(plot.closest("[data-run]"), point.x);
-    });
-    plot.addEventListener("keydown", (event) => moveByKey(plot, event));
+  const groupOf = (figure) => figure.dataset.run || figure.dataset.chart;
+
+  /* A zoom is kept here, not in the chart: with new steps the chart forgets one that was not made by mouse. */
+  function zoom(figure, range) {
+    const group = groupOf(figure);
+    if (range) zooms[group] = range; else { delete zooms[group]; revision += 1; }
+    document.querySelectorAll("figure.chart").forEach((one) => { if (groupOf(one) === group) draw(one); });
   }
 
-  function moveByKey(plot, event) {
+  function listen(plot, figure) {
+    plot.on("plotly_relayout", (change) => {
+      const from = change["xaxis.range[0]"], to = change["xaxis.range[1]"];
+      if (from !== undefined) zoom(figure, [Number(from), Number(to)]);
+    });
+    plot.on("plotly_doubleclick", () => zoom(figure, null));
+    plot.on("plotly_click", (event) => {
+      const point = event.points[0];
+      if (point.yaxis && point.yaxis._id === "y2") openIncident(figure, point.x);
+    });
+    plot.addEventListener("keydown", (event) => moveByKey(plot, figure, event));
+  }
+
+  function moveByKey(plot, figure, event) {
     const [from, to] = plot.layout.xaxis.range.map(Number), size = to - from;
-    const moves = { ArrowLeft: [-0.2, -0.2], ArrowRight: [0.2, 0.2], "+": [0.2, -0.2], "=": [0.2, -0.2], "-": [-0.3, 0.3] };
-    const whole = plot.dataset.whole.split(",").map(Number);
-    if (event.key === "0") Plotly.relayout(plot, { "xaxis.range[0]": whole[0], "xaxis.range[1]": whole[1] });
-    else if (moves[event.key]) Plotly.relayout(plot, { "xaxis.range[0]": from + moves[event.key][0] * size, "xaxis.range[1]": to + moves[event.key][1] * size });
-    else return;
+    const move = MOVES[event.key];
+    if (!move && event.key !== "0") return;
+    zoom(figure, move ? [from + move[0] * size, to + move[1] * size] : null);
     event.preventDefault();
   }
 
-  function openIncident(inside, step) {
-    const all = [...(document.querySelector(`article[data-run="${inside.dataset.run}"]`) || document).querySelectorAll("details.incident")];
-    const nearest = all.reduce((best, one) => (best === null || Math.abs(one.dataset.step - step) < Math.abs(best.dataset.step - step) ? one : best), null);
+  function openIncident(figure, step) {
+    const all = [...document.querySelectorAll(`article[data-run="${figure.dataset.run}"] details.incident`)];
+    const far = (one) => Math.abs(one.dataset.step - step);
+    const nearest = all.reduce((best, one) => (best && far(best) <= far(one) ? best : one), null);
     if (nearest) reveal(nearest);
   }
 
@@ -212,33 +252,38 @@ const steadygrad = (() => {
 
   function turnTheme() {
     const root = document.documentElement;
-    const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = dark ? "light" : "dark";
+    const now = root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+    root.dataset.theme = now === "dark" ? "light" : "dark";
     drawEverything();
   }
 
+  const plots = () => document.querySelectorAll(".js-plotly-plot");
+
+  /* Paper is light, narrow, and cannot be clicked. */
   function beginPrint() {
     if (printing.on) return;
-    Object.assign(printing, { on: true, theme: document.documentElement.dataset.theme || "", closed: [...document.querySelectorAll("details:not([open])")] });
-    document.documentElement.dataset.theme = "light";
+    const root = document.documentElement;
+    Object.assign(printing, { on: true, theme: root.dataset.theme || "", closed: [...document.querySelectorAll("details:not([open])")] });
+    root.dataset.theme = "light";
     printing.closed.forEach((one) => { one.open = true; });
-    document.querySelectorAll(".js-plotly-plot").forEach((plot) => { plot.style.width = "680px"; });
+    plots().forEach((plot) => { plot.style.width = "680px"; });
     drawEverything();
-    document.querySelectorAll(".js-plotly-plot").forEach((plot) => Plotly.relayout(plot, { width: 680, autosize: false }));
+    plots().forEach((plot) => Plotly.relayout(plot, { width: 680, autosize: false }));
   }
 
   function endPrint() {
     if (!printing.on) return;
+    const root = document.documentElement;
     printing.on = false;
     printing.closed.forEach((one) => { one.open = false; });
-    if (printing.theme) document.documentElement.dataset.theme = printing.theme; else delete document.documentElement.dataset.theme;
-    document.querySelectorAll(".js-plotly-plot").forEach((plot) => { plot.style.width = ""; });
+    if (printing.theme) root.dataset.theme = printing.theme; else delete root.dataset.theme;
+    plots().forEach((plot) => { plot.style.width = ""; });
     drawEverything();
   }
 
   function begin() {
     document.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "t") turnTheme();
       else if (event.key === "n") stepIncident(1);
       else if (event.key === "p") stepIncident(-1);

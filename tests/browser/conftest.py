@@ -1,0 +1,45 @@
+"""A real browser for the tests of report and live page. A machine without one skips them, and says what to install.
+
+Screenshots are kept under the folder that STEADYGRAD_SCREENSHOTS names, or in pytest's temporary one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watched_page import Watched
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # the runs that the other tests of views look at
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, once for all tests."""
+    pytest.importorskip("plotly", reason="pages need plotly: pip install 'steadygrad[view]'")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip(f"no browser on this machine (looked for {', '.join(BROWSERS)}): apt-get install chromium")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def watched(browser: Any, tmp_path: Path) -> Iterator[Watched]:
+    """A fresh page, in light colours."""
+    folder = Path(os.environ.get("STEADYGRAD_SCREENSHOTS") or tmp_path / "screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    context.set_default_timeout(20_000)
+    yield Watched(context.new_page(), folder)
+    context.close()

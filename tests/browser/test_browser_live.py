@@ -1,0 +1,110 @@
+"""The live page in a real browser: it paints at once, follows a run, and keeps what the reader has opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from view_runs import make_incident, make_step, open_directory, write_run
+from watched_page import Watched
+
+from steadygrad.record.encode import to_json
+
+pytest.importorskip("uvicorn", reason="the live page needs uvicorn: pip install 'steadygrad[view]'")
+
+from steadygrad.view.serve.listen import PageServer, serve_in_thread
+
+LAST = "document.querySelector(\"[data-chart='loss'] .plot\").data[0].x.slice(-1)[0]"
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    write_run(tmp_path / "runs" / "faulty")
+    write_run(tmp_path / "runs" / "calm", 80, calm=True)
+    with serve_in_thread(tmp_path / "runs") as address:
+        yield address
+
+
+def test_the_list_leads_to_a_run_and_back(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(address)
+    assert sorted(page.locator("tbody a").all_inner_texts()) == ["calm", "faulty"]
+    watched.keep_picture("live-list")
+    page.click("text=faulty")
+    page.wait_for_selector("[data-chart='loss'] .main-svg")
+    assert "Survived." in page.inner_text("[data-part='headline']")
+    page.click("text=all runs")
+    page.wait_for_selector("tbody a")
+    assert watched.complaints == []
+
+
+def test_new_steps_and_incidents_appear_and_what_is_open_stays_open(
+    watched: Watched, address: str, tmp_path: Path
+) -> None:
+    page = watched.open(f"{address}/runs/faulty")
+    watched.wait_for(f"{LAST} === 599")
+    assert page.locator("[data-chart='loss'] .scatterlayer .trace").count() == 5
+    page.locator("details.incident summary").first.click()
+
+    directory = open_directory(tmp_path / "runs" / "faulty")
+    for step in range(600, 700):
+        directory.write_step(make_step(step))
+    directory.write_incident(make_incident(699, kind="a_new_kind"))
+    directory.close()
+
+    watched.wait_for(f"{LAST} === 699")
+    page.wait_for_selector("text=a_new_kind")
+    assert "700" in page.inner_text("[data-part='tiles']")
+    assert page.locator("details.incident[open]").count() == 1
+    watched.keep_picture("live-run", full_page=True)
+    assert watched.complaints == []
+    assert {urlsplit(url).netloc for url in watched.requests} == {urlsplit(address).netloc}
+
+
+def test_a_zoom_survives_new_steps(watched: Watched, address: str, tmp_path: Path) -> None:
+    page = watched.open(f"{address}/runs/calm")
+    watched.wait_for(f"{LAST} === 79")
+    page.locator("[data-chart='loss'] .plot").focus()
+    page.keyboard.press("+")
+    zoomed = "document.querySelector(\"[data-chart='loss'] .plot\").layout.xaxis.range[0]"
+    watched.wait_for(f"{zoomed} > 5")
+    before = page.evaluate(zoomed)
+    directory = open_directory(tmp_path / "runs" / "calm")
+    for step in range(80, 140):
+        directory.write_step(make_step(step))
+    directory.close()
+    watched.wait_for(f"{LAST} === 139")
+    assert page.evaluate(zoomed) == before
+
+
+def test_a_long_run_paints_before_it_is_read(watched: Watched, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "long"
+    run.mkdir(parents=True)
+    line = to_json(make_step(0)).removeprefix('{"step":0,')
+    (run / "steps.jsonl").write_text("".join(f'{{"step":{step},{line}\n' for step in range(150_000)))
+    with serve_in_thread(tmp_path / "runs") as address:
+        page = watched.open(f"{address}/runs/long")
+        first_points = page.evaluate(LAST)
+        watched.wait_for("document.body.dataset.progress === '1'")
+        watched.wait_for(f"{LAST} > 149000")
+    assert first_points < 149_000
+    assert watched.complaints == []
+
+
+def test_with_a_token_the_link_is_enough(watched: Watched, tmp_path: Path) -> None:
+    import threading
+
+    write_run(tmp_path / "runs" / "calm", 30, calm=True)
+    server = PageServer(tmp_path / "runs", port=0, token="a-token")
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        watched.page.goto(server.link)
+        assert "token" not in watched.page.url
+        watched.page.click("text=calm")
+        watched.page.wait_for_selector("[data-chart='loss'] .main-svg")
+    finally:
+        server.stop()
+        thread.join(timeout=10)

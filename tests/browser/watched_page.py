@@ -1,0 +1,37 @@
+"""A browser page that notes what it complains about and what it asks for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Watched:
+    """A page that notes every complaint and every address it asks for."""
+
+    def __init__(self, page: Any, folder: Path) -> None:
+        self.page, self._folder = page, folder
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    def open(self, address: str) -> Any:
+        """Go there and wait for the first chart."""
+        self.page.goto(address)
+        self.page.wait_for_selector("figure.chart:not([hidden]) .main-svg")
+        return self.page
+
+    def keep_picture(self, name: str, *, full_page: bool = False) -> Path:
+        path = self._folder / f"{name}.png"
+        self.page.screenshot(path=path, full_page=full_page)
+        return path
+
+    def wait_for(self, expression: str) -> None:
+        """Until a JavaScript expression holds. The page's policy forbids the polling that Playwright would do in it."""
+        deadline = time.monotonic() + 20
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, f"never: {expression}"
+            self.page.wait_for_timeout(50)

@@ -1,0 +1,69 @@
+"""A training as torchrun starts it, which kills one of its own ranks in each of its first lives.
+
+    torchrun --nproc-per-node 2 --max-restarts 2 elastic_program.py RUN_DIR NUM_KILLS NUM_EPOCHS
+
+A life ends by SIGKILL of a random rank at a random moment after it has made a few steps, in the middle of a step or of
+a save. Each rank leaves its final weights in RUN_DIR/final_RANK.pt. With NUM_KILLS 0 it is the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from steadygrad import Guard, GuardConfig
+from steadygrad.config import CheckpointConfig
+
+NUM_ROWS, SEED = 96, 1
+
+
+def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
+    rank, life = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(
+        nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
+    )
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
+    guard = Guard(ddp, optimizer, config=GuardConfig(checkpoint=CheckpointConfig(every=2)), run_dir=run_dir)
+    generator = torch.Generator().manual_seed(rank)
+    rows, labels = torch.randn(NUM_ROWS, 6, generator=generator), torch.randint(3, (NUM_ROWS,), generator=generator)
+    if rank == 1:
+        rows[17] = torch.nan  # a sample that only one rank has
+    torch.manual_seed(10 + rank)
+    loader = DataLoader(TensorDataset(rows, labels), 8, shuffle=True)
+    guard.resume()
+    dice = random.Random(1000 * SEED + life)
+    victim, patience, delay = dice.randrange(dist.get_world_size()), dice.randint(3, 6), dice.random() * 0.05
+    for _ in range(guard.epoch, num_epochs):
+        for x, y in guard.batches(loader):
+            guard.step(lambda x, y: nn.functional.cross_entropy(ddp(x), y), x, y)
+            patience -= 1
+            if life < num_kills and rank == victim and patience == 0:
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        guard.end_epoch()
+    guard.close()
+    return {name: value.clone() for name, value in ddp.module.named_parameters()}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    run_dir = Path(sys.argv[1])
+    weights = train(run_dir, int(sys.argv[2]), int(sys.argv[3]))
+    torch.save(weights, run_dir / f"final_{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""torchrun restarts a job whose worker was killed; what it ends with equals the job that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from elastic_program import NUM_ROWS, train
+from trainings import assert_same
+
+from steadygrad.testing.ranks import run_ranks
+
+NUM_KILLS = int(os.environ.get("STEADYGRAD_TEST_KILLS", "2"))
+"""20 in the long version."""
+NUM_EPOCHS = max(4, NUM_KILLS)
+"""Enough steps for every life to make some."""
+
+
+def run_elastically(run_dir: Path, num_kills: int) -> subprocess.CompletedProcess[str]:
+    program = Path(__file__).with_name("elastic_program.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += ["--max-restarts", str(num_kills), "--monitor-interval", "0.1", str(program)]
+    command += [str(run_dir), str(num_kills), str(NUM_EPOCHS)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60 + 30 * num_kills,
+        env=env,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.timeout(900)
+def test_a_job_whose_ranks_are_killed_finishes_with_the_weights_of_one_that_was_left_alone(tmp_path: Path) -> None:
+    done = run_elastically(tmp_path / "killed", NUM_KILLS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    undisturbed = run_ranks(train, 2, tmp_path / "whole", 0, NUM_EPOCHS)
+    for rank in range(2):
+        assert_same(torch.load(tmp_path / "killed" / f"final_{rank}.pt"), undisturbed[rank])
+    starts = [line for line in (tmp_path / "killed" / "rank_0.jsonl").read_text().splitlines() if '"process"' in line]
+    assert len(starts) == NUM_KILLS + 1, "each life says that it began"
+    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(NUM_EPOCHS * NUM_ROWS // 8)), "each step stands in the record once"

@@ -1,0 +1,191 @@
+"""Checkpoints of many ranks: exact on as many ranks, right on any other number, whole or not there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_fsdp import gather, make_model, make_own_batches, shard
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from trainings import assert_same, make_batches, state_of
+
+from steadygrad import Guard, GuardConfig
+from steadygrad.checkpoint import UnsafePickleError
+from steadygrad.checkpoint.sharded import ShardedStore
+from steadygrad.checkpoint.shared_tensors import read_table
+from steadygrad.config import CheckpointConfig, ZClip
+from steadygrad.measure.shards import take_local
+from steadygrad.testing.ranks import RanksFailed, run_ranks
+
+NUM_STEPS, SAVED = 8, 5
+
+
+class Program:
+    """Dropout, EMA, a scheduler and a clip state: everything that a resume must bring back."""
+
+    def __init__(self, run_dir: Path, kind: str) -> None:
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+        inner = nn.Sequential(*make_model(), nn.Dropout(0.2))
+        self.model: nn.Module = inner
+        if kind == "ddp":
+            self.model = DistributedDataParallel(inner)
+        elif kind == "fsdp":
+            self.model = shard(inner, "1d")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.7)
+        config = GuardConfig(clip=ZClip(warmup=2), checkpoint=CheckpointConfig(good_after=1))
+        self.guard = Guard(self.model, self.optimizer, config=config, scheduler=self.scheduler, run_dir=run_dir)
+        self.kind = kind
+        torch.manual_seed(50 + (dist.get_rank() if dist.is_initialized() else 0))
+
+    def run(self, start: int, stop: int, *, save_at: int | None = None) -> None:
+        batches = make_own_batches("1d", NUM_STEPS) if dist.is_initialized() else make_batches(NUM_STEPS, rank=0)
+        for step in range(start, stop):
+            x, y = batches[step]
+            self.guard.step(lambda x, y: nn.functional.cross_entropy(self.model(x), y), x, y)
+            if step + 1 == save_at:
+                saved = self.guard.save()
+                assert saved is not None
+                assert saved.error is None
+
+    def tell(self) -> dict[str, Any]:
+        self.guard.flush()
+        inner = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        if self.kind == "fsdp":
+            moments = {f"{i}": take_local(s["exp_avg"]).clone() for i, s in enumerate(self.optimizer.state.values())}
+            return {"state": gather(self.model), "moments": moments, "lr": self.scheduler.get_last_lr()}
+        state = state_of(inner)
+        moments = {f"{i}": s["exp_avg"].clone() for i, s in enumerate(self.optimizer.state.values())}
+        return {"state": state, "moments": moments, "lr": self.scheduler.get_last_lr()}
+
+
+def run_whole(run_dir: Path, kind: str) -> dict[str, Any]:
+    program = Program(run_dir, kind)
+    program.run(0, NUM_STEPS, save_at=SAVED)
+    return program.tell()
+
+
+def resume(run_dir: Path, kind: str, stop: int = NUM_STEPS) -> dict[str, Any]:
+    program = Program(run_dir, kind)
+    torch.manual_seed(999)
+    step = program.guard.resume()
+    assert step == SAVED
+    program.run(step, stop)
+    told = [f.message for f in program.guard.findings if f.kind == "resumed"]
+    return {**program.tell(), "told": told}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_training_on_two_ranks_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    whole = run_ranks(run_whole, 2, tmp_path / "run", kind)
+    resumed = run_ranks(resume, 2, tmp_path / "run", kind)
+    for one, other in zip(whole, resumed):
+        assert_same(one["state"], other["state"])
+        assert_same(one["moments"], other["moments"])
+        assert one["lr"] == other["lr"]
+    [folder] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert folder.name == f"step_{SAVED:08d}"
+    assert {"manifest.json", ".metadata", "rank_0.pt", "rank_1.pt", "__0_0.distcp"} <= {
+        p.name for p in folder.iterdir()
+    }
+
+
+def save_only(run_dir: Path, kind: str) -> dict[str, Any]:
+    program = Program(run_dir, kind)
+    program.run(0, SAVED, save_at=SAVED)
+    return program.tell()
+
+
+@pytest.mark.parametrize(
+    ("kind", "other_kind", "num_ranks"), [("fsdp", "fsdp", 3), ("fsdp", "ddp", 2), ("ddp", "fsdp", 2)]
+)
+def test_it_loads_on_another_number_of_ranks_and_another_way_of_sharding(
+    tmp_path: Path, kind: str, other_kind: str, num_ranks: int
+) -> None:
+    saved = run_ranks(save_only, 2, tmp_path / "run", kind)
+    loaded = run_ranks(resume, num_ranks, tmp_path / "run", other_kind, SAVED)
+    for result in loaded:
+        assert_same(saved[0]["state"], result["state"])
+        assert saved[0]["lr"] == result["lr"]
+        assert (f"2 ranks saved it and {num_ranks} go on" in result["told"][0]) == (num_ranks != 2)
+
+
+def test_what_two_ranks_saved_one_process_loads_whole(tmp_path: Path) -> None:
+    saved = run_ranks(save_only, 2, tmp_path / "run", "fsdp")
+    loaded = resume(tmp_path / "run", "alone", SAVED)
+    assert_same(saved[0]["state"], loaded["state"])
+    assert "2 ranks saved it and 1 go on" in loaded["told"][0]
+
+
+def save_a_bad_shard(run_dir: Path) -> tuple[bool, list[str]]:
+    program = Program(run_dir, "fsdp")
+    program.run(0, 2, save_at=1)
+    if dist.get_rank() == 1:
+        take_local(next(program.model.parameters())).data[0] = torch.nan
+    saved = program.guard.save()
+    return saved is None, [i.finding.message for i in program.guard.incidents]
+
+
+def test_a_shard_that_is_not_finite_is_refused_on_all_ranks_and_named(tmp_path: Path) -> None:
+    for refused, messages in run_ranks(save_a_bad_shard, 2, tmp_path / "run"):
+        assert refused
+        assert "model.0.weight" in messages[-1]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def die_while_saving(run_dir: Path) -> None:
+    program = Program(run_dir, "fsdp")
+    program.run(0, SAVED, save_at=SAVED)
+    program.run(SAVED, SAVED + 1)
+    if dist.get_rank() == 1:
+        ShardedStore._write_own = lambda *_: os._exit(9)  # type: ignore[method-assign]  # its parts are on disk by then
+    program.guard.save()
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_checkpoint_before_it_good(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 died with exit code 9"):
+        run_ranks(die_while_saving, 2, tmp_path / "run", time_limit_seconds=30)
+    names = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert [name for name in names if not name.startswith(".")] == [f"step_{SAVED:08d}"]
+    whole = run_ranks(run_whole, 2, tmp_path / "other", "fsdp")
+    resumed = run_ranks(resume, 2, tmp_path / "run", "fsdp")
+    assert_same(whole[0]["state"], resumed[0]["state"])
+
+
+def damage_and_resume(run_dir: Path) -> int | None:
+    program = Program(run_dir, "ddp")
+    return program.guard.resume()
+
+
+def save_twice(run_dir: Path) -> None:
+    program = Program(run_dir, "ddp")
+    program.run(0, SAVED, save_at=SAVED)
+    program.run(SAVED, NUM_STEPS, save_at=NUM_STEPS)
+
+
+def test_a_damaged_part_makes_all_ranks_take_the_checkpoint_before_it(tmp_path: Path) -> None:
+    run_ranks(save_twice, 2, tmp_path / "run")
+    part = tmp_path / "run" / "checkpoints" / f"step_{NUM_STEPS:08d}" / "__1_0.distcp"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert run_ranks(damage_and_resume, 2, tmp_path / "run") == [SAVED, SAVED]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("echo run > evil.txt",)
+
+
+def test_a_table_of_parts_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UnsafePickleError, match="system"):
+        read_table(tmp_path)
+    assert not (tmp_path / "evil.txt").exists()

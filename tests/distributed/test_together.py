@@ -1,0 +1,140 @@
+"""What else ranks do together: repair, raise, scale losses, stop on a signal that reached one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_fsdp import gather, make_model, make_own_batches, shard
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from trainings import Training, assert_alike, assert_same, make_batches, mask_labels, poison_input, state_of
+
+from steadygrad import Guard, GuardConfig, NonFiniteError
+from steadygrad.config import MeasureConfig
+from steadygrad.facts import Action
+from steadygrad.testing import poison_gradient
+from steadygrad.testing.ranks import run_ranks
+
+
+def sanitize(kind: str) -> dict[str, Any]:
+    model: nn.Module = shard(make_model(), "1d") if kind == "fsdp" else DistributedDataParallel(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    guard = Guard(model, optimizer, config=GuardConfig(on_nonfinite=Action.SANITIZE))
+    if dist.get_rank() == 1 and kind == "ddp":
+        poison_gradient(next(model.parameters()), at=(2,))
+    for step, (x, y) in enumerate(make_own_batches("1d", 5)):
+
+        def loss_of(x: torch.Tensor, y: torch.Tensor, step: int = step) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            bad = kind == "fsdp" and step == 2 and dist.get_rank() == 1
+            # finite itself, and with a derivative that is not: sqrt at 0
+            return loss + (loss - loss.detach()).sqrt() if bad else loss
+
+        guard.step(loss_of, x, y)
+    weights = gather(model) if kind == "fsdp" else state_of(model)
+    return {"state": weights, "actions": [i.outcome.action.value for i in guard.incidents], "stats": guard.stats()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradients_that_are_bad_on_one_rank_are_repaired_on_all(kind: str) -> None:
+    results = run_ranks(sanitize, 2, kind)
+    for result in results:
+        assert_same(results[0]["state"], result["state"])
+        assert "sanitize" in result["actions"]
+        assert result["stats"]["num_skipped"] == 0
+        assert all(value.isfinite().all() for value in result["state"].values())
+
+
+def raise_together() -> str:
+    training = Training(on_nonfinite=Action.RAISE)
+    try:
+        training.run(mask_labels(make_batches(), 3))
+    except NonFiniteError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_loss_that_is_bad_on_one_rank_raises_on_all() -> None:
+    told = run_ranks(raise_together, 2)
+    assert told[0] == told[1]
+    assert told[0].startswith("step 3: the loss is nan; it began on rank 1")
+
+
+def scale_losses() -> dict[str, Any]:
+    ddp = DistributedDataParallel(make_model())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    guard = Guard(ddp, optimizer, scaler=scaler, config=GuardConfig(measure=MeasureConfig(scan_every=0)))
+    if dist.get_rank() == 1:
+        poison_gradient(next(ddp.parameters()), at=(2,), value=float("inf"))
+    scales = []
+    for x, y in mask_labels(make_batches(8), 5):
+        guard.step(lambda x, y: nn.functional.cross_entropy(ddp(x), y), x, y)
+        scales.append(scaler.get_scale())
+    return {"state": state_of(ddp, optimizer), "scales": scales, "skipped": guard.stats()["num_skipped"]}
+
+
+def test_a_loss_scale_that_overflows_on_one_rank_is_lowered_on_all() -> None:
+    first, second = run_ranks(scale_losses, 2)
+    assert_same(first["state"], second["state"])
+    assert first["scales"] == second["scales"]
+    assert first["scales"][2] == 512.0
+    assert first["skipped"] == second["skipped"] == 2
+
+
+def stop_on_signal(run_dir: Path) -> tuple[int, int]:
+    training = Training(run_dir=run_dir)
+    batches = make_batches(20)
+    made = 0
+    try:
+        for step, batch in enumerate(batches):
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            training.guard.step(training.loss, batch)
+            made += 1
+    except SystemExit as leaving:
+        return made, int(str(leaving.code))
+    return made, 0
+
+
+def test_a_signal_that_one_rank_gets_stops_all_after_the_same_step_with_one_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(stop_on_signal, 2, tmp_path / "run") == [(3, 75), (3, 75)]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+
+
+def train_unwrapped() -> dict[str, Any]:
+    """Somebody's own data parallelism: gradients are averaged by hand, and the guard knows of no wrapper."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    guard = Guard(model, optimizer)
+    for x, y in poison_input(make_batches(6), 2):
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+            parameter.grad /= dist.get_world_size()
+        guard.step()
+        optimizer.zero_grad()
+    last = guard.last
+    assert last is not None
+    stats = guard.stats()
+    return {
+        "state": state_of(model, optimizer),
+        "rates": stats["current_learning_rate"],
+        "skipped": stats["num_skipped"],
+        "rollbacks": 0,
+        "last": (last.loss, last.grad_norm),
+    }
+
+
+def test_a_model_that_nobody_wrapped_is_guarded_on_all_ranks_together() -> None:
+    results = run_ranks(train_unwrapped, 2)
+    assert_alike(results)
+    assert results[0]["skipped"] == 1
