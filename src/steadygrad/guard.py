@@ -300,7 +300,7 @@ class Guard:
             "num_dropped_microbatches": batches.num_dropped,
         }
         facts["stale"] = self._stale.take()
-        self._looks.own_gradients = self._own_gradients.take()
+        self._looks.own_finite = self._own_gradients.take()
         if batches.all_dropped:
             self._skip_all_dropped(facts)
             return
@@ -566,7 +566,7 @@ class Guard:
             self._rank_file.write_own(reading.step, told.own_loss)
         facts, own_facts = split_facts(facts)
         signs = [finding.message for finding in self._judgement.tell_own(reading, own_facts)]
-        return facts, self._own_gradients.find_origin(reading, told, looks.own_gradients, signs)
+        return facts, self._own_gradients.find_origin(reading, told, looks.own_finite, signs)
 
     def _find_cause(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
         """Replay the step, from the buffers that it began with."""
@@ -813,6 +813,7 @@ class Guard:
             if self._drive is not None:
                 self._drive.detach()
             self._rates.close()
+            self._own_gradients.close()
             self._investigator.close()
             self._checkpoints.close()
             self._tell_unsaved()
@@ -839,6 +840,7 @@ class Guard:
         named = self._subjects.named
         constant_norm = None if self._clipper is None else self._clipper.constant_norm
         self._meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm, ranks=self._ranks)
+        self._ranks.watch(named)
         self._own_gradients = OwnGradients(self._ranks, named)
         self._updates = UpdateMeter(named, ranks=self._ranks)
         self._stale = StaleWatch(named)
@@ -860,6 +862,7 @@ class Guard:
             return
         self._judge_pending()
         self._subjects = find_subjects(self._subjects.model, self._optimizers)
+        self._own_gradients.close()
         self._watch_parameters()
 
     def _check_open(self) -> None:

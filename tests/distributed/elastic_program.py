@@ -29,7 +29,7 @@ NUM_ROWS, SEED = 96, 1
 
 
 def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
-    rank, life = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank = dist.get_rank()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(
         nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 3))
@@ -43,6 +43,8 @@ def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
     torch.manual_seed(10 + rank)
     loader = DataLoader(TensorDataset(rows, labels), 8, shuffle=True)
     guard.resume()
+    life = _count_kills(run_dir)
+    dist.barrier()  # all have counted, and none is dead yet
     dice = random.Random(1000 * SEED + life)
     victim, patience, delay = dice.randrange(dist.get_world_size()), dice.randint(3, 6), dice.random() * 0.05
     for _ in range(guard.epoch, num_epochs):
@@ -50,10 +52,22 @@ def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
             guard.step(lambda x, y: nn.functional.cross_entropy(ddp(x), y), x, y)
             patience -= 1
             if life < num_kills and rank == victim and patience == 0:
-                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                threading.Timer(delay, _die, (run_dir,)).start()
         guard.end_epoch()
     guard.close()
     return {name: value.clone() for name, value in ddp.module.named_parameters()}
+
+
+def _count_kills(run_dir: Path) -> int:
+    """torchrun's own count of restarts has those in it whose ranks never met."""
+    path = run_dir / "kills.txt"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def _die(run_dir: Path) -> None:
+    with (run_dir / "kills.txt").open("a") as file:
+        file.write("killed\n")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:

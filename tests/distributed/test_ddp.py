@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from trainings import (
+from ranked_trainings import (
     NUM_STEPS,
     Training,
     assert_alike,
@@ -21,6 +19,8 @@ from trainings import (
     state_of,
     train_plainly,
 )
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad import Guard, GuardConfig, UsageError
 from steadygrad.config import FixedNorm, Policy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from elastic_program import NUM_ROWS, train
-from trainings import assert_same
+from ranked_trainings import assert_same
 
 from steadygrad.testing.ranks import run_ranks
 
@@ -26,7 +26,8 @@ def run_elastically(run_dir: Path, num_kills: int) -> subprocess.CompletedProces
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["--max-restarts", str(num_kills), "--monitor-interval", "0.1", str(program)]
     command += [str(run_dir), str(num_kills), str(NUM_EPOCHS)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # torchrun's store outlives its workers, and with it the addresses of the dead: a new one for each life.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.run(
         command,
         capture_output=True,
@@ -45,6 +46,7 @@ def test_a_job_whose_ranks_are_killed_finishes_with_the_weights_of_one_that_was_
     undisturbed = run_ranks(train, 2, tmp_path / "whole", 0, NUM_EPOCHS)
     for rank in range(2):
         assert_same(torch.load(tmp_path / "killed" / f"final_{rank}.pt"), undisturbed[rank])
+    assert len((tmp_path / "killed" / "kills.txt").read_text().splitlines()) == NUM_KILLS
     starts = [line for line in (tmp_path / "killed" / "rank_0.jsonl").read_text().splitlines() if '"process"' in line]
     assert len(starts) == NUM_KILLS + 1, "each life says that it began"
     steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "steps.jsonl").read_text().splitlines()]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranked_trainings import assert_same, make_batches, mask_labels
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from trainings import assert_same, make_batches, mask_labels
 
 from steadygrad import AdaptiveUnitClip, Guard, GuardConfig, UnsupportedError, ZClip
 from steadygrad.config import FixedNorm, MeasureConfig, Policy, SnapshotConfig

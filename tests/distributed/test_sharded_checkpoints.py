@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranked_trainings import assert_same, make_batches, state_of
 from test_fsdp import gather, make_model, make_own_batches, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from trainings import assert_same, make_batches, state_of
 
 from steadygrad import Guard, GuardConfig
 from steadygrad.checkpoint import UnsafePickleError

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranked_trainings import Training, assert_alike, assert_same, make_batches, mask_labels, poison_input, state_of
 from test_fsdp import gather, make_model, make_own_batches, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from trainings import Training, assert_alike, assert_same, make_batches, mask_labels, poison_input, state_of
 
 from steadygrad import Guard, GuardConfig, NonFiniteError
 from steadygrad.config import MeasureConfig
@@ -138,3 +138,24 @@ def test_a_model_that_nobody_wrapped_is_guarded_on_all_ranks_together() -> None:
     results = run_ranks(train_unwrapped, 2)
     assert_alike(results)
     assert results[0]["skipped"] == 1
+
+
+def unfreeze_later() -> dict[str, Any]:
+    """A layer that joins the optimizer in the middle of a run, in shards."""
+    model = shard(make_model(), "1d")
+    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("4")], lr=0.02)
+    guard = Guard(model, optimizer)
+    for step, (x, y) in enumerate(mask_labels(make_own_batches("1d", 6), 4)):
+        if step == 3:
+            optimizer.add_param_group({"params": list(model[4].parameters())})
+        guard.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    reading = guard._judgement.last_reading
+    assert reading is not None
+    return {"state": gather(model), "names": reading.gradients.names, "skipped": guard.stats()["num_skipped"]}
+
+
+def test_parameters_that_join_later_are_guarded_on_all_ranks() -> None:
+    first, second = run_ranks(unfreeze_later, 2)
+    assert_same(first["state"], second["state"])
+    assert "4.weight" in first["names"]
+    assert first["skipped"] == second["skipped"] == 1

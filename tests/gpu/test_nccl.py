@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad import Guard, GuardConfig, MeasureConfig
+from steadygrad.measure.shards import take_local
 from steadygrad.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -111,6 +112,22 @@ def test_shards_over_nccl_are_measured_clipped_skipped_and_saved(nccl: Any, tmp_
     assert guard.resume() == 6
     for parameter, value in zip(model.parameters(), before):
         assert torch.equal(parameter.full_tensor(), value)
+
+
+def test_shards_that_are_offloaded_to_the_host_are_guarded(nccl: Any) -> None:
+    model = make_model(norm=False)
+    fully_shard(model, mesh=init_device_mesh("cuda", (1,)), offload_policy=CPUOffloadPolicy())
+    guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), process_group=nccl)
+    batches = make_batches(5)
+    batches[2][0] = torch.nan
+    before: list[Tensor] = []
+    for step, batch in enumerate(batches):
+        guard.step(lambda x: (model(x) - x).square().mean(), batch)
+        if step in (1, 2):
+            before.append(take_local(next(model.parameters())).clone())
+    assert guard.stats()["num_skipped"] == 1
+    assert torch.equal(before[0], before[1]), "the bad step has touched no weight"
+    assert before[0].device.type == "cpu"
 
 
 def train_on_shared_gpu() -> dict[str, Any]:

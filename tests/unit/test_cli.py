@@ -62,7 +62,10 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 # --- the command line itself --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["doctor"]])
+COMMANDS = ["clean", "demo", "diagnose", "doctor", "plot", "report", "run", "scan", "view", "watch"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     example = "\n".join(["Example:", " ".join(["    steadygrad", *command])])

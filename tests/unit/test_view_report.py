@@ -204,6 +204,8 @@ def test_what_cannot_be_done_is_said_and_nothing_is_left(tmp_path: Path, capsys:
     assert "There is no" in capsys.readouterr().err
     with pytest.raises(UsageError, match="is a folder"):
         write_report([write_run(tmp_path / "run", 5)], tmp_path)
+    with pytest.raises(UsageError, match="There is no folder"):
+        write_report([tmp_path / "run"], tmp_path / "nowhere" / "report.html")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +21,8 @@ from steadygrad import UsageError
 pytest.importorskip("uvicorn", reason="the live page needs uvicorn: pip install 'steadygrad[view]'")
 pytest.importorskip("starlette", reason="the live page needs starlette: pip install 'steadygrad[view]'")
 
+from steadygrad.record.encode import to_json
+from steadygrad.view.serve import live
 from steadygrad.view.serve.listen import PageServer, serve_in_thread
 from steadygrad.view.serve.live import LiveRuns, resolve_inside
 from steadygrad.view.serve.protect import is_loopback
@@ -100,6 +105,20 @@ def test_new_steps_come_as_events_and_old_ones_do_not_come_again(root: Path, add
     assert later["chart:curves"]["loss"]["x"][-1] == 199
     assert "part:incidents" not in later
     assert "chart:norms" not in later
+
+
+def test_a_long_run_is_shown_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = to_json(make_step(0)).removeprefix('{"step":0,')
+    (tmp_path / "steps.jsonl").write_text("".join(f'{{"step":{step},{line}\n' for step in range(20_000)))
+    monkeypatch.setattr(live, "SLICE_SECONDS", 1e-9)
+    run = LiveRuns(tmp_path).find(".")
+    assert run is not None
+    first = run.look()
+    assert 0 < float(first["progress"]) < 0.5
+    assert 0 < int(first["chart:last_step"]) < 10_000
+    while float(run.look()["progress"]) < 1:
+        pass
+    assert run.look()["chart:last_step"] == "19999"
 
 
 def test_names_are_escaped_on_every_page(tmp_path: Path) -> None:
@@ -248,3 +267,17 @@ def test_a_taken_port_and_a_missing_folder_are_said(root: Path) -> None:
         PageServer(root, port=urlsplit(address).port or 0)
     with pytest.raises(UsageError, match="There is no folder"):
         PageServer(root / "nowhere")
+
+
+def test_the_command_prints_its_address_and_ends_well_on_ctrl_c(root: Path) -> None:
+    command = [sys.executable, "-m", "steadygrad", "view", str(root), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        address = process.stdout.readline().removeprefix("Open ").strip()
+        stream = read_events(address, "/events/first")
+        assert "part:headline" in next(stream)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+        assert process.stderr.read() == ""
+        stream.close()

@@ -43,6 +43,11 @@ class Pane:
     def is_running(self) -> bool:
         return self._tmux("list-panes", "-F", "#{pane_dead}").strip() == "0"
 
+    @property
+    def exit_code(self) -> str:
+        """Empty until tmux knows it, a moment after the program is gone."""
+        return self._tmux("list-panes", "-F", "#{pane_dead_status}").strip()
+
     def close(self) -> None:
         self._tmux("kill-server")
 
@@ -84,7 +89,17 @@ def test_watch_shows_a_run_follows_it_and_leaves_on_q(tmp_path: Path, pane: Pane
 
     assert pane.is_running
     pane.press("q")
-    wait_until(lambda: not pane.is_running, pane)
+    wait_until(lambda: pane.exit_code != "", pane)
+    assert pane.exit_code == "0"
+
+
+@needs_tmux
+def test_ctrl_c_is_a_way_to_leave_too(pane: Pane) -> None:
+    wait_until(lambda: "Survived." in pane.screen, pane)
+    pane.press("C-c")
+    wait_until(lambda: pane.exit_code != "", pane)
+    assert pane.exit_code == "0"
+    assert "Traceback" not in pane.screen
 
 
 def test_without_a_terminal_it_prints_one_screen(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class Looks:
     graph: GraphScan | None = None
     weights: PendingParameterScan | None = None
     rms: PendingRms | None = None
-    own_gradients: Sequence[Tensor] = ()
-    """On many ranks: looks at gradients from before they were summed."""
+    own_finite: Tensor | None = None
+    """On many ranks: whether this rank's gradients were finite before they were summed, as far as was looked."""
 
     @property
     def under_way(self) -> bool:

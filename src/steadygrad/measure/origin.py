@@ -38,10 +38,13 @@ class OwnGradients:
         self._ranks = ranks
         self._parameters = [p for _, p in named if p.requires_grad and p.is_leaf]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._flags: list[Tensor] = []
+        self._is_finite: Tensor | None = None
         self._steps_left = 0
         if ranks.many:
-            self._watch(next(([p] for p in self._parameters if p.numel() <= SMALL), self._parameters[:1]))
+            self._watch(self._choose())
+
+    def _choose(self) -> list[Tensor]:
+        return next(([p] for p in self._parameters if p.numel() <= SMALL), self._parameters[:1])
 
     def _watch(self, parameters: Sequence[Tensor]) -> None:
         for hook in self._hooks:
@@ -50,22 +53,28 @@ class OwnGradients:
 
     def _look(self, gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
-            self._flags.append(gradient.detach().isfinite().all())
+            finite = gradient.detach().isfinite().all()
+            before = self._is_finite
+            self._is_finite = finite if before is None else before.to(finite.device) & finite
 
-    def take(self) -> list[Tensor]:
-        """The looks at this step, still on the device."""
-        flags, self._flags = self._flags, []
+    def close(self) -> None:
+        """Look no more."""
+        self._watch([])
+
+    def take(self) -> Tensor | None:
+        """Whether all that was looked at in this step was finite, still on the device."""
+        finite, self._is_finite = self._is_finite, None
         if self._steps_left:
             self._steps_left -= 1
             if not self._steps_left:
-                self._watch(self._parameters[:1])
-        return flags
+                self._watch(self._choose())
+        return finite
 
-    def find_origin(self, reading: Reading, told: Told, flags: Sequence[Tensor], signs: Sequence[str]) -> Origin:
+    def find_origin(self, reading: Reading, told: Told, own_finite: Tensor | None, signs: Sequence[str]) -> Origin:
         """After a bad step, on all ranks at the same point: who began it. `signs` is what this rank saw of its own."""
         if not self._ranks.many or not reading.is_nonfinite or self._ranks.is_joining:
             return Origin(told.began_on, self._spell(told.began_on, []))
-        mine = (any(not bool(flag) for flag in flags), list(signs))
+        mine = (own_finite is not None and not bool(own_finite), list(signs))
         answers = self._ranks.gather(mine)
         bad = told.began_on or tuple(rank for rank, (flag, _) in enumerate(answers) if flag)
         if not bad and not self._steps_left and reading.loss_scale is None:

@@ -59,7 +59,8 @@ class Ranks:
         """Set when this rank was sent a signal; the others hear of it with the next step."""
         self.is_joining = False
         """Inside `guard.join()`: a rank that has no more data only shadows the others."""
-        self._rows = {name: i for i, (name, _) in enumerate(named)}
+        self._layouts: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        self.watch(named)
         self._device = _find_device(group, named)
         self._bits = _make_bits(self.num, self.rank, self._device)
         # On the device from the start: a number that is sent there later makes the host wait.
@@ -67,9 +68,13 @@ class Ranks:
             asks: torch.tensor([0.0, 1.0, float(asks)], dtype=torch.float64, device=self._device)
             for asks in (False, True)
         }
-        self._layouts: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         self._under_way: tuple[Tensor, dist.Work | None] | None = None
         self._said: Tensor | None = None
+
+    def watch(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """These parameters are trained from now on, on all ranks."""
+        self._rows = {name: i for i, (name, _) in enumerate(named)}
+        self._layouts.clear()
 
     @property
     def many(self) -> bool:

@@ -56,9 +56,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on each rank, inside a process group; what it returned, by rank."""
     context = _choose_context()
-    deadline = time.monotonic() + time_limit_seconds
+    deadline = time.time() + time_limit_seconds  # the clock that the ranks see too
     with tempfile.TemporaryDirectory(prefix="steadygrad-ranks-") as folder:
-        call = (function, args, kwargs, num_ranks, folder, time_limit_seconds)
+        call = (function, args, kwargs, num_ranks, folder, deadline)
         ranks = [_start(context, number, call) for number in range(num_ranks)]
         try:
             return _collect(ranks, deadline, time_limit_seconds)
@@ -93,7 +93,7 @@ def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
     failures: dict[int, str] = {}
     while len(results) + len(failures) < len(ranks):
         waiting = [rank for rank in ranks if rank.number not in {**results, **failures}]
-        ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, deadline - time.time()))
         if not ready:
             break
         for rank in waiting:
@@ -101,7 +101,7 @@ def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
                 returned, value = _receive(rank)
                 (results if returned else failures)[rank.number] = value
         if failures:  # those who have lost their peer say so in a moment; the first cause may be among them
-            deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
+            deadline = min(deadline, time.time() + PATIENCE_SECONDS)
     if failures:
         raise RanksFailed("\n".join(f"rank {number} {failures[number]}" for number in sorted(failures)))
     if len(results) < len(ranks):
@@ -147,8 +147,9 @@ def _become_rank(
     kwargs: dict[str, Any],
     num_ranks: int,
     folder: str,
-    limit: float,
+    deadline: float,
 ) -> None:
+    limit = max(1.0, deadline - time.time())
     with stack.open("w") as file:
         faulthandler.dump_traceback_later(max(0.1, limit - MARGIN_SECONDS), file=file)
         try:

@@ -68,9 +68,9 @@ def list_numbers(run: RunReader) -> dict[str, str]:
     if steps.last_losses:
         numbers["loss"] = f"{spell_number(first_loss(run), 3)} → {spell_number(last_loss(run), 3)}"
     if steps.best_loss is not None:
-        numbers["best loss"] = f"{spell_number(steps.best_loss[0])} at {steps.best_loss[1]:,}"
+        numbers["best loss"] = f"{spell_number(steps.best_loss[0], 3)} at {steps.best_loss[1]:,}"
     if steps.worst_norm is not None:
-        numbers["largest norm"] = f"{spell_number(steps.worst_norm[0])} at {steps.worst_norm[1]:,}"
+        numbers["largest norm"] = f"{spell_number(steps.worst_norm[0], 3)} at {steps.worst_norm[1]:,}"
     numbers["skipped"] = f"{steps.num_skipped:,} ({spell_share(steps.num_skipped, steps.num_steps)})"
     numbers["clipped"] = spell_share(steps.num_clipped, applied)
     numbers["incidents"] = f"{run.incidents.count:,}"

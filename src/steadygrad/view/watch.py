@@ -40,14 +40,13 @@ def watch_run(path: str | Path, *, once: bool = False, console: Console | None =
         run.read_all()
         console.print(draw_screen(run, console.width, 40))
         return
-    with _read_keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
+    screen = Live(console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), _read_keys() as pressed, screen as live:
+        key = ""
+        while key not in ("q", "\x03", "\x04"):
             run.update(budget_seconds=SLICE_SECONDS)
             live.update(draw_screen(run, console.width, console.height), refresh=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                if pressed(PAUSE_SECONDS if run.progress >= 1 else 0.0) not in ("q", "\x03", "\x04"):
-                    continue
-            return
+            key = pressed(PAUSE_SECONDS if run.progress >= 1 else 0.0)
 
 
 def draw_screen(run: RunReader, width: int, height: int) -> RenderableType:

@@ -75,4 +75,6 @@ def _fold(title: str, content: Html) -> Html:
 
 def _tell_resumed(run: RunReader) -> str:
     resumed = run.about.get("resumed")
-    return f", resumed {len(resumed)} times" if isinstance(resumed, list) and resumed else ""
+    if not isinstance(resumed, list) or not resumed:
+        return ""
+    return f", resumed {'once' if len(resumed) == 1 else f'{len(resumed)} times'}"

@@ -18,9 +18,9 @@ CHARTS = {
     "norm": "Gradient norm",
     "rate": "Learning rate",
     "share": "Share of steps clipped and skipped",
+    "scale": "Loss scale",
     "layers": "Gradient norms by parameter",
     "ratios": "Update-to-weight ratios by parameter",
-    "scale": "Loss scale",
 }
 """Each chart, and its title."""
 ABOUT = {

@@ -21,6 +21,8 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     plotly = read_plotly()  # what is missing should fail before minutes of reading
     if target.is_dir():
         raise UsageError(f"{target} is a folder. Name the file that the report is written to: -o report.html.")
+    if not target.parent.is_dir():
+        raise UsageError(f"There is no folder {target.parent} to write {target.name} to. Make it, or name another.")
     runs = [open_run(path) for path in paths]
     for run in runs:
         run.read_all()

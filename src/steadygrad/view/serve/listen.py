@@ -39,8 +39,8 @@ class PageServer:
         """What to open: with the token, where there is one."""
 
     def run(self) -> None:
-        """Serve until interrupted."""
-        with contextlib.closing(self._socket):
+        """Serve until interrupted; Ctrl-C is how it is meant to end."""
+        with contextlib.closing(self._socket), contextlib.suppress(KeyboardInterrupt):
             self._server.run(sockets=[self._socket])
 
     def close(self) -> None:

@@ -82,7 +82,8 @@ const steadygrad = (() => {
       });
     }
     const more = {
-      yaxis: { domain: [share ? share + 0.04 : 0, 1], type: log ? "log" : "linear" }, shapes: lines(run.marks), lastStep: run.last_step,
+      yaxis: { domain: [share ? share + 0.04 : 0, 1], type: log ? "log" : "linear" },
+      shapes: lines(run.marks), lastStep: run.last_step,
       xaxis: rows.length ? { anchor: "y2" } : {}, margin: { ...MARGIN, l: rows.length ? 138 : 58 },
     };
     if (rows.length) more.yaxis2 = {
@@ -115,7 +116,8 @@ const steadygrad = (() => {
   function drawSteps(run, points, name, paint, yaxis) {
     if (!has(points)) return null;
     const steps = { color: color(paint), width: 1.4, shape: "hv" };
-    return [[line(points, name, paint, { line: steps })], layout(230, { lastStep: run.last_step, yaxis })];
+    const more = { lastStep: run.last_step, yaxis: { exponentformat: "power", ...yaxis } };
+    return [[line(points, name, paint, { line: steps })], layout(230, more)];
   }
 
   function drawShare(run) {
@@ -178,8 +180,8 @@ const steadygrad = (() => {
 
   const DRAW = {
     loss: drawLoss, norm: drawNorm, share: drawShare,
-    rate: (run) => drawSteps(run, run.curves.learning_rate, "learning rate", "--teal", { exponentformat: "power", rangemode: "tozero" }),
-    scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple", { type: "log", exponentformat: "power" }),
+    rate: (run) => drawSteps(run, run.curves.learning_rate, "learning rate", "--teal", { rangemode: "tozero" }),
+    scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple", { type: "log" }),
     layers: (run) => drawCells(run.norms, "norm", null, run.last_step),
     ratios: (run) => drawCells(run.ratios, "ratio", -3, run.last_step),
     compare_loss: () => drawAll("loss", logLoss === true), compare_norm: () => drawAll("grad_norm", true),
@@ -263,7 +265,8 @@ const steadygrad = (() => {
   function beginPrint() {
     if (printing.on) return;
     const root = document.documentElement;
-    Object.assign(printing, { on: true, theme: root.dataset.theme || "", closed: [...document.querySelectorAll("details:not([open])")] });
+    const closed = [...document.querySelectorAll("details:not([open])")];
+    Object.assign(printing, { on: true, theme: root.dataset.theme || "", closed });
     root.dataset.theme = "light";
     printing.closed.forEach((one) => { one.open = true; });
     plots().forEach((plot) => { plot.style.width = "680px"; });
