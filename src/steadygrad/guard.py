@@ -726,6 +726,7 @@ class Guard:
             "clip": {} if self._clipper is None else self._clipper.state_dict(),
             "judgement": self._judgement.state_dict(),
             "actor": self._actor.state_dict(),
+            "num_since_start": self._lookout.num_since,
             "num_skipped_batches": self._num_skipped_batches,
         }
 
@@ -740,6 +741,7 @@ class Guard:
             self._clipper.load_state_dict(state["clip"])
         self._judgement.load_state_dict(state["judgement"])
         self._actor.load_state_dict(state["actor"])
+        self._lookout.num_since = int(state["num_since_start"])
         self._num_skipped_batches = int(state["num_skipped_batches"])
         self._buffers.refresh()
 
@@ -753,6 +755,7 @@ class Guard:
         """
         self._check_open()
         self.flush()
+        self._judgement.flush_record()
         step, (validated, loss) = self._next_step, self._validated or (-1, 0.0)
         metrics = {self.config.checkpoint.best_by: loss} if validated == step else {}
         saved = self._checkpoints.save(
@@ -776,9 +779,9 @@ class Guard:
         resumed = self._checkpoints.resume(path, strict=strict, buffers=self._buffers)
         if resumed is None:
             return None
+        self._lookout.forget()
         self.load_state_dict(resumed.guard)
         self._batches = resumed.accumulated
-        self._lookout.forget()
         self._judgement.note(resumed.tell())
         self._checkpoints.finish_resume()
         return resumed.step

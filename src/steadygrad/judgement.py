@@ -244,6 +244,10 @@ class Judgement:
         self.tally.load_state_dict(state["tally"])
         self._epoch_losses.load_state_dict(state["epoch"])
 
+    def flush_record(self) -> None:
+        """Put the record on disk as far as it goes: a checkpoint goes no further than it."""
+        self._recorder.flush()
+
     def close(self) -> None:
         """Close the record."""
         self._recorder.close()

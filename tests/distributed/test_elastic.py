@@ -21,28 +21,27 @@ NUM_EPOCHS = max(4, NUM_KILLS)
 """Enough steps for every life to make some."""
 
 
-def run_elastically(run_dir: Path, num_kills: int) -> subprocess.CompletedProcess[str]:
+def run_elastically(run_dir: Path, num_kills: int) -> tuple[int, str]:
+    """Exit code, and what was said on standard error."""
     program = Path(__file__).with_name("elastic_program.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["--max-restarts", str(num_kills), "--monitor-interval", "0.1", str(program)]
     command += [str(run_dir), str(num_kills), str(NUM_EPOCHS)]
     # torchrun's store outlives its workers, and with it the addresses of the dead: a new one for each life.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60 + 30 * num_kills,
-        env=env,
-        stdin=subprocess.DEVNULL,
-    )
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            _, told = process.communicate(timeout=60 + 30 * num_kills)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends its workers, which SIGKILL would leave behind
+            _, told = process.communicate(timeout=60)
+    return process.returncode, told
 
 
 @pytest.mark.timeout(900)
 def test_a_job_whose_ranks_are_killed_finishes_with_the_weights_of_one_that_was_left_alone(tmp_path: Path) -> None:
-    done = run_elastically(tmp_path / "killed", NUM_KILLS)
-    assert done.returncode == 0, done.stderr[-4000:]
+    code, told = run_elastically(tmp_path / "killed", NUM_KILLS)
+    assert code == 0, told[-4000:]
     undisturbed = run_ranks(train, 2, tmp_path / "whole", 0, NUM_EPOCHS)
     for rank in range(2):
         assert_same(torch.load(tmp_path / "killed" / f"final_{rank}.pt"), undisturbed[rank])

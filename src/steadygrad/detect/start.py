@@ -52,15 +52,17 @@ class RateTooHigh(Remembering):
         if self._told or len(self._losses) >= self._config.steps:
             return
         if isinstance(fact, ParameterScan):
-            self._weigh(fact.norms)
+            self._weigh(fact.norms, is_first=fact.step < 0)
         elif isinstance(fact, Reading) and fact.loss is not None:
             harm = self._find_ruin() if fact.is_nonfinite else self._find_harm(fact, fact.loss)
             if harm:
                 self._told = True
                 yield self._tell(harm)
 
-    def _weigh(self, norms: Mapping[str, float]) -> None:
+    def _weigh(self, norms: Mapping[str, float], *, is_first: bool) -> None:
         """Weights that begin as zero must grow, and the only layer that is trained has nothing to lose."""
+        if is_first and self._losses:
+            return  # a resumed run looks at the weights it was given; they are not the run's first ones
         if not self._losses:
             self._weights = {name: norm for name, norm in norms.items() if 0 < norm < math.inf}
         elif len(self._weights) > 1 and self._growth is None and all(name in norms for name in self._weights):

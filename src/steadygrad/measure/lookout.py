@@ -61,7 +61,8 @@ class Lookout:
         self._graph: GraphWatch | None = GraphWatch(subjects) if self._every else None
         self._first: list[Fact] = []
         self._has_begun = False
-        self._num_since = 0  # optimizer steps since the weights were new
+        self.num_since = 0
+        """Optimizer steps since the weights were new."""
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
@@ -72,7 +73,6 @@ class Lookout:
         """Before the first step: are the weights good that we are given?"""
         if not self._has_begun:
             self._has_begun = True
-            self._num_since = 0
             if self._every:
                 scan = self._weights.scan(-1)
                 self._first.append(scan)
@@ -100,11 +100,11 @@ class Lookout:
 
     def after_optimizer(self, step: int, looks: Looks) -> None:
         """While the gradients are still there."""
-        self._num_since += 1
+        self.num_since += 1
         due = self._is_due(step)
         if due:
             looks.rms = measure_adam_rms(self._subjects.optimizers, self._subjects.named)
-        if due or (self._every and self._num_since == FIRST_STEPS):
+        if due or (self._every and self.num_since == FIRST_STEPS):
             looks.weights = self._weights.begin()
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
@@ -130,3 +130,4 @@ class Lookout:
         """The weights were replaced: look at them again before the next step."""
         self._weights.forget()
         self._has_begun = False
+        self.num_since = 0

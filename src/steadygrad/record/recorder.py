@@ -50,6 +50,10 @@ class Recorder:
         """One event, to every sink."""
         self._each(lambda sink: sink.write_incident(incident))
 
+    def flush(self) -> None:
+        """What is held back, of every sink that holds something back."""
+        self._each(lambda sink: getattr(sink, "flush", _nothing)())
+
     def close(self) -> None:
         """Close every sink."""
         for sink in tuple(self._sinks):
@@ -68,6 +72,10 @@ class Recorder:
                 _tell(sink, error)
                 with contextlib.suppress(Exception):  # told once; now only its files matter
                     sink.close()
+
+
+def _nothing() -> None:
+    """For a sink that holds nothing back."""
 
 
 def _tell(sink: Sink, error: Exception) -> None:

@@ -65,7 +65,7 @@ class RunDirectory:
         self._log.write(f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}\n")
         self._unflushed += 1
         if record.skipped or self._unflushed >= self.FLUSH_EVERY:
-            self._flush()
+            self.flush()
 
     def write_layers(self, step: int, gradients: GradientTable) -> None:
         """A line of layers.jsonl: name -> [norm, max_abs, num_nonfinite, zero_share]."""
@@ -84,10 +84,11 @@ class RunDirectory:
             f"{level} step={finding.step} {finding.kind}: {finding.message} | action={verdict.action}: "
             f"{incident.outcome.message} | {finding.advice}\n"
         )
-        self._flush()
+        self.flush()
         os.fsync(self._incidents.fileno())
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Give what is held back to the system: a process that is killed from now on has left it."""
         for file in (self._steps, self._layers, self._incidents, self._log):
             file.flush()
         self._unflushed = 0
