@@ -72,8 +72,9 @@ from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.rank_file import RankFile
-from steadygrad.view.progress import track
+from steadygrad.view.progress import describe_step, track
 from steadygrad.view.summary import summarise
+from steadygrad.view.terminal import show_findings
 
 T = TypeVar("T")
 
@@ -188,6 +189,7 @@ class Guard:
         self._is_driven = self._is_watching = False
         self._closed = False
         if not self._off:
+            show_findings()
             for finding in foresee(self._subjects):
                 self._judgement.note(finding)
             self._reflex.hint()
@@ -782,6 +784,8 @@ class Guard:
         self._lookout.forget()
         self.load_state_dict(resumed.guard)
         self._batches = resumed.accumulated
+        if self._batches.num:  # inside a step: its beginning is over
+            self._lookout.begin()
         self._judgement.note(resumed.tell())
         self._checkpoints.finish_resume()
         return resumed.step
@@ -895,11 +899,7 @@ class Guard:
         return torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)
 
     def _describe(self) -> str:
-        if self.last is None:
-            return ""
-        loss = "" if self.last.loss is None else f"loss={self.last.loss:.4g}, "
-        skipped = self._judgement.tally.num_skipped
-        return f"{loss}grad={self.last.grad_norm:.3f}" + (f", skipped={skipped}" if skipped else "")
+        return describe_step(self.last, self._judgement.tally.num_skipped)
 
     def _open_run(self, run_dir: str | Path | None) -> list[Sink]:
         if run_dir is None or self._off:

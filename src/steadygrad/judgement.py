@@ -196,7 +196,15 @@ class Judgement:
         self.findings.append(finding)
         self.tally.add_outcome(outcome)
         level = logging.INFO if finding.severity is Severity.INFO else logging.WARNING
-        logger.log(level, "step %d: %s (%s). %s", finding.step, finding.message, outcome.message, finding.advice)
+        logger.log(
+            level,
+            "step %d: %s (%s). %s",
+            finding.step,
+            finding.message,
+            outcome.message,
+            finding.advice,
+            extra={"finding": finding, "outcome": outcome},
+        )
         if finding.severity is not Severity.INFO or verdict.action not in BY_REFLEX:
             incident = Incident(step=finding.step, finding=finding, verdict=verdict, outcome=outcome, cause=cause)
             self.incidents.append(incident)

@@ -128,8 +128,8 @@ def test_a_line_goes_above_a_bar(log: logging.Logger) -> None:
 
 def test_the_bar_tells_loss_norm_rate_and_skips() -> None:
     record = make_step(3, loss=2.5, grad_norm=0.75, learning_rates=(1e-4, 3e-4))
-    assert describe_step(record, 2) == "loss 2.5  norm 0.75  lr 0.0003  skipped 2"
-    assert describe_step(make_step(3, loss=None, grad_norm=0.75, learning_rates=()), 0) == "norm 0.75  lr -"
+    assert describe_step(record, 2) == "loss=2.5, grad=0.75, lr=0.0003, skipped=2"
+    assert describe_step(make_step(3, loss=None, grad_norm=0.75, learning_rates=()), 0) == "grad=0.75, lr=-"
     assert describe_step(None, 0) == ""
 
 

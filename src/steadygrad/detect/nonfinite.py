@@ -143,7 +143,7 @@ def _tell_spoilt(reading: Reading) -> Finding:
         kind=NonfiniteBuffer.name,
         severity=Severity.ERROR,
         step=reading.step,
-        message=f"this step's forward wrote NaN or Inf into {len(names)} buffers, though its loss is finite: {show(names)}",
+        message=f"this forward wrote NaN or Inf into {len(names)} buffers, though its loss is finite: {show(names)}",
         advice="The batch is bad, or something hides a NaN from the loss (nan_to_num, where, a check of its own).",
         evidence={"buffers": names[:SHOWN], "num_buffers": len(names)},
     )

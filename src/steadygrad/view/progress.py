@@ -37,7 +37,7 @@ def describe_step(record: StepRecord | None, num_skipped: int) -> str:
     """The text beside the bar: loss, norm, learning rate, skipped steps."""
     if record is None:
         return ""
-    loss = "" if record.loss is None else f"loss {spell_number(record.loss)}  "
+    loss = "" if record.loss is None else f"loss={spell_number(record.loss)}, "
     rate = max(record.learning_rates, default=None)
-    skipped = f"  skipped {num_skipped}" if num_skipped else ""
-    return f"{loss}norm {spell_number(record.grad_norm)}  lr {spell_number(rate)}{skipped}"
+    skipped = f", skipped={num_skipped}" if num_skipped else ""
+    return f"{loss}grad={spell_number(record.grad_norm)}, lr={spell_number(rate)}{skipped}"

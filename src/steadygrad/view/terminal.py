@@ -67,7 +67,8 @@ class FindingsHandler(logging.Handler):
         try:
             finding = getattr(record, "finding", None)
             if not isinstance(finding, Finding):
-                self._write(make_printable(record.getMessage()))
+                for line in record.getMessage().splitlines():
+                    self._write(make_printable(line))
                 return
             for line in self._take(finding, getattr(record, "outcome", None)):
                 self._write(line)
