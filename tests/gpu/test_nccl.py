@@ -18,7 +18,7 @@ from steadygrad import Guard, GuardConfig, MeasureConfig
 from steadygrad.measure.shards import take_local
 from steadygrad.testing.ranks import run_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*runs without fused=True")]
 
 
 @pytest.fixture

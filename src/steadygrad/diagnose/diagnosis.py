@@ -30,7 +30,7 @@ from steadygrad.diagnose.situation import Situation
 from steadygrad.diagnose.subject import name_inputs, name_modules
 from steadygrad.diagnose.symptoms import Symptoms, find_symptoms, name_states
 from steadygrad.diagnose.terms import describe_named_terms, describe_summed_terms
-from steadygrad.diagnose.trace import Trace
+from steadygrad.diagnose.trace import Event, Trace
 from steadygrad.facts import Cause
 
 EXACT = "yes, bit for bit (software, not hardware)"
@@ -56,6 +56,7 @@ class Diagnosis:
         self._modules = name_modules(step.model)
         self._stack = StackReader(self._modules, call_user)
         self._trace = Trace(self._stack)
+        self._culprit: Event | None = None
 
     def make(self) -> Cause | None:
         """The Cause; None when the step is healthy."""
@@ -177,14 +178,31 @@ class Diagnosis:
         with self._replay(closeup):
             pass
         account.views = closeup.views
+        self._culprit = account.culprit
         return account.tell(), closeup.views.get(origin.event.number)
 
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
         if cause.phase in ("input", "parameter") or self._collective:
             return cause
+        if self._culprit is not None and not self._sees_batch(self._culprit):
+            return dataclasses.replace(cause, samples_note="none is to blame: the op sees nothing of the batch")
         rows, num_rows = ((), 0) if view is None else (view.bad_rows, view.num_rows)
         samples, note = SampleSearch(self._step).find(rows, num_rows)
         return dataclasses.replace(cause, samples=samples, samples_note=note)
+
+    def _sees_batch(self, event: Event) -> bool:
+        """Whether something of the batch went into what `event` was given."""
+        inputs = name_inputs(self._step.args, self._step.kwargs)
+        keys = {key for _, tensor in inputs for key in self._trace.lineage.find_keys(tensor)}
+        waiting, seen = [event], {event.index}
+        while waiting and keys:
+            for read in waiting.pop().reads:
+                if read.key in keys:
+                    return True
+                new = [writer for writer in read.writers if writer not in seen]
+                seen.update(new)
+                waiting += [self._trace.events[writer] for writer in new]
+        return not keys
 
     def _tell_without_origin(self, first: Symptoms, second: Symptoms) -> Cause | None:
         """Nothing was born: an op refused to compute, the replay went well, or the ops were not seen."""
