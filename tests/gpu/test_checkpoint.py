@@ -29,7 +29,7 @@ class Program:
         ).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=fused)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 40)
-        self.ema = torch.optim.swa_utils.AveragedModel(self.model)  # torch 2.11 averages whole-number buffers wrongly on CUDA
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model)  # not its buffers: torch 2.11 fails on whole numbers
         generator = torch.Generator().manual_seed(7)
         x, y = torch.randn(40, 6, generator=generator), torch.randint(3, (40,), generator=generator)
         self.loader = DataLoader(TensorDataset(x, y), 4, shuffle=True)
