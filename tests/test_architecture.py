@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measure", "detect", "decide", "record", "losses", "nn"),
     ("config",),
     ("stats",),
-    ("facts", "errors", "_version"),
+    ("facts", "errors", "extras", "_version"),
 )
 """Top to bottom: a part imports only from lines below its own."""
 

@@ -54,7 +54,7 @@ from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
 from steadygrad.detect.own import split_facts, split_rules
 from steadygrad.diagnose.capture import Capture
-from steadygrad.diagnose.investigator import Investigator
+from steadygrad.diagnose.investigator import Investigator, tell_since_when
 from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.facts import Action, Cause, Fact, Finding, Incident, Outcome, Reading, StepRecord, Verdict
 from steadygrad.judgement import Judgement
@@ -573,7 +573,9 @@ class Guard:
     def _find_cause(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
         """Replay the step, from the buffers that it began with."""
         with self._buffers.as_saved():
-            return self._investigator.investigate(captures, reading, findings)
+            cause = self._investigator.investigate(captures, reading, findings)
+        given = self._lookout.given_nonfinite
+        return cause if cause is None or given is None else tell_since_when(cause, given)
 
     def _follow_rollback(self) -> bool:
         """After a rollback, what was remembered of weights and buffers is no more."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from steadygrad import DiagnoseConfig, Guard, GuardConfig, Policy
 from steadygrad.diagnose.quarantine import load_batch
+from steadygrad.testing.faults import corrupt_weight
 
 
 class Net(nn.Module):
@@ -191,3 +192,20 @@ def test_a_nan_that_only_a_buffer_sees_is_found_and_put_back() -> None:
     assert found
     assert {f.step for f in found} == {2}
     assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("when", ["given", "later"])
+def test_a_bad_weight_is_told_to_have_been_given_or_to_have_become_so(when: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    if when == "given":
+        corrupt_weight(model.weight)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=GuardConfig(policy=Policy.observe()))
+    for i in range(3):
+        if when == "later" and i == 2:
+            corrupt_weight(model.weight)
+        guard.step(lambda x: model(x).square().mean(), torch.randn(4, 3))
+
+    cause = next(incident.cause for incident in guard.incidents if incident.cause is not None)
+    assert (cause.phase, cause.name) == ("parameter", "weight")
+    assert ("the checkpoint" in cause.note) == (when == "given")

@@ -24,12 +24,13 @@ from steadygrad.adapters.enhanced import (
     integrate_health_checks,
     replace_loss_function_with_stable_version,
 )
-from steadygrad.adapters.extras import import_extra, is_switched_off
 from steadygrad.adapters.findings import describe_error
 from steadygrad.adapters.held_schedule import HeldSchedule
 from steadygrad.adapters.settings import adopt_settings, read_clipping
+from steadygrad.adapters.switch import is_switched_off
 from steadygrad.config import ClipStrategy, GuardConfig
 from steadygrad.errors import TrainingHalted, UsageError
+from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.record import Sink
 
@@ -40,7 +41,7 @@ __all__ = [
     "replace_loss_function_with_stable_version",
 ]
 
-Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning").Callback
+Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning", what="this adapter").Callback
 
 
 @dataclasses.dataclass(slots=True)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from steadygrad.act.precision import choose_precision
-from steadygrad.adapters.extras import import_extra
 from steadygrad.config import Precision
+from steadygrad.extras import import_extra
 
-_transformers = import_extra("transformers", "transformers")
+_transformers = import_extra("transformers", "transformers", what="this adapter")
 
 WARMUP_STEPS = 50
 MAX_GRAD_NORM = 1.0

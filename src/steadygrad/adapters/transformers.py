@@ -19,19 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.patches import Patches
-from steadygrad.adapters.extras import import_extra, is_switched_off
 from steadygrad.adapters.findings import describe_error
 from steadygrad.adapters.safe_loss import SafeLoss, safe_compute_loss
 from steadygrad.adapters.settings import adopt_settings, read_clipping
 from steadygrad.adapters.stable_arguments import stable_training_arguments
+from steadygrad.adapters.switch import is_switched_off
 from steadygrad.config import GuardConfig
 from steadygrad.errors import UsageError
+from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.record import Sink
 
 __all__ = ["GradientMonitoringCallback", "SafeLoss", "safe_compute_loss", "stable_training_arguments"]
 
-_transformers = import_extra("transformers", "transformers")
+_transformers = import_extra("transformers", "transformers", what="this adapter")
 TrainerCallback: Any = _transformers.TrainerCallback
 
 STATE_FILE = "steadygrad.pt"

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,19 @@ class Investigator:
         if self._hook is not None:
             self._hook.remove()
         self._captures = []
+
+
+def tell_since_when(cause: Cause, given: Collection[str]) -> Cause:
+    """A bad weight: was it so before the first step (`given`), from a checkpoint, or has training made it so?"""
+    if cause.phase != "parameter":
+        return cause
+    if cause.name in given:
+        note = (
+            "It was so before the first step: the checkpoint that it was loaded from, or its initialisation, held it."
+        )
+    else:
+        note = "It was finite before the first step."
+    return dataclasses.replace(cause, note=f"{note} {cause.note}".strip())
 
 
 class _Ear:

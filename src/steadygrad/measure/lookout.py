@@ -63,6 +63,8 @@ class Lookout:
         self._has_begun = False
         self.num_since = 0
         """Optimizer steps since the weights were new."""
+        self.given_nonfinite: frozenset[str] | None = None
+        """Parameters that were not finite when they were given; None while nobody has looked."""
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
@@ -77,6 +79,7 @@ class Lookout:
                 scan = self._weights.scan(-1)
                 self._first.append(scan)
                 self.born_nonfinite = frozenset(scan.nonfinite_buffers)
+                self.given_nonfinite = frozenset(scan.nonfinite_parameters)
 
     @contextlib.contextmanager
     def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:

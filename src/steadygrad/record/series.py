@@ -7,10 +7,8 @@ are: a curve that breaks off is what a person looks for.
 
 from __future__ import annotations
 
-import importlib
 import math
 import statistics
-from typing import Any
 
 from steadygrad.facts import NUM_COLUMNS, GradientTable, Incident, StepRecord
 
@@ -81,14 +79,3 @@ def describe_incident(incident: Incident) -> str:
     if incident.cause is not None:
         lines.append("\n".join(f"    {line}" for line in str(incident.cause).splitlines()))
     return "\n\n".join(lines)
-
-
-def import_tracker(extra: str, module: str) -> Any:
-    """The tracker's own library, or which extra to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"this sink needs {extra}, which cannot be imported ({error}). "
-            f"Install it with: pip install 'steadygrad[{extra}]'"
-        ) from error

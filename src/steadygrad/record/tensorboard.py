@@ -10,8 +10,9 @@ import math
 from collections import Counter
 from pathlib import Path
 
+from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, StepRecord
-from steadygrad.record.series import describe_incident, import_tracker, list_layers, list_norms, list_step
+from steadygrad.record.series import describe_incident, list_layers, list_norms, list_step
 
 LOWEST = 1e-30
 """What a norm of 0 is drawn as: histograms are of powers of ten, and layers that are dead should show."""
@@ -22,8 +23,8 @@ class TensorBoardSink:
 
     def __init__(self, log_dir: str | Path, *, every: int = 1) -> None:
         """`every`: steps between two points of a curve; skipped steps are always drawn."""
-        import_tracker("tensorboard", "tensorboard")
-        writer = import_tracker("tensorboard", "torch.utils.tensorboard")
+        import_extra("tensorboard", "tensorboard", what="this sink")
+        writer = import_extra("tensorboard", "torch.utils.tensorboard", what="this sink")
         self._writer = writer.SummaryWriter(str(log_dir))
         self._every = every
         self._actions: Counter[str] = Counter()

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
-from steadygrad.record.series import describe_incident, import_tracker, list_layers, list_norms, list_step
+from steadygrad.record.series import describe_incident, list_layers, list_norms, list_step
 
 STEP = "optimizer_step"
 PREFIXES = ("grad/*", "health/*", "action/*")
@@ -23,7 +24,7 @@ class WandbSink:
 
     def __init__(self, run: Any = None, *, every: int = 1, alerts: bool = True, **settings: Any) -> None:
         """`settings` are those of `wandb.init`; `every`: steps between two points, skipped steps are always sent."""
-        self._wandb = import_tracker("wandb", "wandb")
+        self._wandb = import_extra("wandb", "wandb", what="this sink")
         self._owns_run = run is None
         self.run = self._wandb.init(**settings) if run is None else run
         self._every, self._alerts = every, alerts

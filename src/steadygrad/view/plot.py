@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import UsageError
-from steadygrad.view.extras import import_extra
+from steadygrad.extras import import_extra
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.render.charts import MARKS
@@ -26,7 +26,7 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
         )
     if target.suffix.lower().lstrip(".") not in FORMATS:
         raise UsageError(f"{target} has no ending that says what to write. Use one of: .{', .'.join(FORMATS)}.")
-    figure_class = import_extra("matplotlib.figure", purpose="a plot").Figure
+    figure_class = import_extra("view", "matplotlib.figure", what="a plot", error=UsageError).Figure
     run = open_run(path).read_all()
     heights = [4.2 if name in ("layers", "ratios") else 2.9 for name in what]
     figure = figure_class(figsize=(10, sum(heights) + 0.4), layout="constrained")
@@ -95,7 +95,7 @@ def _plot_ratios(run: RunReader, axis: Any) -> None:
 
 def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) -> None:
     """Rows are parameters, the first on top; what was not finite is purple."""
-    numpy = import_extra("numpy", purpose="a plot")
+    numpy = import_extra("view", "numpy", what="a plot", error=UsageError)
     rows = table.rows()
     cells = numpy.array([[numpy.inf if z is None else z for z in row] for row in rows.values()], dtype=float)
     bad, empty = numpy.isnan(cells), numpy.isinf(cells)

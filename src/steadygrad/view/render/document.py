@@ -11,7 +11,8 @@ import hashlib
 from importlib.resources import files
 
 from steadygrad._version import __version__
-from steadygrad.view.extras import import_extra
+from steadygrad.errors import UsageError
+from steadygrad.extras import import_extra
 from steadygrad.view.render.html import Html, join, tag
 
 
@@ -24,7 +25,7 @@ def read_asset(name: str) -> str:
 @functools.cache
 def read_plotly() -> str:
     """plotly's own script, as its package carries it."""
-    return str(import_extra("plotly.offline", purpose="a page with charts").get_plotlyjs())
+    return str(import_extra("view", "plotly.offline", what="a page with charts", error=UsageError).get_plotlyjs())
 
 
 def make_document(title: str, body: Html, *, data: Html, scripts: tuple[str, ...]) -> str:

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steadygrad.errors import UsageError
+from steadygrad.extras import import_extra
 from steadygrad.record.encode import to_json
-from steadygrad.view.extras import import_extra
 from steadygrad.view.render.document import read_asset, read_plotly
 from steadygrad.view.serve.live import LiveRuns, find_changes
 from steadygrad.view.serve.pages import make_list_page, make_run_page, render_list
@@ -30,7 +31,7 @@ BEAT_SECONDS = 15
 
 def make_app(root: Path, *, token: str | None = None, is_ending: Callable[[], bool] = lambda: False) -> Gate:
     """The application for one folder; with a token nobody is let in without it. `is_ending` ends every stream."""
-    import_extra("starlette", purpose="the live page")
+    import_extra("view", "starlette", what="the live page", error=UsageError)
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.gzip import GZipMiddleware

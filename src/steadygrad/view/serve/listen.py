@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import UsageError
-from steadygrad.view.extras import import_extra
+from steadygrad.extras import import_extra
 from steadygrad.view.render.document import read_plotly
 from steadygrad.view.serve.app import make_app
 from steadygrad.view.serve.protect import is_loopback
@@ -26,7 +26,7 @@ class PageServer:
         if not root.is_dir():
             raise UsageError(f"There is no folder {root}. Name the folder that holds your run directories.")
         read_plotly()
-        uvicorn = import_extra("uvicorn", purpose="the live page")
+        uvicorn = import_extra("view", "uvicorn", what="the live page", error=UsageError)
         self.token = token if token is not None or is_loopback(host) else secrets.token_urlsafe(24)
         self._socket = _bind(host, port)
         app = make_app(root, token=self.token, is_ending=lambda: bool(self._server.should_exit))

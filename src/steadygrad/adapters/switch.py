@@ -1,0 +1,10 @@
+"""Whether steadygrad is switched off in the environment."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_switched_off() -> bool:
+    """Whether STEADYGRAD=off asks for the framework's plain loop."""
+    return os.environ.get("STEADYGRAD", "").lower() == "off"

@@ -1,0 +1,25 @@
+"""Importing an optional library, or saying which extra brings it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+
+def import_extra(extra: str, *modules: str, what: str, error: type[Exception] = ImportError) -> Any:
+    """The first of `modules` that is there, one that is already loaded before the others. `what` needs it.
+
+    >>> import_extra("view", "json", what="this line").__name__
+    'json'
+    """
+    failure: ImportError | None = None
+    for name in sorted(modules, key=lambda name: name not in sys.modules):
+        try:
+            return importlib.import_module(name)
+        except ImportError as failed:
+            failure = failure or failed
+    raise error(
+        f"{what} needs {' or '.join(modules)}, which cannot be imported ({failure}). "
+        f"Install it with: pip install 'steadygrad[{extra}]'"
+    ) from failure
