@@ -8,7 +8,8 @@ import click
 
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE
-from steadygrad.cli.scan_words import MAX_ROWS, escape
+from steadygrad.cli.scan_words import MAX_ROWS
+from steadygrad.view.words import make_printable
 
 
 @click.command()
@@ -42,11 +43,11 @@ def tell_clean(console: Console, source: Path, target: Path, *, value: float, fo
         click.echo(to_json(report))
         return DONE
     for name, count in list(report.replaced.items())[:MAX_ROWS]:
-        console.say(f"  {escape(name)}: {count} replaced by {value:g}")
+        console.say(f"  {make_printable(name)}: {count} replaced by {value:g}")
     if len(report.replaced) > MAX_ROWS:
         console.say(f"  ... and {len(report.replaced) - MAX_ROWS} more tensors")
     for name in report.left:
-        console.say(f"  {escape(name)} is a plain number that is not finite; it was left", "yellow")
+        console.say(f"  {make_printable(name)} is a plain number that is not finite; it was left", "yellow")
     total = sum(report.replaced.values())
     console.say(f"{target}: written, {total} elements of {len(report.replaced)} tensors replaced.", "green")
     return DONE

@@ -14,7 +14,8 @@ import click
 
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
-from steadygrad.cli.scan_words import MIB, escape, tell_changes, tell_checkpoint
+from steadygrad.cli.scan_words import MIB, tell_changes, tell_checkpoint
+from steadygrad.view.words import make_printable
 
 if TYPE_CHECKING:
     from steadygrad.checkpoint.scan import CheckpointScan
@@ -61,7 +62,7 @@ def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_jso
         for one in scans:
             tell_checkpoint(console, one, show_all=show_all)
         for _, reason in refused:
-            click.echo(f"Error: {escape(reason)}", err=True)
+            click.echo(f"Error: {make_printable(reason)}", err=True)
     if refused:
         return FAILED
     return DONE if all(one.is_clean for one in scans) else FOUND
@@ -130,8 +131,8 @@ def _track(console: Console, title: str, num_bytes: int, *, quiet: bool) -> Iter
     if quiet:
         yield lambda *_: None
         return
-    with console.track(escape(title), max(1, num_bytes // MIB)) as advance:
-        yield lambda done, name: advance(done // MIB, f"MiB {escape(name)}")
+    with console.track(make_printable(title), max(1, num_bytes // MIB)) as advance:
+        yield lambda done, name: advance(done // MIB, f"MiB {make_printable(name)}")
 
 
 def _sum_bytes(tensors: Sequence[Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from steadygrad.cli.console import Console
+from steadygrad.view.words import make_printable
 
 if TYPE_CHECKING:
     from steadygrad.checkpoint.diff import CheckpointDiff, TensorDiff
@@ -16,7 +17,7 @@ MIB = 1 << 20
 
 def tell_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) -> None:
     size = f"{len(scan.tensors)} tensors, {scan.num_bytes / MIB:.1f} MiB"
-    console.say(f"{escape(str(scan.path))}: {scan.format}, {size}", "bold")
+    console.say(f"{make_printable(str(scan.path))}: {scan.format}, {size}", "bold")
     bad = scan.bad_tensors
     rows = scan.tensors if show_all else bad[:MAX_ROWS]
     if rows:
@@ -25,13 +26,13 @@ def tell_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) -
     if len(bad) > len(rows):
         console.say(f"... and {len(bad) - len(rows)} more; --all shows every tensor.", "red")
     for problem in scan.problems:
-        console.say(f"  {escape(problem)}", "red")
+        console.say(f"  {make_printable(problem)}", "red")
     for name, value in scan.bad_numbers:
-        console.say(f"  {escape(name)} is the plain number {value}", "red" if value != value else "yellow")
+        console.say(f"  {make_printable(name)} is the plain number {value}", "red" if value != value else "yellow")
     for group in scan.duplicates:
-        console.say(f"  one and the same: {escape(' = '.join(group))}", "dim")
+        console.say(f"  one and the same: {make_printable(' = '.join(group))}", "dim")
     for note in (*scan.notes, *(f"{one.name} holds NaN or Inf on purpose" for one in scan.tensors if one.is_allowed)):
-        console.say(f"  {escape(note)}", "dim")
+        console.say(f"  {make_printable(note)}", "dim")
     _tell_verdict(console, scan)
 
 
@@ -52,13 +53,13 @@ def _tell_verdict(console: Console, scan: CheckpointScan) -> None:
 def _make_row(one: TensorScan) -> tuple[str, ...]:
     ends = ("-" if value is None else f"{value:.4g}" for value in (one.min, one.max, one.norm))
     shape = "x".join(map(str, one.shape)) or "scalar"
-    return (escape(one.name), one.dtype, shape, str(one.num_nan), str(one.num_inf), str(one.num_zeros), *ends)
+    return (make_printable(one.name), one.dtype, shape, str(one.num_nan), str(one.num_inf), str(one.num_zeros), *ends)
 
 
 def tell_changes(console: Console, diff: CheckpointDiff, *, show_all: bool) -> None:
     for names, sign, style in ((diff.removed, "-", "red"), (diff.added, "+", "green")):
         for name in names if show_all else names[:MAX_ROWS]:
-            console.say(f"{sign} {escape(name)}", style)
+            console.say(f"{sign} {make_printable(name)}", style)
         if len(names) > MAX_ROWS and not show_all:
             console.say(f"{sign} ... and {len(names) - MAX_ROWS} more; --all shows them", style)
     most = sorted(diff.changed, key=_how_far, reverse=True)
@@ -77,15 +78,10 @@ def _how_far(one: TensorDiff) -> tuple[bool, int, float]:
 
 
 def _make_change(one: TensorDiff) -> tuple[str, ...]:
-    name = escape(one.name)
+    name = make_printable(one.name)
     if one.dtypes[0] != one.dtypes[1]:
         name += f" ({one.dtypes[0]} -> {one.dtypes[1]})"
     if one.num_changed is None:
         return name, f"{list(one.shapes[0])} -> {list(one.shapes[1])}", "-", "-", "-"
     ends = f"{one.max_change:.3g}", f"{one.relative_change:.3g}"
     return name, str(one.num_changed), str(one.num_new_nonfinite), *ends
-
-
-def escape(text: str) -> str:
-    """Names come from files of anyone: nothing in them may steer the terminal."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
