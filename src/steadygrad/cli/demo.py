@@ -44,6 +44,7 @@ class Teller:
 
     def __init__(self, console: Console) -> None:
         self._console, self._bars = console, contextlib.ExitStack()
+        self._explained: set[int] = set()
         self._advance: Advance | None = None
         self._num_steps = 1
 
@@ -74,6 +75,14 @@ class Teller:
     def incident(self, incident: Incident) -> None:
         self._console.say(f"   step {incident.step:3d}  {incident.finding.message}", "yellow")
         self._console.say(f"             {incident.outcome.message}", "green")
+        cause = incident.cause
+        is_clear = cause is not None and (
+            cause.file is not None or cause.phase == "input"
+        )  # a fault from a hook is not
+        if cause is not None and is_clear and incident.step not in self._explained:
+            self._explained.add(incident.step)
+            for line in str(cause).splitlines()[1:]:
+                self._console.say(f"           {line}", "dim")
 
     def end(self, summary: RunSummary) -> None:
         self._bars.close()
