@@ -108,14 +108,14 @@ class BufferKeeper:
     def find_spoilt(self) -> dict[str, int]:
         """Buffers that were finite before this forward and are not now, with the number of their bad elements.
 
-        A loop that hides a NaN from its loss (`nan_to_num`, a skip of its own) still runs it through BatchNorm. Reads
-        the buffers on the host: to be asked where the host decides anyway.
+        A loop that hides a NaN from its loss (`nan_to_num`, a skip of its own) still runs it through BatchNorm. Only
+        for buffers in host memory: on a device it would be a second host read a step, and the scan finds them there.
         """
         self._find_moved()
         spoilt: dict[str, int] = {}
         for pack in self._packs:
             live, fresh = pack.live(pack.fresh_views)
-            if not live or not pack.saved.is_floating_point():
+            if not live or not pack.saved.is_floating_point() or pack.saved.device.type != "cpu":
                 continue
             torch._foreach_copy_(fresh, live)
             if bool(pack.fresh.isfinite().all()):
