@@ -453,9 +453,11 @@ class StepRecord:
     num_microbatches: int
     num_dropped_microbatches: int
     time_seconds: float
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """What the user's program told beside the loss, with `guard.log`."""
 
     @classmethod
-    def of(cls, reading: Reading, *, time_seconds: float) -> StepRecord:
+    def of(cls, reading: Reading, *, time_seconds: float, extra: Mapping[str, float] | None = None) -> StepRecord:
         """The scalars of a Reading; `time_seconds` is the wall clock since the run began."""
         return cls(
             step=reading.step,
@@ -470,4 +472,5 @@ class StepRecord:
             num_microbatches=reading.num_microbatches,
             num_dropped_microbatches=reading.num_dropped_microbatches,
             time_seconds=time_seconds,
+            extra=extra or {},
         )

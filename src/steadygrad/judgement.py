@@ -88,18 +88,19 @@ class Judgement:
         *,
         find_cause: FindCause | None = None,
         origin: Origin | None = None,
+        extra: Mapping[str, float] | None = None,
     ) -> bool:
         """One step, from its numbers to the record; says whether it was healthy.
 
         `find_cause` is asked once, before anything is done, when something above info was found. `origin` names the
-        ranks that a bad step began on.
+        ranks that a bad step began on, `extra` is what the user's program told beside the loss.
         """
         if not reading.skipped:
             self._followers.after_applied()
         self._epoch_losses.add(None if reading.skipped else reading.loss)
         self.tally.add(reading)
         self.last_reading = reading
-        self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
+        self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started, extra=extra)
         findings = [finding for fact in (*facts, reading) for finding in self._detector.observe(fact)]
         if origin is not None:
             findings = [_name_origin(finding, origin) for finding in findings]

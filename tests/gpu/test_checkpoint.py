@@ -51,7 +51,7 @@ class Program:
         return nn.functional.cross_entropy(self.model(x).float(), y) / 2
 
     def train(self, stop: int | None = None) -> None:
-        count = self.guard._batches.num
+        count = self.guard.num_microbatches
         for _ in range(self.guard.epoch, 2):
             for batch in self.guard.batches(self.loader):
                 self.guard.backward(self.loss, batch)

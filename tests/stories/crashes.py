@@ -71,7 +71,7 @@ class Training:
 
     def train(self, target: Path, confirm: Any = None) -> None:
         """Until the step that the file `target` names, once there is one."""
-        num = 2 * self.guard.state_dict()["step"] + self.guard._batches.num
+        num = 2 * self.guard.state_dict()["step"] + self.guard.num_microbatches
         saves: list[Any] = []
         while True:
             for batch in self.guard.batches(self.loader):

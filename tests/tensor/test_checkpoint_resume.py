@@ -93,7 +93,7 @@ class Program:
 
     def train(self, *, stop: int | None = None, epochs: int = 2) -> None:
         """To the end, or until after `stop` batches, which may be in the middle of an accumulation."""
-        count = self.guard._batches.num
+        count = self.guard.num_microbatches
         for _ in range(self.guard.epoch, epochs):
             for batch in self.guard.batches(self.loader):
                 self.guard.backward(self.loss, batch)
@@ -181,7 +181,7 @@ def test_without_the_state_of_the_generators_a_resumed_training_would_part(tmp_p
     second = Program(tmp_path / "run", seed=99)
     second.guard.resume()
     torch.manual_seed(3)
-    second.guard._checkpoints._positions._random = None
+    second.guard._parts.checkpoints._positions._random = None
     second.train()
     assert not torch.equal(whole.model[0].weight, second.model[0].weight)
 
@@ -343,7 +343,7 @@ def test_a_rate_that_the_policy_has_lowered_is_changed_once(tmp_path: Path) -> N
             guard.step(lambda x: model(x).square().mean(), torch.ones(2, 3))
 
     model, optimizer, guard = make(0.1)
-    guard._rates.scale_lr(0.5)
+    guard._parts.rates.scale_lr(0.5)
     train(model, guard, 2)
     guard.save()
     guard.close()

@@ -152,7 +152,7 @@ def test_a_copy_of_the_model_is_free_of_the_guard(copied: Any) -> None:
     (hook,) = twin._forward_pre_hooks.values()
     assert "steadygrad" not in type(hook).__module__
     twin(batch(bad=False)).sum().backward()
-    assert guard._investigator.take() == []
+    assert guard._parts.investigator.take() == []
 
 
 def test_a_closed_guard_leaves_no_hook() -> None:
@@ -167,7 +167,7 @@ def test_forwards_without_gradients_are_not_held() -> None:
     with torch.no_grad():
         model(batch(bad=False))
 
-    assert guard._investigator.take() == []
+    assert guard._parts.investigator.take() == []
 
 
 def test_a_nan_that_only_a_buffer_sees_is_found_and_put_back() -> None:

@@ -21,6 +21,7 @@ from steadygrad.measure.activations import ActivationWatch, PendingActivations
 from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import PendingRms, measure_adam_rms
+from steadygrad.measure.logged import Logged
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
 from steadygrad.measure.subjects import Subjects
@@ -44,6 +45,8 @@ class Looks:
     rms: PendingRms | None = None
     own_finite: Tensor | None = None
     """On many ranks: whether this rank's gradients were finite before they were summed, as far as was looked."""
+    logged: Logged | None = None
+    """What the user's program told beside the loss."""
 
     @property
     def under_way(self) -> bool:

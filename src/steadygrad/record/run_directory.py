@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from steadygrad.errors import ConfigError
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
-from steadygrad.record.encode import to_json
+from steadygrad.record.encode import to_json, to_plain
 
 
 class RunDirectory:
@@ -58,11 +58,15 @@ class RunDirectory:
 
     def write_step(self, record: StepRecord) -> None:
         """A line of steps.jsonl and of train.log."""
-        self._steps.write(to_json(record) + "\n")
+        line = to_plain(record)
+        if not line["extra"]:
+            del line["extra"]
+        self._steps.write(to_json(line) + "\n")
         loss = "-" if record.loss is None else f"{_spell(record.loss)}"
         state = " skipped" if record.skipped else f" clipped={record.clip_coefficient:.4g}" if record.clipped else ""
         rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
-        self._log.write(f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}\n")
+        told = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
+        self._log.write(f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{told}\n")
         self._unflushed += 1
         if record.skipped or self._unflushed >= self.FLUSH_EVERY:
             self.flush()

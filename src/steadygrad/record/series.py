@@ -1,4 +1,4 @@
-"""Facts -> named numbers for trackers: `grad/*`, `health/*`, `action/*`. The same names whatever tracker draws them.
+"""Facts -> named numbers for trackers: `grad/*`, `health/*`, `action/*`, `extra/*`. The same names whatever tracker draws them.
 
 Per-parameter numbers are aggregated: a few numbers over all of them, and one norm for each of at most `MAX_BLOCKS`
 parts of the model. A thousand curves that nobody looks at would cost more than the training. NaN and Inf stay what they
@@ -28,6 +28,7 @@ def list_step(record: StepRecord) -> dict[str, float]:
         "action/clipped": record.clipped,
         "action/skipped": record.skipped,
         "action/num_dropped_microbatches": record.num_dropped_microbatches or None,
+        **{f"extra/{name}": number for name, number in record.extra.items()},
     }
     return {name: float(number) for name, number in numbers.items() if number is not None}
 

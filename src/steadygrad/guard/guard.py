@@ -1,0 +1,451 @@
+"""Guard: one training step made safe and measured. The one place that spells out the order of the stages.
+
+    forward, backward        the user's, or ours from the user's function (`passes.py`)
+    step or skip             measured, clipped, and kept from the weights when it is bad (`stepping.py`)
+    judge                    detect -> decide -> act -> record, when the numbers are on the host (`arrivals.py`)
+    save                     what is due, and after a signal a last time
+
+On CUDA with fused optimizers the device never idles for any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.accelerated import AcceleratorDrive
+from steadygrad.checkpoint.run import tell_unsaved
+from steadygrad.checkpoint.sharded import ShardedStore
+from steadygrad.checkpoint.signals import EXIT_CODE
+from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.config import GuardConfig
+from steadygrad.diagnose import is_replaying
+from steadygrad.errors import TrainingHalted, UsageError
+from steadygrad.facts import Finding, Incident, StepRecord
+from steadygrad.guard.account import tell_health, tell_stats, tell_summary
+from steadygrad.guard.arrivals import Arrivals
+from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.passes import Passes
+from steadygrad.guard.stepping import Stepper
+from steadygrad.measure.foresee import foresee
+from steadygrad.measure.joining import join_uneven
+from steadygrad.measure.loss import check_loss, detach, find_loss
+from steadygrad.record import Sink
+from steadygrad.view.progress import describe_step, track
+from steadygrad.view.terminal import show_findings
+
+T = TypeVar("T")
+
+
+class Guard:
+    """Watches every optimizer step of one model, and keeps the bad ones away from its weights.
+
+    >>> model = nn.Linear(3, 1)
+    >>> guard = Guard(model, torch.optim.AdamW(model.parameters()))
+    >>> result = guard.step(lambda x: model(x).square().mean(), torch.ones(2, 3))
+    >>> guard.last.step, guard.last.skipped
+    (0, False)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        config: GuardConfig | None = None,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        ema: Any = None,
+        run_dir: str | Path | None = None,
+        sinks: Iterable[Sink] = (),
+        process_group: Any = None,
+    ) -> None:
+        """`process_group`: the ranks that decide together; None: those of the model's DDP, or all there are."""
+        self.config = config if config is not None else GuardConfig()
+        self._parts = parts = Parts(
+            model,
+            optimizer,
+            config=self.config,
+            scheduler=scheduler,
+            scaler=scaler,
+            ema=ema,
+            run_dir=run_dir,
+            sinks=sinks,
+            process_group=process_group,
+        )
+        weakref.finalize(self, parts.judgement.close)  # a guard that nobody closed still leaves a whole record
+        weakref.finalize(self, parts.checkpoints.close)
+        self._moment = Moment()
+        self._arrivals = Arrivals(parts, self._moment)
+        self._stepper = Stepper(parts, self._moment, self._arrivals)
+        self._passes = Passes(parts, self._moment, self._arrivals, self._stepper)
+        self._validation_loss: float | None = None
+        self._validated: tuple[int, float] | None = None
+        self._drive: AcceleratorDrive | None = None
+        self._closed = False
+        if not parts.off:
+            show_findings()
+            for finding in foresee(parts.subjects):
+                parts.judgement.note(finding)
+            parts.reflex.hint()
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    def step(self, subject: Callable[..., Any] | Tensor | None = None, /, *args: Any, **kwargs: Any) -> Any:
+        """One optimizer step: from a function (replayable), from a loss, or from gradients that are already there.
+
+        Returns what the function returned, detached; the detached loss; or None.
+        """
+        self._check_open()
+        self._parts.checkpoints.listen()
+        result = None if subject is None else self.backward(subject, *args, **kwargs)
+        if self._drive is not None and self._drive.is_accumulating:
+            return result
+        owns_backward = self._moment.batches.num > 0 and not self._moment.is_driven
+        try:
+            if self._parts.off:
+                self._stepper.step_plainly()
+            elif self._parts.actor.num_to_refuse:
+                self._stepper.refuse()
+            else:
+                self._stepper.step()
+        finally:
+            self._moment.end_step()
+            self._parts.investigator.take()
+            self._parts.scaler.end_step()
+            if owns_backward:
+                self._parts.zero_grad()
+            elif not self._parts.off:
+                self._parts.stale.after_step()
+        self._arrivals.judge_if_arrived()
+        self._save_if_due()
+        return result
+
+    def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
+        self._check_open()
+        self._parts.ranks.asks_to_stop = self._parts.checkpoints.signals.received is not None
+        result = self._passes.forward(subject, args, kwargs)
+        if self._parts.actor.num_to_refuse:
+            self._moment.batches.num += 1
+            return detach(result)
+        loss = find_loss(result) if result is not subject else check_loss(result)
+        self._passes.backward(loss if self._drive is None else self._drive.weigh(loss))
+        return detach(result)
+
+    def log(self, **numbers: float | Tensor) -> None:
+        """Numbers of the step under way that belong beside the loss in the record: the terms of a loss, an accuracy.
+
+        A tensor is copied to the host without waiting for it; several microbatches of one step are averaged.
+        """
+        self._check_open()
+        if self._parts.off or is_replaying():
+            return
+        for name, number in numbers.items():
+            value = number.detach() if isinstance(number, Tensor) else float(number)
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UsageError(
+                    f"guard.log got {name} of shape {tuple(value.shape)}. Give one number: {name}.mean() for example."
+                )
+            self._moment.logged.setdefault(name, []).append(value.reshape(()) if isinstance(value, Tensor) else value)
+
+    # --- steps that a framework drives --------------------------------------------------------------------------------
+
+    @classmethod
+    def from_accelerator(
+        cls, accelerator: Any, model: nn.Module, optimizer: Any, *, scheduler: Any = None, **options: Any
+    ) -> Self:
+        """A Guard for a loop of accelerate; `options` are those of Guard.
+
+        `accelerator.backward(loss)` and `accelerator.accumulate(model)` stay. `guard.step()`, or `optimizer.step()` as
+        it was, does nothing until accelerate has all microbatches of a step.
+        """
+        drive = AcceleratorDrive(accelerator, model, optimizer, scheduler)
+        guard = cls(drive.model, drive.optimizers, scheduler=drive.scheduler, scaler=drive.scaler, **options)
+        drive.attach(guard)
+        guard._drive = drive
+        return guard
+
+    @contextlib.contextmanager
+    def watch_forward(self, replay: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Around a forward that a framework runs; the arguments are its batch. `watch_backward`, `step()` come next.
+
+        `replay(*args, **kwargs)` runs the same forward again and leaves no other trace; None: the model's call is all
+        that a diagnosis can replay.
+        """
+        self._check_open()
+        with self._passes.watch_forward(replay, args, kwargs):
+            yield
+
+    def watch_backward(self, loss: Tensor) -> None:
+        """A framework is about to run backward from `loss`. It clears the gradients itself."""
+        self._check_open()
+        self._passes.watch_backward(loss)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Backward calls since the last step."""
+        return self._moment.batches.num
+
+    @property
+    def num_steps(self) -> int:
+        """Steps tried so far, which is the number of the next one."""
+        return self._moment.next_step
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether every step has been judged; with fused optimizers on CUDA the last one may be on its way."""
+        return self._arrivals.pending is None
+
+    def note(self, finding: Finding) -> None:
+        """Write down what somebody else has found. Nothing is done about it."""
+        if not self._parts.off:
+            self._parts.judgement.note(finding)
+
+    # --- judgement ----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Wait until the host has judged every step. On many ranks call it on each, as all that steers training."""
+        self._arrivals.judge_pending()
+
+    def _catch_up(self) -> None:
+        """Judge what is pending for somebody who asks; on many ranks one may ask alone, and gets what is known."""
+        if not self._parts.ranks.many:
+            self._arrivals.judge_pending()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop in which ranks may run out of data at different steps, in the place of `ddp.join()`.
+
+        A rank without data keeps the others company until all are done, and then takes over their weights. Only for
+        DistributedDataParallel. While it is open nothing is rolled back.
+        """
+        with join_uneven(self._parts.ranks):
+            yield
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found so far."""
+        return self._parts.judgement.findings
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """The findings that mattered, with what was done about them."""
+        return self._parts.judgement.incidents
+
+    @property
+    def last(self) -> StepRecord | None:
+        """The newest step that was judged."""
+        return self._parts.judgement.last
+
+    # --- around the step ----------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
+        total = len(loader) if isinstance(loader, Sized) else None
+        for batch in track(self._parts.checkpoints.iterate(loader), describe=self._describe, total=total):
+            if self._parts.actor.num_to_refuse:
+                self._parts.actor.refuse_one()
+                self._moment.num_skipped_batches += 1
+                continue
+            yield batch
+
+    def validate(self, loss: float | Tensor) -> None:
+        """Tell the validation loss; a non-finite one is a finding, and steers neither scheduler nor early stopping.
+
+        On many ranks call it on each: their mean is what counts.
+        """
+        self._check_open()
+        self.flush()
+        value = self._parts.ranks.take_mean(float(loss))
+        if math.isfinite(value):
+            self._validation_loss = value
+            self._validated = (self._moment.next_step, value)
+            self._parts.checkpoints.note_validation(self._moment.next_step, value)
+        if not self._parts.off:
+            self._parts.judgement.validate(max(0, self._moment.next_step - 1), self._moment.epoch, value)
+            self._arrivals.follow_rollback()
+
+    def end_epoch(self) -> None:
+        """The epoch is over: a scheduler by epoch moves."""
+        self._check_open()
+        self.flush()
+        if not self._parts.off:
+            self._parts.judgement.end_epoch(max(0, self._moment.next_step - 1), self._moment.epoch)
+            self._arrivals.follow_rollback()
+        self._moment.epoch += 1
+        self._parts.checkpoints.end_epoch()
+        self._parts.followers.after_epoch(self._validation_loss)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that have ended: `for epoch in range(guard.epoch, num_epochs)` goes on after a resume."""
+        return self._moment.epoch
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether early stopping (`Policy.early_stopping_patience`) has seen enough."""
+        return self._parts.judgement.stopping.should_stop
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best validation loss so far."""
+        stopping = self._parts.judgement.stopping
+        return None if stopping.best is None or stopping.best_step is None else (stopping.best_step, stopping.best)
+
+    def summary(self) -> str:
+        """The run so far on one screen of text."""
+        self._catch_up()
+        return tell_summary(self._parts)
+
+    def health(self) -> dict[str, bool]:
+        """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
+        self._catch_up()
+        return tell_health(self._parts)
+
+    def stats(self) -> dict[str, float | int | None]:
+        """Counts and current numbers."""
+        self._catch_up()
+        return tell_stats(self._parts, self._moment)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the guard itself remembers: step, detectors, clip state, totals. No weights, no optimizer state."""
+        self.flush()
+        return {
+            "version": 1,
+            "step": self._moment.next_step,
+            "epoch": self._moment.epoch,
+            "validation_loss": self._validation_loss,
+            "clip": {} if self._parts.clipper is None else self._parts.clipper.state_dict(),
+            "judgement": self._parts.judgement.state_dict(),
+            "actor": self._parts.actor.state_dict(),
+            "num_since_start": self._parts.lookout.num_since,
+            "num_skipped_batches": self._moment.num_skipped_batches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict()` was taken. Load model and optimizer first: the buffers are copied from now."""
+        self.flush()
+        if state.get("version") != 1:
+            raise UsageError(f"this guard state has version {state.get('version')!r}, only 1 is known.")
+        self._moment.next_step, self._moment.epoch = int(state["step"]), int(state["epoch"])
+        self._validation_loss = state["validation_loss"]
+        if self._parts.clipper is not None:
+            self._parts.clipper.load_state_dict(state["clip"])
+        self._parts.judgement.load_state_dict(state["judgement"])
+        self._parts.actor.load_state_dict(state["actor"])
+        self._parts.lookout.num_since = int(state["num_since_start"])
+        self._moment.num_skipped_batches = int(state["num_skipped_batches"])
+        self._parts.buffers.refresh()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self) -> Save | None:
+        """Save the whole training, to be resumed bit for bit; returns when it may go on, the disk is written behind it.
+
+        None when the state cannot be saved, because it is not finite for example: that is told as an incident. So is a
+        disk that fails.
+        """
+        self._check_open()
+        self.flush()
+        self._parts.judgement.flush_record()
+        step, (validated, loss) = self._moment.next_step, self._validated or (-1, 0.0)
+        metrics = {self.config.checkpoint.best_by: loss} if validated == step else {}
+        saved = self._parts.checkpoints.save(
+            step, self.state_dict(), accumulated=self._moment.batches, buffers=self._parts.buffers, metrics=metrics
+        )
+        self._tell_unsaved()
+        return saved
+
+    def _tell_unsaved(self) -> None:
+        for failure in self._parts.checkpoints.take_failures():
+            self._parts.judgement.note(tell_unsaved(self._moment.next_step, failure))
+
+    def resume(self, path: str | Path | None = None, *, strict: bool = True) -> int | None:
+        """Go on from the newest good checkpoint of the run directory, or from `path`; the step that comes next.
+
+        None when there is no checkpoint yet. Settings of the optimizer that are given otherwise now win, and are told.
+        `strict=False` loads what fits a model that has changed.
+        """
+        self._check_open()
+        self.flush()
+        resumed = self._parts.checkpoints.resume(path, strict=strict, buffers=self._parts.buffers)
+        if resumed is None:
+            return None
+        self._parts.lookout.forget()
+        self.load_state_dict(resumed.guard)
+        self._moment.batches = resumed.accumulated
+        if self._moment.batches.num:  # inside a step: its beginning is over
+            self._parts.lookout.begin()
+        self._parts.judgement.note(resumed.tell())
+        self._parts.checkpoints.finish_resume()
+        return resumed.step
+
+    @property
+    def checkpoints(self) -> CheckpointStore | ShardedStore:
+        """The checkpoints of the run directory: `list()`, `best`, `load()`."""
+        return self._parts.checkpoints.store
+
+    def _save_if_due(self) -> None:
+        """What comes by itself: a save every so many steps, and after a signal a last one and the end."""
+        received = self._parts.checkpoints.signals.received
+        if (
+            self._parts.ranks.many
+        ):  # a signal reaches ranks at different steps: all stop after the step that told them all
+            received = (received or signal.SIGTERM) if self._arrivals.is_asked_to_stop else None
+        if received is not None:
+            saved = self.save()
+            where = None if saved is None else saved.wait()
+            self.close()
+            raise SystemExit(EXIT_CODE if where is not None else 128 + received)
+        if self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining:
+            self.save()
+        self._tell_unsaved()
+
+    def close(self) -> None:
+        """Judge what is pending and close the record. A closed guard refuses to step."""
+        if self._closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            if self._drive is not None:
+                self._drive.detach()
+            self._parts.rates.close()
+            self._parts.own_gradients.close()
+            self._parts.investigator.close()
+            self._parts.checkpoints.close()
+            self._tell_unsaved()
+            self._parts.judgement.close()
+            if self._parts.rank_file is not None:
+                self._parts.rank_file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        if self._parts.ranks.many:
+            self._arrivals.pending = None  # the other ranks would not answer one that is on its way out
+        with contextlib.suppress(TrainingHalted):  # the error on its way out is the one to show
+            self.close()
+
+    # --- small things -------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this guard is closed. Make a new one to go on training.")
+
+    def _describe(self) -> str:
+        return describe_step(self.last, self._parts.judgement.tally.num_skipped)

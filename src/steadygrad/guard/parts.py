@@ -1,0 +1,222 @@
+"""What a guard consists of, built from what the user gave: model, optimizers, settings -> Parts.
+
+Each part knows its own subject and none of the others' order; that order is written in `guard.py`. What depends on the
+list of parameters is made anew when the optimizer gets new ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad._version import __version__
+from steadygrad.act.actor import Actor
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.followers import Followers
+from steadygrad.act.microbatches import Accumulated, MicrobatchGate
+from steadygrad.act.rates import Rates
+from steadygrad.act.reflex import Reflex
+from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.snapshots import Snapshots
+from steadygrad.checkpoint.run import RunCheckpoints
+from steadygrad.clip import build_clipper
+from steadygrad.config import GuardConfig
+from steadygrad.detect import Detector, standard_rules
+from steadygrad.detect.own import split_rules
+from steadygrad.diagnose.investigator import Investigator
+from steadygrad.judgement import Judgement
+from steadygrad.measure import Meter, Transfer
+from steadygrad.measure.foresee import refuse_shards
+from steadygrad.measure.lookout import Lookout, Looks
+from steadygrad.measure.origin import OwnGradients
+from steadygrad.measure.ranks import find_ranks
+from steadygrad.measure.stale import StaleWatch
+from steadygrad.measure.subjects import find_subjects
+from steadygrad.measure.updates import UpdateMeter
+from steadygrad.record import Recorder, RunDirectory, Sink
+from steadygrad.record.rank_file import RankFile
+
+
+@dataclass(slots=True)
+class Moment:
+    """Where the training is: the numbers of step and epoch, and what the step under way has gathered so far."""
+
+    next_step: int = 0
+    epoch: int = 0
+    batches: Accumulated = field(default_factory=Accumulated)
+    looks: Looks = field(default_factory=Looks)
+    logged: dict[str, list[float | Tensor]] = field(default_factory=dict)
+    """What `guard.log` was told, by name, a value for each microbatch that told one."""
+    random: dict[str, Any] | None = None
+    """The generators as they were before the step, where a snapshot of that moment is taken later."""
+    num_skipped_batches: int = 0
+    """Batches that `guard.batches` left out after a rollback."""
+    is_driven: bool = False
+    """Whether a framework runs backward and clears the gradients."""
+
+    def take_step_number(self) -> int:
+        """The number of the step that is made now."""
+        self.next_step += 1
+        return self.next_step - 1
+
+    def end_step(self) -> None:
+        """Forget what the step has gathered."""
+        self.batches, self.looks, self.is_driven = Accumulated(), Looks(), False
+        if self.logged:
+            self.logged = {}
+
+
+class Parts:
+    """The parts of one guard; a part is found here by its name, and built here once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        config: GuardConfig,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler | None,
+        ema: Any,
+        run_dir: str | Path | None,
+        sinks: Iterable[Sink],
+        process_group: Any,
+    ) -> None:
+        self.config = config
+        self.off = os.environ.get("STEADYGRAD", "").lower() == "off"
+        self.subjects = find_subjects(model, optimizer)
+        self.model, self.optimizers = self.subjects.model, self.subjects.optimizers
+        self.ranks = find_ranks(model, self.subjects.named, process_group=process_group)
+        if not self.off:
+            self.ranks.check_alike(repr(config.to_dict()))
+            refuse_shards(self.subjects, config.clip)
+        self.clipper = None if config.clip is None else build_clipper(config.clip)
+        self.transfer = Transfer(slots=6)
+        self.user_scaler, self.scaler = scaler, ScalerDriver(scaler, self.optimizers)
+        self.buffers = BufferKeeper(self.model)
+        self.rates = Rates(self.optimizers)
+        self._watch_parameters()
+        self._build_judgement({"scheduler": scheduler, "scaler": scaler, "ema": ema}, run_dir, sinks)
+        self.investigator = Investigator(
+            dataclasses.replace(config.diagnose, enabled=config.diagnose.enabled and not self.off),
+            model=self.model,
+            optimizers=self.optimizers,
+            run_dir=run_dir,
+        )
+
+    def _build_judgement(self, given: dict[str, Any], run_dir: str | Path | None, sinks: Iterable[Sink]) -> None:
+        """What decides, acts and writes down; `given` is what steps along with the optimizer."""
+        config, clip = self.config, self.config.clip
+        self.followers = Followers(
+            given["scheduler"],
+            given["ema"],
+            model=self.model,
+            interval=config.scheduler_interval,
+            buffers=self.buffers,
+            rates=self.rates,
+        )
+        rules, own_rules = standard_rules(config.detect, clip_threshold=getattr(clip, "max_norm", None)), None
+        if self.ranks.many:
+            rules, own_rules = split_rules(rules)
+        detector = Detector(rules)
+        self.snapshots = Snapshots(
+            self.model,
+            self.optimizers,
+            extras=_keep_stateful({**given, "clip": self.clipper, "detect": detector, "rates": self.rates}),
+            config=config.snapshots,
+            agree=self.ranks.find_common if self.ranks.many else None,
+        )
+        self.actor = Actor(config.policy, rates=self.rates, snapshots=self.snapshots)
+        self.rank_file: RankFile | None = None
+        self.judgement = Judgement(
+            config,
+            detector=detector,
+            followers=self.followers,
+            actor=self.actor,
+            recorder=Recorder([*sinks, *self._open_run(run_dir)]),
+            own=None if own_rules is None else Detector(own_rules),
+        )
+        self.checkpoints = RunCheckpoints(
+            run_dir,
+            config.checkpoint,
+            model=self.model,
+            optimizers=self.optimizers,
+            extras=given,
+            clip=None if clip is None else clip.kind,
+            ranks=self.ranks,
+        )
+
+    def _watch_parameters(self) -> None:
+        """Make what depends on the list of parameters."""
+        named = self.subjects.named
+        constant_norm = None if self.clipper is None else self.clipper.constant_norm
+        self.meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm, ranks=self.ranks)
+        self.ranks.watch(named)
+        self.own_gradients = OwnGradients(self.ranks, named)
+        self.updates = UpdateMeter(named, ranks=self.ranks)
+        self.stale = StaleWatch(named)
+        self.reflex = Reflex(self.optimizers, self.clipper)
+        self.gate = MicrobatchGate(
+            [p for _, p in named],
+            meter=self.meter,
+            transfer=self.transfer,
+            scaler=self.scaler,
+            buffers=self.buffers,
+        )
+        self.lookout = Lookout(self.subjects, self.config.measure, ranks=self.ranks)
+        self.devices = sorted({p.device for _, p in named}, key=str)
+        self._signature = _sign(self.optimizers)
+
+    @property
+    def has_new_parameters(self) -> bool:
+        """Whether the optimizers have others than were watched so far: `add_param_group`, the usual way to unfreeze."""
+        return _sign(self.optimizers) != self._signature
+
+    def watch_new_parameters(self) -> None:
+        """From now on these are watched too. Every step before must have been judged."""
+        self.subjects = find_subjects(self.model, self.optimizers)
+        self.own_gradients.close()
+        self._watch_parameters()
+
+    def zero_grad(self) -> None:
+        """Let the gradients go."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def learning_rates(self) -> tuple[float, ...]:
+        """The rates of all groups as they are now."""
+        return tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _open_run(self, run_dir: str | Path | None) -> list[Sink]:
+        if run_dir is None or self.off:
+            return []
+        if self.ranks.many:
+            self.rank_file = RankFile(run_dir, self.ranks.rank, self.ranks.num)
+        if not self.ranks.is_first:
+            return [] if self.rank_file is None else [self.rank_file]
+        return [
+            RunDirectory(
+                run_dir,
+                config=self.config.to_dict(),
+                parameters=[name for name, _ in self.subjects.named],
+                versions={"steadygrad": __version__, "torch": torch.__version__},
+            )
+        ]
+
+
+def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, int, int]]:
+    """What changes when parameters are added or exchanged, looked at in microseconds: sizes and ends of the groups."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return [(len(params), id(params[0]), id(params[-1])) if params else (0, 0, 0) for params in groups]
+
+
+def _keep_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that can be saved and put back; an EMA of one's own kind may have no state."""
+    return {name: thing for name, thing in things.items() if hasattr(thing, "load_state_dict")}
