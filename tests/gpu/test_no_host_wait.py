@@ -100,6 +100,25 @@ def test_the_norm_is_the_same_in_every_run() -> None:
     assert len(norms) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_when_a_step_is_judged_changes_no_bit_of_the_training(dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    batches = [torch.randn(64, 64, device="cuda", generator=generator).to(dtype) for _ in range(30)]
+    weights = []
+    for judged_at_once in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to("cuda", dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        guard = Guard(model, optimizer, config=GuardConfig(clip=FixedNorm(max_norm=0.3)))
+        for i, x in enumerate(batches):
+            guard.step((10.0 if i % 3 == 0 else 0.1) * (model(x) - x).square().mean())
+            if judged_at_once:
+                guard.flush()
+        assert 5 < guard.stats()["num_clipped"] < 25  # clipped and not, in turns
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
 def test_an_optimizer_without_fused_is_told_how_to_lose_the_wait() -> None:
     model = nn.Linear(4, 4).cuda()
     with pytest.warns(UserWarning, match="fused=True"):

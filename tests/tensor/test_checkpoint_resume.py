@@ -588,3 +588,38 @@ def test_saving_leaves_the_training_alone(tmp_path: Path) -> None:
     saving.train()
     assert len(saving.guard.checkpoints.list()) > 1
     assert_same(quiet.state, saving.state)
+
+
+class Tally:
+    """Something of a program's own that must survive a crash."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": list(self.counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = list(state["counts"])
+
+
+def test_what_a_program_adds_is_saved_and_put_back_with_the_training(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    first = Tally()
+    with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path, extras={"tally": first}) as guard:
+        guard.step(lambda x: model(x).mean(), torch.ones(2, 3))
+        first.counts += [3, 4]
+        guard.save()
+    second = Tally()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path, extras={"tally": second})
+    assert guard.resume() == 1
+    assert second.counts == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"), [({"ema": Tally()}, "Use ema="), ({"note": 3}, r"a int, which cannot be saved.*state_dict")]
+)
+def test_extras_that_cannot_be_are_refused_by_name(extras: dict[str, Any], words: str) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(UsageError, match=words):
+        Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), extras=extras)

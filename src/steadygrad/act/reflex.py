@@ -71,15 +71,17 @@ class Reflex:
 
         A coefficient can go into the optimizer's kernel, which then writes every gradient back, or be applied before by
         a kernel that does nothing when it is 1. The first costs 4 bytes an element always, the second 8 or nothing; so
-        the first is taken while the last step was clipped. Fused SGD always takes the second: in torch 2.11 a
-        `grad_scale` of 1 changes the last bit of its weights.
+        the first is taken while the last step was clipped. When that is known depends on the device's speed, and may
+        make no difference to a bit: half-precision gradients, which the optimizer's kernel scales without rounding,
+        always take the first. Fused SGD always takes the second: in torch 2.11 a `grad_scale` of 1 changes the last bit
+        of its weights.
         """
         divisor: Tensor | None = None
         if self._clipper is not None and not self._clipper.edits_gradients:
             divisor = m.flags[1]
         if scale is not None:
             divisor = scale if divisor is None else divisor * scale
-        elif divisor is not None and not (self.expects_clipping and self._folds_exactly) and m.scale_in_place():
+        elif divisor is not None and not self._folds(m) and m.scale_in_place():
             divisor = None
         for optimizer in self._optimizers:
             _make_momentum(optimizer)
@@ -90,6 +92,10 @@ class Reflex:
                     optimizer.step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+
+    def _folds(self, m: Measurement) -> bool:
+        """Whether the coefficient goes into the optimizer's kernel."""
+        return self._folds_exactly and (self.expects_clipping or not m.plan.is_single_precision)
 
     @torch.no_grad()
     def step_on_host(self, m: Measurement, factor: float) -> None:

@@ -8,7 +8,7 @@ changed before everything was compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,24 +148,58 @@ def _compare_groups(own: list[list[str]], saved: list[list[str]]) -> str:
 
 
 class _Hosts:
-    """Loaded tensors, numbered for the Restorer, each with the device that it belongs on."""
+    """Loaded tensors, numbered for the Restorer, each with the device that it belongs on.
 
-    def __init__(self, saved_devices: Mapping[int, str]) -> None:
+    That is where it was saved, unless the parameters have moved since: then it goes with them.
+    """
+
+    def __init__(self, saved_devices: Mapping[int, str], parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """`parameters`: each as it was loaded, and as it is now."""
         self.tensors: list[Tensor] = []
         self.devices: list[torch.device] = []
         self._saved = saved_devices
+        self._moved: dict[str, torch.device] = {}
+        for loaded, live in parameters:
+            self._moved.setdefault(self.name_device(loaded), take_local(live).device)
 
-    def number(self, tree: Any) -> Any:
-        """The tree with slots for its tensors."""
+    def name_device(self, loaded: Tensor) -> str:
+        """Where it was when it was saved."""
+        return self._saved.get(id(loaded), str(loaded.device))
+
+    def number(self, tree: Any, device: torch.device | None = None) -> Any:
+        """The tree with slots for its tensors; `device`: where they belong, when that is known."""
         if isinstance(tree, Tensor):
             self.tensors.append(take_local(tree))
-            self.devices.append(_find_device(self._saved.get(id(tree), str(tree.device))))
+            self.devices.append(device or self._find_device(tree))
             return Slot(len(self.tensors) - 1, MeshPlace.of(tree))
         if isinstance(tree, dict):
-            return {key: self.number(value) for key, value in tree.items()}
+            return {key: self.number(value, device) for key, value in tree.items()}
         if isinstance(tree, list | tuple) and type(tree) is not torch.Size:
-            return type(tree)(self.number(item) for item in tree)
+            return type(tree)(self.number(item, device) for item in tree)
         return tree
+
+    def number_state(self, state: Any, loaded: Tensor, live: Tensor, *, step_on_device: bool | None) -> Any:
+        """The optimizer's state of one parameter: what was beside it is beside it again.
+
+        A `step` lies on the device for fused and capturable optimizers, and for most others on the host.
+        """
+        if not isinstance(state, dict):
+            return self.number(state)
+        home, was = take_local(live).device, self.name_device(loaded)
+
+        def place(key: Any, value: Any) -> torch.device | None:
+            if not isinstance(value, Tensor):
+                return None
+            if key == "step" and step_on_device is not None:
+                return home if step_on_device else torch.device("cpu")
+            return home if self.name_device(value) == was else None
+
+        return {key: self.number(value, place(key, value)) for key, value in state.items()}
+
+    def _find_device(self, loaded: Tensor) -> torch.device:
+        """A thing of its own on the host stays there; one on a device that the training has left goes along."""
+        saved = self.name_device(loaded)
+        return _find_device(saved) if saved == "cpu" else self._moved.get(saved) or _find_device(saved)
 
 
 @torch.no_grad()
@@ -182,7 +216,9 @@ def put_back(
             "they were, or resume with strict=False to load what fits."
         )
     settle_shards(model)
-    hosts = _Hosts(checkpoint.devices)
+    loaded = {**state["model"], **state["other_parameters"]}
+    live = dict(_each_parameter(model, optimizers))
+    hosts = _Hosts(checkpoint.devices, [(loaded[name], p) for name, p in live.items() if name in loaded])
     made = _number_state(state, model, optimizers, extras, hosts)
     Restorer(made, hosts.tensors, hosts.devices, shared=()).restore(optimizers, extras)
     for path, module in _find_extra_state(model):
@@ -202,13 +238,13 @@ def _number_state(
     return State(
         parameters=[(p, hosts.number(saved[name])) for name, p in fitting.items()],
         buffers=[
-            (module, name, hosts.number(buffers[full]))
+            (module, name, hosts.number(buffers[full], take_local(live).device))
             for persistent in (True, False)
             for full, module, name, live in _find_buffers(model, persistent=persistent)
             if full in buffers and buffers[full].shape == live.shape
         ],
         optimizers=[
-            _number_optimizer(optimizer, kept, fitting, hosts)
+            _number_optimizer(optimizer, kept, {name: (saved[name], p) for name, p in fitting.items()}, hosts)
             for optimizer, kept in zip(optimizers, state["optimizers"])
         ],
         extras={name: hosts.number(tree) for name, tree in state["extras"].items() if name in extras},
@@ -217,13 +253,31 @@ def _number_state(
 
 
 def _number_optimizer(
-    optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], parameters: Mapping[str, Tensor], hosts: _Hosts
+    optimizer: torch.optim.Optimizer,
+    kept: Mapping[str, Any],
+    parameters: Mapping[str, tuple[Tensor, Tensor]],
+    hosts: _Hosts,
 ) -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
     """Groups and state for the Restorer; of a group that was not saved the live settings."""
     live = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     groups = [hosts.number(kept["groups"][i]) if i < len(kept["groups"]) else group for i, group in enumerate(live)]
-    state = [(parameters[name], hosts.number(value)) for name, value in kept["state"].items() if name in parameters]
+    now, then = _find_device_stepped(optimizer.param_groups), any(_steps_on_device(g) for g in kept["groups"])
+    state = []
+    for name, value in kept["state"].items():
+        if name in parameters:
+            loaded, parameter = parameters[name]
+            on_device = True if id(parameter) in now else False if then or hosts.name_device(loaded) == "cpu" else None
+            state.append((parameter, hosts.number_state(value, loaded, parameter, step_on_device=on_device)))
     return groups, state
+
+
+def _steps_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _find_device_stepped(groups: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The parameters, by identity, whose count of steps lies beside them."""
+    return {id(parameter) for group in groups if _steps_on_device(group) for parameter in group["params"]}
 
 
 def _put_gradients(gradients: Mapping[str, Tensor], model: nn.Module, optimizers: Optimizers) -> None:

@@ -67,8 +67,13 @@ class Guard:
         run_dir: str | Path | None = None,
         sinks: Iterable[Sink] = (),
         process_group: Any = None,
+        extras: Mapping[str, Any] | None = None,
     ) -> None:
-        """`process_group`: the ranks that decide together; None: those of the model's DDP, or all there are."""
+        """`process_group`: the ranks that decide together; None: those of the model's DDP, or all there are.
+
+        `extras`: more that checkpoints hold and a resume puts back, by name; anything with `state_dict()` and
+        `load_state_dict()`. A rollback leaves them alone.
+        """
         self.config = config if config is not None else GuardConfig()
         self._parts = parts = Parts(
             model,
@@ -80,9 +85,12 @@ class Guard:
             run_dir=run_dir,
             sinks=sinks,
             process_group=process_group,
+            extras=extras or {},
         )
         weakref.finalize(self, parts.judgement.close)  # a guard that nobody closed still leaves a whole record
         weakref.finalize(self, parts.checkpoints.close)
+        if parts.rank_file is not None:
+            weakref.finalize(self, parts.rank_file.close)
         self._moment = Moment()
         self._arrivals = Arrivals(parts, self._moment)
         self._stepper = Stepper(parts, self._moment, self._arrivals)

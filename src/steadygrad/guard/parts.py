@@ -31,6 +31,7 @@ from steadygrad.config import GuardConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.own import split_rules
 from steadygrad.diagnose.investigator import Investigator
+from steadygrad.errors import UsageError
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Meter, Transfer
 from steadygrad.measure.foresee import refuse_shards
@@ -88,6 +89,7 @@ class Parts:
         run_dir: str | Path | None,
         sinks: Iterable[Sink],
         process_group: Any,
+        extras: Mapping[str, Any],
     ) -> None:
         self.config = config
         self.off = os.environ.get("STEADYGRAD", "").lower() == "off"
@@ -103,7 +105,18 @@ class Parts:
         self.buffers = BufferKeeper(self.model)
         self.rates = Rates(self.optimizers)
         self._watch_parameters()
-        self._build_judgement({"scheduler": scheduler, "scaler": scaler, "ema": ema}, run_dir, sinks)
+        given = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
+        _check_extras(extras, taken=given)
+        self._build_judgement(given, run_dir, sinks)
+        self.checkpoints = RunCheckpoints(
+            run_dir,
+            config.checkpoint,
+            model=self.model,
+            optimizers=self.optimizers,
+            extras={**given, **extras},
+            clip=None if config.clip is None else config.clip.kind,
+            ranks=self.ranks,
+        )
         self.investigator = Investigator(
             dataclasses.replace(config.diagnose, enabled=config.diagnose.enabled and not self.off),
             model=self.model,
@@ -142,15 +155,6 @@ class Parts:
             actor=self.actor,
             recorder=Recorder([*sinks, *self._open_run(run_dir)]),
             own=None if own_rules is None else Detector(own_rules),
-        )
-        self.checkpoints = RunCheckpoints(
-            run_dir,
-            config.checkpoint,
-            model=self.model,
-            optimizers=self.optimizers,
-            extras=given,
-            clip=None if clip is None else clip.kind,
-            ranks=self.ranks,
         )
 
     def _watch_parameters(self) -> None:
@@ -215,6 +219,17 @@ def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, int, i
     """What changes when parameters are added or exchanged, looked at in microseconds: sizes and ends of the groups."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     return [(len(params), id(params[0]), id(params[-1])) if params else (0, 0, 0) for params in groups]
+
+
+def _check_extras(extras: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
+    for name, extra in extras.items():
+        if name in taken:
+            raise UsageError(f"extras has {name!r}, which Guard takes as an argument of its own. Use {name}=... .")
+        if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
+            raise UsageError(
+                f"extras[{name!r}] is a {type(extra).__name__}, which cannot be saved. Give it state_dict() and "
+                "load_state_dict()."
+            )
 
 
 def _keep_stateful(things: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class Plan:
         self.length = HEADER + NUM_COLUMNS * len(self.names)
         self.addresses: list[int] = []
         self.dtypes: list[torch.dtype] = []
+        self.is_single_precision = True
+        """Every gradient is fp32: then scaling before or inside an optimizer's kernel gives the same bits."""
         self.triton: _triton.Plan | None = None
         self.absent: list[tuple[str, Tensor]] = []
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
@@ -314,7 +316,7 @@ def _prepare_triton(plan: Plan, grads: list[Tensor]) -> None:
     plan.addresses = [g.data_ptr() for g in grads] if plain else []
     dtypes = [g.dtype for g in grads] if plain else []
     if dtypes != plan.dtypes:
-        plan.dtypes = dtypes
+        plan.dtypes, plan.is_single_precision = dtypes, all(dtype is torch.float32 for dtype in dtypes)
         plan.triton = triton.Plan(grads) if plain else None
 
 

@@ -1,0 +1,523 @@
+"""Trainer: the same weights as a plain loop, exact resume from anywhere, stages, averages, early stopping, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from steadygrad import ConfigError, GuardConfig, Trainer, TrainerConfig, UsageError
+from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.testing import poison_batches
+from steadygrad.trainer import Stage, load_trained
+
+CONFIG = TrainerConfig(epochs=2, learning_rate=0.01, device="cpu", eval_every=None, save_every=None)
+STAGES = (
+    Stage("frozen", 2, prepare=lambda model: freeze(model, True)),
+    Stage("free", 2, prepare=lambda model: freeze(model, False)),
+)
+
+
+class Crash(Exception):
+    """The process is gone."""
+
+
+def freeze(model: nn.Module, frozen: bool) -> None:
+    model.get_submodule("0").requires_grad_(not frozen)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
+
+
+def make_data(num: int = 26) -> TensorDataset:
+    x = torch.randn(num, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def make_loaders(batch_size: int = 4) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(make_data(), batch_size, shuffle=True), DataLoader(make_data(), 13, shuffle=True)
+
+
+def make_trainer(config: TrainerConfig = CONFIG, **options: Any) -> Trainer:
+    return Trainer(make_model(), config, loss_fn=mse_loss, tell=lambda _: None, **options)
+
+
+def weights_of(trainer: Trainer) -> list[Tensor]:
+    return [value.detach().clone() for value in trainer.model.state_dict().values()]
+
+
+def assert_same(one: Trainer, other: Trainer) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(one), weights_of(other)))
+    assert one.train_history == other.train_history
+    assert one.val_history == other.val_history
+    assert one.step_history == other.step_history
+    if one.ema is not None and other.ema is not None:
+        assert all(torch.equal(a, b) for a, b in zip(one.ema.state_dict().values(), other.ema.state_dict().values()))
+    states = [t.optimizer.state_dict()["state"] for t in (one, other)]  # type: ignore[union-attr]
+    assert all(torch.equal(states[0][k][n], states[1][k][n]) for k in states[0] for n in states[0][k])
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_quiet_training_has_the_weights_of_the_plain_loop() -> None:
+    model, (loader, _) = make_model(), make_loaders()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=1e-4)
+    torch.manual_seed(0)
+    for _ in range(2):
+        for x, y in loader:
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trainer = make_trainer(dataclasses.replace(CONFIG, max_grad_norm=None))
+
+    stats = trainer.train(make_loaders()[0])
+
+    assert stats["num_steps"] == 14
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), weights_of(trainer)))
+
+
+def test_accumulated_batches_step_like_one_large_batch_and_a_short_rest_counts_in_full() -> None:
+    config = dataclasses.replace(CONFIG, epochs=1, accumulation_steps=3, max_grad_norm=None)
+    plain = nn.Linear(6, 1)
+    start = {name: value.clone() for name, value in plain.state_dict().items()}
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    data = make_data(20)
+    for rows in (slice(0, 12), slice(12, 20)):  # 3 and 2 batches of 4
+        mse_loss(plain(data.tensors[0][rows]), data.tensors[1][rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = nn.Linear(6, 1)
+    model.load_state_dict(start)
+    stage = Stage(optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    trainer = Trainer(model, config, loss_fn=mse_loss, stages=[stage])
+
+    stats = trainer.train(DataLoader(data, 4))
+
+    assert stats["num_steps"] == 2
+    for own, wanted in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)  # a mean of means, summed in another order
+
+
+def test_evaluating_more_often_does_not_change_the_training() -> None:
+    often = make_trainer(dataclasses.replace(CONFIG, eval_every=1))
+    often.train(*make_loaders())
+    never = make_trainer()
+
+    never.train(make_loaders()[0])
+
+    assert len(often.step_history) == 14
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(often), weights_of(never)))
+
+
+def test_a_bad_batch_kills_the_unprotected_training_and_is_skipped_by_the_protected() -> None:
+    data = list(make_loaders()[0])
+    ends = {}
+    for protect in (True, False):
+        trainer = make_trainer(dataclasses.replace(CONFIG, protect=protect))
+        trainer.train(list(poison_batches(data, at={3})))
+        ends[protect] = trainer.monitor_training_health()["parameters_healthy"]
+        assert trainer.is_protected is protect
+
+    assert ends == {True: True, False: False}
+    assert "STEADYGRAD" not in os.environ
+
+
+def test_norms_and_losses_of_skipped_steps_are_in_no_average() -> None:
+    trainer = make_trainer()
+
+    trainer.train(list(poison_batches(list(make_loaders()[0]), at={3})))
+
+    for epoch in trainer.train_history:
+        assert epoch["num_skipped"] == 1
+        assert math.isfinite(epoch["loss"])
+        assert 0 < epoch["grad_norm_mean"] <= epoch["grad_norm_max"] < math.inf
+
+
+def test_the_line_of_an_epoch_has_losses_and_mean_and_maximum_of_the_norm() -> None:
+    told: list[str] = []
+    trainer = Trainer(make_model(), CONFIG, loss_fn=mse_loss, tell=told.append)
+
+    trainer.train(*make_loaders())
+
+    last = trainer.train_history[-1]
+    assert len(told) == 2
+    assert told[-1].startswith(f"Epoch 2/2: loss={last['loss']:.4f}, val_loss=")
+    assert f"grad avg={last['grad_norm_mean']:.4g} max={last['grad_norm_max']:.4g}, lr=0.01" in told[-1]
+
+
+def test_the_terms_of_a_loss_are_in_the_record(tmp_path: Path) -> None:
+    class TwoTerms(Trainer):
+        def compute_loss(self, batch: Any) -> Any:
+            x, y = batch
+            fit, size = mse_loss(self.model(x), y), self.model(x).square().mean()
+            return fit + 0.1 * size, {"fit": fit, "size": size}
+
+    TwoTerms(make_model(), CONFIG, run_dir=tmp_path).train(make_loaders()[0])
+
+    line = json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])
+    assert line["loss"] == pytest.approx(line["extra"]["fit"] + 0.1 * line["extra"]["size"], rel=0.3)  # dropout differs
+    assert set(line["extra"]) == {"fit", "size"}
+
+
+def test_a_model_may_return_its_own_loss_from_a_dict_of_inputs() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"loss": mse_loss(self.inner(x), y)}
+
+    x, y = make_data().tensors
+    stats = Trainer(Own(), CONFIG).train([{"x": x, "y": y}] * 3)
+
+    assert stats["num_steps"] == 6
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_half_precision_is_used_and_fp16_has_a_scaler(precision: str) -> None:
+    seen = []
+
+    class Watching(Trainer):
+        def compute_loss(self, batch: Any) -> Any:
+            out = self.model(batch[0])
+            seen.append(out.dtype)
+            return mse_loss(out.float(), batch[1])
+
+    trainer = Watching(nn.Linear(6, 1), dataclasses.replace(CONFIG, epochs=1, precision=precision))
+    trainer.train(DataLoader(make_data(), 13), DataLoader(make_data(), 13))
+
+    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert (trainer.get_training_stats()["loss_scale"] is not None) is (precision == "fp16")
+
+
+def test_auto_is_fp32_on_a_cpu() -> None:
+    assert make_trainer(dataclasses.replace(CONFIG, precision="auto")).guard_config.autocast is None
+
+
+def test_warm_up_and_cosine_move_the_rate_at_each_applied_step() -> None:
+    rates: list[float] = []
+
+    class Watching(Trainer):
+        def end_step(self, record: Any) -> None:
+            rates.append(record.learning_rates[0])
+
+    config = dataclasses.replace(CONFIG, warmup_steps=4, schedule="cosine")
+    Watching(make_model(), config, loss_fn=mse_loss).train(make_loaders()[0])
+
+    assert rates[:4] == pytest.approx([0.002, 0.004, 0.006, 0.008])
+    assert rates[4] == pytest.approx(0.01)
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
+    assert rates[-1] < 0.0005
+
+
+# --- stages, averages, stopping ---------------------------------------------------------------------------------------
+
+
+def test_a_stage_trains_what_it_prepares_and_numbers_go_on(tmp_path: Path) -> None:
+    frozen: list[tuple[str, bool]] = []
+
+    class Watching(Trainer):
+        def end_epoch(self, metrics: Any) -> None:
+            frozen.append((metrics["stage"], torch.equal(self.model.get_parameter("0.weight"), start)))
+
+    trainer = Watching(make_model(), CONFIG, stages=STAGES, loss_fn=mse_loss, run_dir=tmp_path)
+    start = trainer.model.get_parameter("0.weight").detach().clone()
+    stats = trainer.train(make_loaders()[0])
+
+    assert frozen == [("frozen", True), ("frozen", True), ("free", False), ("free", False)]
+    assert stats["num_steps"] == 28
+    steps = [json.loads(line)["step"] for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(28))
+    assert [epoch["epoch"] for epoch in trainer.train_history] == [0, 1, 2, 3]
+
+
+def test_incidents_of_every_stage_are_told() -> None:
+    trainer = make_trainer(stages=STAGES)
+
+    trainer.train(list(poison_batches(list(make_loaders()[0]), at={3})))
+
+    steps = {incident.step for incident in trainer.incidents if incident.finding.kind == "nonfinite_loss"}
+    assert steps == {3, 10, 17, 24}
+
+
+def test_the_averaged_weights_are_what_is_evaluated() -> None:
+    trainer = make_trainer(dataclasses.replace(CONFIG, ema_decay=0.9))
+    trainer.train(*make_loaders())
+    assert trainer.ema is not None
+    x, y = make_data().tensors
+    with torch.no_grad():
+        averaged, last = (float(mse_loss(model.eval()(x), y)) for model in (trainer.ema.module, trainer.model))
+
+    assert trainer.val_history[-1]["loss"] == pytest.approx(averaged)
+    assert averaged != pytest.approx(last, rel=1e-3)
+
+
+def test_patience_ends_a_stage_and_the_next_one_begins() -> None:
+    class Worse(Trainer):
+        def evaluate(self, val_loader: Any) -> dict[str, float]:
+            return {"loss": float(len(self.val_history))}
+
+    stages = [dataclasses.replace(stage, epochs=10) for stage in STAGES]
+    trainer = Worse(make_model(), dataclasses.replace(CONFIG, patience=2), stages=stages, loss_fn=mse_loss)
+    trainer.train(*make_loaders())
+
+    assert [epoch["stage"] for epoch in trainer.train_history] == ["frozen"] * 3 + ["free"] * 3
+
+
+def test_modules_that_a_stage_holds_in_eval_mode_stay_so_after_an_evaluation() -> None:
+    stage = Stage(prepare=lambda model: model.get_submodule("1").eval() and None)
+    trainer = make_trainer(stages=[stage])
+    before = trainer.model.get_buffer("1.running_mean").clone()
+
+    trainer.train(*make_loaders())
+
+    assert torch.equal(trainer.model.get_buffer("1.running_mean"), before)
+    assert trainer.model.get_submodule("2").training
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+LONG = dataclasses.replace(CONFIG, accumulation_steps=2, eval_every=3, save_every=2, ema_decay=0.9, schedule="cosine")
+
+
+def crash_at(call: int, how: Callable[[], None]) -> type[Trainer]:
+    """A Trainer to which something happens in its forward number `call`."""
+
+    class Crashing(Trainer):
+        num_calls = 0
+
+        def compute_loss(self, batch: Any) -> Any:
+            if torch.is_grad_enabled():
+                self.num_calls += 1
+                if self.num_calls == call:
+                    how()
+            return super().compute_loss(batch)
+
+    return Crashing
+
+
+def crash() -> None:
+    raise Crash
+
+
+@pytest.mark.parametrize("call", [5, 12, 14, 15, 18, 27])
+def test_a_training_that_dies_anywhere_goes_on_bit_for_bit(call: int, tmp_path: Path) -> None:
+    whole = make_trainer(LONG, stages=STAGES, run_dir=tmp_path / "whole")
+    whole.train(*make_loaders())
+    crashing = crash_at(call, crash)(make_model(), LONG, stages=STAGES, loss_fn=mse_loss, run_dir=tmp_path / "cut")
+    with pytest.raises(Crash):
+        crashing.train(*make_loaders())
+
+    resumed = make_trainer(LONG, stages=STAGES, run_dir=tmp_path / "cut")
+    step = resumed.resume("latest")
+    resumed.train(*make_loaders())
+
+    assert step is not None
+    assert step >= 2
+    assert_same(whole, resumed)
+
+
+@pytest.mark.parametrize("call", [6, 12, 20])
+def test_a_training_that_is_told_to_stop_goes_on_bit_for_bit(call: int, tmp_path: Path) -> None:
+    """Call 6 ends step 3, after which an evaluation is due that the signal leaves undone."""
+    whole = make_trainer(LONG, stages=STAGES, run_dir=tmp_path / "whole")
+    whole.train(*make_loaders())
+    stop = crash_at(call, lambda: signal.raise_signal(signal.SIGTERM))
+    stopped = stop(make_model(), LONG, stages=STAGES, loss_fn=mse_loss, run_dir=tmp_path / "cut", tell=lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        stopped.train(*make_loaders())
+    assert ended.value.code == 75
+
+    resumed = make_trainer(LONG, stages=STAGES, run_dir=tmp_path / "cut")
+    resumed.resume()
+    resumed.train(*make_loaders())
+
+    assert_same(whole, resumed)
+
+
+def test_a_higher_limit_of_steps_goes_on_in_the_middle_of_the_epoch(tmp_path: Path) -> None:
+    config = dataclasses.replace(LONG, schedule="constant")
+    whole = make_trainer(config)
+    whole.train(*make_loaders())
+    limited = make_trainer(dataclasses.replace(config, max_steps=5), run_dir=tmp_path)
+    assert limited.train(*make_loaders())["num_steps"] == 5
+
+    resumed = make_trainer(config, run_dir=tmp_path)
+    assert resumed.resume() == 5
+    resumed.train(*make_loaders())
+
+    assert_same(whole, resumed)
+
+
+def test_there_is_nothing_to_resume_in_a_new_directory_and_a_wrong_path_is_told(tmp_path: Path) -> None:
+    trainer = make_trainer(run_dir=tmp_path / "new")
+    assert trainer.resume() is None
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        trainer.resume(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="no run directory to resume from"):
+        make_trainer().resume()
+
+
+def test_the_last_three_checkpoints_stay_and_the_best(tmp_path: Path) -> None:
+    trainer = make_trainer(dataclasses.replace(CONFIG, epochs=6), run_dir=tmp_path)
+
+    trainer.train(*make_loaders())
+
+    assert trainer.guard is not None
+    steps = [info.step for info in trainer.guard.checkpoints.list()]
+    assert steps[-3:] == [28, 35, 42]
+    assert len(steps) <= 5
+
+
+def test_the_best_weights_of_a_run_can_be_loaded_averaged_ones_where_there_are(tmp_path: Path) -> None:
+    trainer = make_trainer(dataclasses.replace(CONFIG, ema_decay=0.9, epochs=3), run_dir=tmp_path)
+    trainer.train(*make_loaders())
+    model = make_model()
+
+    step = load_trained(tmp_path, model)
+
+    x, y = make_data().tensors
+    with torch.no_grad():
+        loss = float(mse_loss(model.eval()(x), y))
+    best = min(trainer.val_history, key=lambda entry: entry["loss"])
+    assert (step, loss) == (best["step"], pytest.approx(best["loss"]))
+
+
+# --- files, asking ----------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_file_brings_model_optimizer_and_history_back(tmp_path: Path) -> None:
+    trainer = make_trainer()
+    trainer.train(*make_loaders())
+    trainer.save_checkpoint(tmp_path / "models" / "model.pth")
+    other = make_trainer()
+
+    assert other.load_checkpoint(tmp_path / "models" / "model.pth") is True
+    assert_same(trainer, other)
+
+
+def test_a_value_that_is_not_finite_goes_into_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer()
+    with torch.no_grad():
+        trainer.model.get_parameter("4.weight")[0, 2] = math.nan
+    trainer.save_checkpoint(tmp_path / "model.pth", include_optimizer=False)
+
+    saved = torch.load(tmp_path / "model.pth", weights_only=True)
+    assert saved["model_state_dict"]["4.weight"][0, 2] == 0.0
+    assert "optimizer_state_dict" not in saved
+    assert "NaN/Inf detected in parameter 4.weight, cleaning before save" in caplog.messages
+    assert "Model contained NaN/Inf values that were cleaned before saving" in caplog.messages
+
+
+def test_a_value_that_is_not_finite_comes_out_of_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = make_model().state_dict()
+    state["4.bias"][0] = math.inf
+    torch.save({"model_state_dict": state}, tmp_path / "model.pth")
+    trainer = make_trainer()
+
+    assert trainer.load_checkpoint(tmp_path / "model.pth") is True
+    assert trainer.model.get_parameter("4.bias")[0] == 0.0
+    assert "NaN/Inf detected in parameter 4.bias, cleaning after load" in caplog.messages
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.system, ("echo evil > evil.txt",))
+
+
+def test_a_file_that_wants_to_run_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model_state_dict": Evil()}, "torch.pth")
+    (tmp_path / "plain.pth").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / "junk.pth").write_bytes(b"no checkpoint")
+    trainer = make_trainer()
+    before = weights_of(trainer)
+
+    for name in ("torch.pth", "plain.pth", "junk.pth", "missing.pth"):
+        assert trainer.load_checkpoint(name) is False, name
+
+    assert not (tmp_path / "evil.txt").exists()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights_of(trainer)))
+    assert len([m for m in caplog.messages if "cannot be loaded" in m]) == 4
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    torch.save({"model_state_dict": nn.Linear(2, 2).state_dict()}, tmp_path / "other.pth")
+
+    assert make_trainer().load_checkpoint(tmp_path / "other.pth") is False
+
+
+def test_health_can_be_asked_before_and_after_training() -> None:
+    trainer = make_trainer()
+    parts = {"model_healthy", "gradients_healthy", "losses_healthy", "parameters_healthy", "overall_healthy"}
+    assert trainer.monitor_training_health() == dict.fromkeys(parts, True)
+    with torch.no_grad():
+        trainer.model.get_parameter("4.bias")[0] = math.nan
+    assert trainer.monitor_training_health()["overall_healthy"] is False
+
+    trained = make_trainer()
+    trained.train(make_loaders()[0])
+
+    assert trained.monitor_training_health() == dict.fromkeys(parts, True)
+    assert trained.get_training_stats()["current_gradient_norm"] > 0
+    assert trained.get_training_stats()["current_learning_rate"] == 0.01
+
+
+def test_what_a_guard_config_says_beside_its_defaults_wins() -> None:
+    config = dataclasses.replace(CONFIG, max_grad_norm=0.5, patience=4)
+    kept = make_trainer(config, guard_config=GuardConfig(clip=None)).guard_config
+    own = make_trainer(config).guard_config
+
+    assert (kept.clip, kept.policy.early_stopping_patience) == (None, 4)
+    assert own.clip is not None
+    assert getattr(own.clip, "max_norm", None) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 0),
+        ("max_steps", -1),
+        ("learning_rate", 0.0),
+        ("weight_decay", -1.0),
+        ("max_grad_norm", 0.0),
+        ("precision", "fp8"),
+        ("schedule", "linear"),
+        ("ema_decay", 1.0),
+        ("patience", 0),
+        ("seed", "x"),
+        ("protect", "no"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"TrainerConfig\.{name} must .*got"):
+        TrainerConfig(**{name: value})
+
+
+def test_a_device_that_is_not_there_is_told() -> None:
+    with pytest.raises(UsageError, match="cannot train on device 'nowhere'"):
+        make_trainer(dataclasses.replace(CONFIG, device="nowhere"))
+
+
+def test_an_empty_validation_loader_is_told() -> None:
+    with pytest.raises(UsageError, match="the validation loader has no batch"):
+        make_trainer().train(make_loaders()[0], [])
