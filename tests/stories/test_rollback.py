@@ -231,7 +231,13 @@ def test_the_third_rollback_halts_with_the_whole_story() -> None:
         train_on_bad_losses(guard, subject, 400, range(30, 400))
 
     assert isinstance(halted.value, NonFiniteError)
-    assert [action for _, action in actions_of(guard)] == ["scale_lr", "rollback", "rollback", "halt"]
+    assert [action for _, action in actions_of(guard)] == [
+        "scale_lr",
+        "rollback",
+        "scale_lr",
+        "rollback",
+        "halt",
+    ]
     assert halted.value.incidents == tuple(guard.incidents)
     for part in (
         "the loss is nan",
@@ -330,7 +336,7 @@ def test_a_lowered_learning_rate_climbs_back_when_asked() -> None:
     )
 
 
-def test_a_rollback_keeps_the_lowered_learning_rate_and_puts_the_schedule_back() -> None:
+def test_the_first_rollback_takes_back_a_lowered_rate_that_did_not_heal_and_the_second_keeps_it() -> None:
     subject = Subject.make()
     guard = subject.guard()
 
@@ -338,7 +344,12 @@ def test_a_rollback_keeps_the_lowered_learning_rate_and_puts_the_schedule_back()
 
     assert actions_of(guard) == [(32, "scale_lr"), (39, "rollback")]
     assert subject.scheduler.last_epoch == 20
-    assert subject.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * 0.01 / 3.0, rel=1e-12)
+    assert subject.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 3.0, rel=1e-12)
+
+    train_on_bad_losses(guard, subject, 14, range(14))  # the window, three, ten, and one that is refused
+
+    assert [action for _, action in actions_of(guard)] == ["scale_lr", "rollback", "scale_lr", "rollback"]
+    assert guard.stats()["learning_rate_factor"] == 0.5
 
 
 # --- policies --------------------------------------------------------------------------------------------------------
@@ -437,7 +448,7 @@ def test_the_summary_tells_what_was_done_on_one_screen() -> None:
     assert "a threshold of" in lines["clipped"]
     assert "(now 0.3)" in lines["clipped"]
     assert lines["actions"] == "actions    1 learning-rate changes, 1 rollbacks"
-    assert "0.5 of its schedule" in lines["rate"]
+    assert "of its schedule" not in lines["rate"], "the rollback took the lowered rate back"
     assert "snapshot" in lines["snapshots"]
     assert "of host memory" in lines["snapshots"]
     assert "went back from step 50 to the state before step" in text

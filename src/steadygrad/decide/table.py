@@ -6,6 +6,7 @@ them by default would change healthy runs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,11 +35,12 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
     lower_much = Rung(action=Action.SCALE_LR, factor=policy.explosion_lr_factor)
     decay_more = Rung(action=Action.SCALE_WEIGHT_DECAY, factor=policy.weight_decay_factor)
     go_back = Rung(action=Action.ROLLBACK)
+    undo = Rung(action=Action.ROLLBACK, factor=1.0)  # what was done about the rates did not heal: it is taken back too
     begin_anew = Rung(action=Action.ROLLBACK, factor=policy.start_lr_factor)
     bad_step = (
         Rung(action=Action.SKIP),
         Rung(action=Action.SCALE_LR, factor=policy.lr_factor, after=policy.nonfinite_steps_to_scale_lr),
-        Rung(action=Action.ROLLBACK, after=policy.nonfinite_steps_to_rollback),
+        dataclasses.replace(undo, after=policy.nonfinite_steps_to_rollback),
     )
     table: dict[str, Ladder] = {
         "nonfinite_loss": bad_step,
@@ -49,7 +51,7 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
         "nonfinite_validation": (lower,),
         "rate_too_high": (begin_anew,),
         "loss_explosion": (lower_much, go_back),
-        "unrecovered_loss": (Rung(action=Action.ROLLBACK, factor=1.0),),  # the lowered rate did not heal: take it back
+        "unrecovered_loss": (undo,),
         "divergence": (lower, go_back),
         "overfitting": (decay_more,),
     }
