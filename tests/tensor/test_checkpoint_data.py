@@ -249,3 +249,21 @@ def test_another_number_of_workers_keeps_the_order_and_is_told() -> None:
     whole = Program(LOADERS["workers"], seed=1).run(1)
     indices = [batch[:-1].reshape(-1, 4)[:, 0].tolist() for batch in whole]
     assert [batch[:-1].reshape(-1, 4)[:, 0].tolist() for batch in seen + rest] == indices
+
+
+@pytest.mark.parametrize("epochs_before", [1, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_save_between_two_epochs_keeps_what_the_loader_remembers(kind: str, epochs_before: int) -> None:
+    make = LOADERS[kind]
+    whole = Program(make, seed=1)
+    expected = whole.run(3)
+    first = Program(make, seed=1)
+    seen = first.run(epochs_before)
+    state = first.save()
+    second = Program(make, seed=99)
+    if isinstance(second.loader, DataLoader) and second.loader.generator is not None:
+        second.loader.generator.manual_seed(42)
+    second.load(state)
+    seen += second.run(3)
+    assert len(seen) == len(expected)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(seen, expected))

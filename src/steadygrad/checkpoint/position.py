@@ -63,6 +63,8 @@ class _Source:
         self.num_passes = 0
         self.workers: dict[int, dict[str, Any]] = {}
         self.num_workers = loader.num_workers if isinstance(loader, DataLoader) else 0
+        self.revives_workers = False
+        """Whether its next pass takes over from workers that lived in another process."""
         self.init: ResumingInit | None = None
         self.sampler: SkippingSampler | None = None
         if _can_skip(loader):
@@ -96,6 +98,16 @@ class _Source:
         """Whether its workers, and with them their random state, live from pass to pass."""
         return self.num_workers > 0 and bool(self.original.persistent_workers)
 
+    @property
+    def remembers_passes(self) -> bool:
+        """Whether its own state says more than where in a pass it stands.
+
+        torchdata's opens a pass that is over once more before it begins a new one, and draws random numbers for it.
+        """
+        if _is_stateful_data_loader(self.original):
+            return hasattr(self.original.dataset, "state_dict")
+        return self.is_stateful
+
     def draw(self, iterator: Iterator[Any], now: _Pass) -> Iterator[Any]:
         """The batches as the user's functions made them, counted."""
         for item in iterator:
@@ -117,6 +129,7 @@ class DataPositions:
         self._order: list[_Source] = []
         self._passes: dict[int, _Pass] = {}
         self._resumed: dict[int, Mapping[str, Any]] = {}
+        self._rested: dict[int, Mapping[str, Any]] = {}
         self._random: Mapping[str, Any] | None = None
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
@@ -127,34 +140,65 @@ class DataPositions:
         place = self._order.index(source)
         now = self._passes[place] = _Pass(source)
         source.num_passes += 1
-        resumed = self._resumed.pop(place, None)
-        if resumed is None:
-            now.start = capture_random(())
-            now.start_generators = [one.get_state() for one in source.generators]
-            if source.init is not None:
-                source.init.states = {}
-            if not source.keeps_workers:
-                source.workers = {}
-            yield from source.draw(iter(source.loader), now)
-        else:
+        resumed, rested = self._resumed.pop(place, None), self._rested.pop(place, None)
+        if resumed is not None:
             yield from self._go_on(source, now, resumed)
+            return
+        if rested is not None:
+            self._take_up(source, rested)
+        now.start = capture_random(())
+        now.start_generators = [one.get_state() for one in source.generators]
+        self._prepare_workers(source, now)
+        yield from source.draw(iter(source.loader), now)
 
     def end_epoch(self) -> None:
         """The next pass of every loader is one from its start; loaders that this epoch did not use are let go."""
         self._sources = {id(source.original): source for source in self._order}
-        self._order, self._passes, self._resumed = [], {}, {}
+        self._order, self._passes, self._resumed, self._rested = [], {}, {}, {}
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Where each loader stands. One that was loaded and not used yet is handed on."""
         used = {place: now.state_dict() for place, now in self._passes.items()}
-        return {"passes": {**self._resumed, **used}}
+        passes = {**self._resumed, **used}
+        resting = {
+            place: _Pass(source).state_dict()
+            for place, source in enumerate(self._sources.values())
+            if source not in self._order
+        }
+        rested = {place: state for place, state in {**resting, **self._rested}.items() if place not in passes}
+        return {"passes": passes, "rested": rested}
 
     def load_state_dict(self, state: Mapping[str, Any], random: Mapping[str, Any]) -> None:
         """Go on there; `random` are the generators as they were when the state was saved."""
         self.end_epoch()
         self._resumed, self._random = dict(state["passes"]), random
+        self._rested = dict(state.get("rested", {}))  # files of earlier versions have none
+
+    # --- between two passes ------------------------------------------------------------------------------------------
+
+    def _take_up(self, source: _Source, saved: Mapping[str, Any]) -> None:
+        """Before a pass from its start: what the loader itself remembers from the passes of another process."""
+        if source.remembers_passes and saved["loader"] is not None:
+            source.loader.load_state_dict(saved["loader"])
+        for generator, state in zip(source.generators, saved["generators"]):
+            generator.set_state(state)
+        if source.keeps_workers and saved["num_workers"] == source.num_workers:
+            source.workers = {worker: _as_tag(state) for worker, state in saved["workers"].items()}
+            source.revives_workers = True
+
+    def _prepare_workers(self, source: _Source, now: _Pass) -> None:
+        """Workers that live on keep their random state, and new ones in their place get it."""
+        revives, source.revives_workers = source.revives_workers, False
+        if not source.keeps_workers:
+            source.workers = {}
+        if source.init is not None:
+            states = source.workers.items() if revives else ()
+            source.init.states = {worker: read_tag((worker, state))[1] for worker, state in states}
+        if revives and source.sampler is not None:  # living workers would have drawn no seed
+            start = {"start": now.start, "start_generators": now.start_generators}
+            source.sampler.skip = Skip(0, 0, before=lambda: _set_to_start(source, start), after=_do_nothing)
 
     # --- going on ---------------------------------------------------------------------------------------------------
 
@@ -173,6 +217,7 @@ class DataPositions:
             if source.is_stateful and saved["loader"] is not None:
                 source.loader.load_state_dict(saved["loader"])
             self._set_to_saved(source, saved)
+            source.revives_workers = source.keeps_workers and saved["num_workers"] == source.num_workers
             return
         yield from source.draw(self._reopen(source, now, saved), now)
 
