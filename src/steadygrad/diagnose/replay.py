@@ -91,6 +91,8 @@ class Step:
     """`fn` is the model: what it gives is no loss, unless it has one."""
     extra_leaves: tuple[tuple[str, Tensor], ...] = ()
     """Leaves beside the model's parameters whose gradients count."""
+    stops_at_bad_loss: bool = False
+    """No backward from a loss that is not finite: whether the step fails is known then."""
 
     @classmethod
     def of(cls, capture: Capture, scale: float = 1.0) -> Step:
@@ -139,6 +141,8 @@ class Step:
             run.loss = find_loss_if_any(run.result)
             if run.loss is None and self.is_model_call:
                 run.loss = sum_outputs(run.result)
+            if self.stops_at_bad_loss and run.loss is not None and not run.loss.isfinite().all():
+                return
             if run.loss is not None and run.loss.requires_grad:
                 outside += self._clear_outside(run.loss)
                 (run.loss if self.scale == 1.0 else run.loss * self.scale).backward()

@@ -111,6 +111,7 @@ class SampleSearch:
             self._step,
             args=tuple(take_samples(arg, indices, size) for arg in self._step.args),
             kwargs={name: take_samples(value, indices, size) for name, value in self._step.kwargs.items()},
+            stops_at_bad_loss=True,
         )
         with step.replay() as run:
             symptoms = find_symptoms(run, step.model)
