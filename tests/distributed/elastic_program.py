@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 --max-restarts 2 elastic_program.py RUN_DIR NUM_KILLS NUM_EPOCHS
 
 A life ends by SIGKILL of a random rank at a random moment after it has made a few steps, in the middle of a step or of
-a save. Each rank leaves its final weights in RUN_DIR/final_RANK.pt. With NUM_KILLS 0 it is the uninterrupted run.
+a save; with STEADYGRAD_TEST_HANG=1 the rank stands still instead, until the others are tired of waiting. Each rank
+leaves its final weights in RUN_DIR/final_RANK.pt. With NUM_KILLS 0 it is the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from steadygrad import Guard, GuardConfig
 from steadygrad.config import CheckpointConfig
 
 NUM_ROWS, SEED = 96, 1
+HANGS = os.environ.get("STEADYGRAD_TEST_HANG") == "1"
 
 
 def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
@@ -52,7 +54,10 @@ def train(run_dir: Path, num_kills: int, num_epochs: int) -> dict[str, Tensor]:
             guard.step(lambda x, y: nn.functional.cross_entropy(ddp(x), y), x, y)
             patience -= 1
             if life < num_kills and rank == victim and patience == 0:
-                threading.Timer(delay, _die, (run_dir,)).start()
+                _note_end(run_dir, rank)
+                if HANGS:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
         guard.end_epoch()
     guard.close()
     return {name: value.clone() for name, value in ddp.module.named_parameters()}
@@ -64,15 +69,14 @@ def _count_kills(run_dir: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def _die(run_dir: Path) -> None:
+def _note_end(run_dir: Path, rank: int) -> None:
     with (run_dir / "kills.txt").open("a") as file:
-        file.write("killed\n")
-    os.kill(os.getpid(), signal.SIGKILL)
+        file.write(f"rank {rank}\n")
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=8 if HANGS else 60))
     run_dir = Path(sys.argv[1])
     weights = train(run_dir, int(sys.argv[2]), int(sys.argv[3]))
     torch.save(weights, run_dir / f"final_{dist.get_rank()}.pt")

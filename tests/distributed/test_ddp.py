@@ -340,7 +340,8 @@ def write_a_run(folder: Path) -> list[str]:
 def test_one_rank_writes_the_run_and_each_its_own_facts(tmp_path: Path) -> None:
     names, _ = run_ranks(write_a_run, 2, tmp_path / "run")
     assert names == [
-        "incidents.jsonl", "layers.jsonl", "rank_0.jsonl", "rank_1.jsonl", "run.json", "steps.jsonl", "train.log",
+        "batches", "incidents.jsonl", "layers.jsonl", "rank_0.jsonl", "rank_1.jsonl", "run.json", "steps.jsonl",
+        "train.log",
     ]  # fmt: skip
     folder = tmp_path / "run"
     assert len((folder / "steps.jsonl").read_text().splitlines()) == NUM_STEPS

@@ -27,8 +27,8 @@ from steadygrad.adapters.enhanced import (
 from steadygrad.adapters.findings import describe_error
 from steadygrad.adapters.held_schedule import HeldSchedule
 from steadygrad.adapters.settings import adopt_settings, read_clipping
-from steadygrad.adapters.switch import is_switched_off
 from steadygrad.config import ClipStrategy, GuardConfig
+from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.extras import import_extra
 from steadygrad.guard import Guard

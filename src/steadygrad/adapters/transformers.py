@@ -23,8 +23,8 @@ from steadygrad.adapters.findings import describe_error
 from steadygrad.adapters.safe_loss import SafeLoss, safe_compute_loss
 from steadygrad.adapters.settings import adopt_settings, read_clipping
 from steadygrad.adapters.stable_arguments import stable_training_arguments
-from steadygrad.adapters.switch import is_switched_off
 from steadygrad.config import GuardConfig
+from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad.guard import Guard

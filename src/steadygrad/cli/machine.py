@@ -22,6 +22,7 @@ import torch
 from steadygrad._version import __version__
 from steadygrad.act.precision import choose_precision, half_matmul_works
 from steadygrad.config import Precision
+from steadygrad.config.switch import is_switched_off
 from steadygrad.measure.meter import MIN_TRITON
 
 ISA_CAP = "AVX512_CORE_BF16"
@@ -102,7 +103,7 @@ def examine_machine() -> Machine:
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         has_nvidia_driver=shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists(),
-        steadygrad_is_off=os.environ.get("STEADYGRAD", "").lower() == "off",
+        steadygrad_is_off=is_switched_off(),
         warnings=tuple(dict.fromkeys(str(warning.message).splitlines()[0] for warning in caught)),
     )
 

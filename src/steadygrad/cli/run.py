@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+from steadygrad.config.switch import is_switched_off
+
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "as_module", is_flag=True, help="What follows is a module, run as python -m would.")
@@ -63,7 +65,7 @@ def run(
 
         Session(Options(config=config, observe=observe, run_dir=folder)).begin()
 
-    if os.environ.get("STEADYGRAD", "").lower() != "off":
+    if not is_switched_off():
         when_torch_arrives(begin)
     launch(target, arguments, as_module=as_module)
 

@@ -24,7 +24,7 @@ from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.health import find_ailment, find_amplifier
 from steadygrad.diagnose.optimizers import trace_optimizers
 from steadygrad.diagnose.ranges import Range
-from steadygrad.diagnose.replay import Observer, Run, Step, call_user
+from steadygrad.diagnose.replay import CollectiveError, Observer, Run, Step, call_user
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
 from steadygrad.diagnose.subject import name_inputs, name_modules
@@ -77,6 +77,11 @@ class Diagnosis:
     def _make(self) -> Cause | None:
         with self._replay() as run:
             first = find_symptoms(run, self._step.model)
+        if isinstance(first.error, CollectiveError):
+            return unknown(
+                "the step itself talks to other ranks, so that it cannot be replayed on one. Diagnose the saved batch "
+                "in one process."
+            )
         if not first.hurts and not self._collective:
             return self._look_further()
         with self._replay(self._trace) as run:
@@ -106,7 +111,7 @@ class Diagnosis:
         """Why no replay may be made; empty when one may."""
         group = torch.distributed
         num_ranks = group.get_world_size() if group.is_available() and group.is_initialized() else 1
-        if num_ranks == 1 or self._collective:
+        if num_ranks == 1 or self._collective or self._step.alone is not None:
             return ""
         return (
             f"{num_ranks} ranks train together: a replay on one of them would wait in a collective for the others. "

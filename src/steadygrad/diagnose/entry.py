@@ -61,14 +61,16 @@ def diagnose_capture(
     optimizers: Sequence[Optimizer] = (),
     expects: str | None = None,
     collective: bool = False,
+    alone: nn.parallel.DistributedDataParallel | None = None,
 ) -> Cause | None:
     """Diagnose a step that was captured before it ran. Never raises: what goes wrong is told in the Cause.
 
     `scale` is the loss scale it ran with; `suspect` ('exploding', 'vanishing', 'dead') what its numbers look like;
     `expects` ('nan', 'inf') what was seen when it ran: a replay that is healthy is then told as such, with what is to
     be suspected. Weights and buffers must be those that the step began with. `collective`: every rank makes this call.
+    `alone`: this rank alone makes it, and trains this model with others.
     """
-    step = Step.of(capture, scale)
+    step = dataclasses.replace(Step.of(capture, scale), alone=alone)
     try:
         changed = capture.find_changes()
         cause = Diagnosis(step, optimizers=optimizers, suspect=suspect, collective=collective).make()

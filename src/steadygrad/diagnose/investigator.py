@@ -42,8 +42,10 @@ class Investigator:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         run_dir: str | Path | None = None,
+        ddp: nn.parallel.DistributedDataParallel | None = None,
     ) -> None:
-        self._config, self._model, self._optimizers = config, model, optimizers
+        """`ddp`: the wrapper by which this rank trains `model` together with others."""
+        self._config, self._model, self._optimizers, self._ddp = config, model, optimizers, ddp
         self._devices = {p.device for p in model.parameters()}
         self._captures: list[Capture] = []
         self._inside = False
@@ -95,13 +97,19 @@ class Investigator:
 
     # --- after a bad step -------------------------------------------------------------------------------------------
 
-    def investigate(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
-        """The cause of what was found, if it is worth a replay and one can be made; the batch is kept."""
-        worst = [finding for finding in findings if finding.severity is not Severity.INFO]
-        suspect = next((SUSPECTS[f.kind] for f in worst if f.kind in SUSPECTS), None)
-        if not captures or not (reading.is_nonfinite or suspect) or not self._is_worth_it(reading.step):
-            return None
+    def claim(self, reading: Reading, findings: Sequence[Finding]) -> bool:
+        """Whether what was found is worth a replay, which is then counted; the same on all ranks of a training."""
+        if not (reading.is_nonfinite or self._find_suspect(findings)) or not self._can_replay(reading):
+            return False
+        if self._num_made >= self._config.first and reading.step - self._last_step < self._config.cooldown:
+            return False
         self._num_made, self._last_step = self._num_made + 1, reading.step
+        return True
+
+    def investigate(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
+        """The cause of what was found, if one can be told; the batch is kept. `claim` comes first."""
+        if not captures:
+            return None
         expects = None if not reading.is_nonfinite else _name_kind(reading)
         inside, self._inside = self._inside, True  # the replays call the model too
         try:
@@ -109,9 +117,10 @@ class Investigator:
             cause, capture = diagnose_captures(
                 captures,
                 scale=scale,
-                suspect=None if expects else suspect,
+                suspect=None if expects else self._find_suspect(findings),
                 optimizers=self._optimizers,
                 expects=expects,
+                alone=self._ddp,
             )
             return self._keep_batch(cause, capture, reading.step, scale)
         except Exception as error:  # a diagnosis that fails is no diagnosis; training goes on
@@ -120,11 +129,18 @@ class Investigator:
         finally:
             self._inside = inside
 
-    def _is_worth_it(self, step: int) -> bool:
-        if not self._config.enabled or _has_many_ranks():
+    def _find_suspect(self, findings: Sequence[Finding]) -> str | None:
+        worst = [finding for finding in findings if finding.severity is not Severity.INFO]
+        return next((SUSPECTS[f.kind] for f in worst if f.kind in SUSPECTS), None)
+
+    def _can_replay(self, reading: Reading) -> bool:
+        """On many ranks only a bad step of a model that one rank can run alone."""
+        if not self._config.enabled:
             return False
-        first_ones = self._num_made < self._config.first
-        return first_ones or step - self._last_step >= self._config.cooldown
+        if not _has_many_ranks():
+            return True
+        # Its first steps enqueue an all-reduce of their own kind, which cannot be held back.
+        return reading.is_nonfinite and self._ddp is not None and not self._ddp.static_graph
 
     def _keep_batch(self, cause: Cause | None, capture: Capture | None, step: int, scale: float) -> Cause | None:
         if cause is None or capture is None:

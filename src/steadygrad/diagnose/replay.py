@@ -23,6 +23,9 @@ from steadygrad.errors import UsageError
 from steadygrad.measure.graph import find_leaves
 from steadygrad.measure.loss import find_loss
 
+COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor")
+"""Where torch's dispatcher keeps the ops that wait for other ranks."""
+
 _num_replays = 0
 
 
@@ -91,6 +94,8 @@ class Step:
     """`fn` is the model: what it gives is no loss, unless it has one."""
     extra_leaves: tuple[tuple[str, Tensor], ...] = ()
     """Leaves beside the model's parameters whose gradients count."""
+    alone: nn.parallel.DistributedDataParallel | None = None
+    """Replayed on this rank while the others wait elsewhere: nothing may be exchanged with them."""
     stops_at_bad_loss: bool = False
     """No backward from a loss that is not finite: whether the step fails is known then."""
 
@@ -123,11 +128,18 @@ class Step:
         """Run it; inside, look at what it left. Afterwards everything is as before."""
         kept = Kept(self.model, [leaf for _, leaf in self.named_leaves], self.random)
         autocast = contextlib.nullcontext() if self.autocast is None else self.autocast.enter()
-        with _replaying(), kept() as keeper, autocast, on_one_device(self.wrappers), undone(self.optimizers):
+        with (
+            _replaying(),
+            kept() as keeper,
+            autocast,
+            on_one_device(self.wrappers),
+            on_one_rank(self.alone),
+            undone(self.optimizers),
+        ):
             run = Run(keeper=keeper)
             outside: list[tuple[Tensor, Tensor | None]] = []
             try:
-                with observe(keeper, observer):
+                with observe(keeper, observer, alone=self.alone is not None):
                     self._run(run, outside)
                 yield run
             finally:
@@ -198,6 +210,20 @@ def on_one_device(wrappers: Iterable[nn.DataParallel[Any]]) -> Iterator[None]:
             wrapper.device_ids = devices
 
 
+@contextlib.contextmanager
+def on_one_rank(ddp: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
+    """Inside, the model sends nothing: as in `ddp.no_sync()`, and its buffers are not broadcast."""
+    if ddp is None:
+        yield
+        return
+    before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+
+
 def find_loss_if_any(result: Any) -> Tensor | None:
     """The loss in what a step returned, with or without a graph; None when there is none to be found."""
     try:
@@ -216,17 +242,21 @@ def _open(result: Any) -> Iterable[Any]:
     return result if isinstance(result, tuple | list) else [result]
 
 
-def observe(keeper: StorageKeeper, observer: Observer | None) -> TorchDispatchMode:
-    """A mode that shows each call to both."""
-    return _ReplayMode(keeper, observer)
+class CollectiveError(RuntimeError):
+    """A replay on one rank would have waited for the others."""
+
+
+def observe(keeper: StorageKeeper, observer: Observer | None, *, alone: bool = False) -> TorchDispatchMode:
+    """A mode that shows each call to both; `alone`: one that would wait for other ranks is not made."""
+    return _ReplayMode(keeper, observer, alone=alone)
 
 
 class _ReplayMode(TorchDispatchMode):
     """Shows each call to the keeper and to the observer."""
 
-    def __init__(self, keeper: StorageKeeper, observer: Observer | None) -> None:
+    def __init__(self, keeper: StorageKeeper, observer: Observer | None, *, alone: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keeper, self._observer = keeper, observer
+        self._keeper, self._observer, self._alone = keeper, observer, alone
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -237,6 +267,8 @@ class _ReplayMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._alone and func.namespace in COLLECTIVES:
+            raise CollectiveError(f"{func} talks to other ranks")
         self._keeper.before(func, args, kwargs)
         if self._observer is None:
             result = func(*args, **kwargs)

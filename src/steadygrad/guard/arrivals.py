@@ -84,7 +84,7 @@ class Arrivals:
         healthy = parts.judgement.judge(
             reading,
             facts,
-            find_cause=functools.partial(self._find_cause, looks.captures),
+            find_cause=functools.partial(self._find_cause, looks.captures, origin),
             origin=origin,
             extra={} if looks.logged is None else looks.logged.read(),
         )
@@ -119,9 +119,27 @@ class Arrivals:
         signs = [finding.message for finding in parts.judgement.tell_own(reading, own_facts)]
         return facts, parts.own_gradients.find_origin(reading, told, looks.own_finite, signs)
 
-    def _find_cause(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
+    def _find_cause(
+        self, captures: Sequence[Capture], origin: Origin | None, reading: Reading, findings: Sequence[Finding]
+    ) -> Cause | None:
+        """The cause of a bad step; on many ranks that on which it began finds it, and tells all."""
+        parts, ranks = self._parts, self._parts.ranks
+        if ranks.many and (origin is None or not origin.ranks or ranks.is_joining):
+            return None
+        if not parts.investigator.claim(reading, findings):
+            return None
+        if origin is None:
+            return self._replay(captures, reading, findings)
+        chosen = origin.ranks[0]
+        cause = self._replay(captures, reading, findings) if ranks.rank == chosen else None
+        if cause is not None:
+            cause = dataclasses.replace(cause, note=f"Replayed on {ranks.name(chosen)}. {cause.note}".strip())
+        told: Cause | None = ranks.gather(cause)[chosen]
+        return told
+
+    def _replay(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
         """Replay the step, from the buffers that it began with."""
-        with self._parts.buffers.as_saved():
+        with self._parts.buffers.as_saved(), self._parts.own_gradients.looking_away():
             cause = self._parts.investigator.investigate(captures, reading, findings)
         given = self._parts.lookout.given_nonfinite
         return cause if cause is None or given is None else tell_since_when(cause, given)

@@ -34,6 +34,8 @@ from steadygrad.guard.account import tell_health, tell_stats, tell_summary
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.passes import Passes
+from steadygrad.guard.range_test import describe_test, find_lr
+from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.guard.stepping import Stepper
 from steadygrad.measure.foresee import foresee
 from steadygrad.measure.joining import join_uneven
@@ -68,11 +70,13 @@ class Guard:
         sinks: Iterable[Sink] = (),
         process_group: Any = None,
         extras: Mapping[str, Any] | None = None,
+        enabled: bool = True,
     ) -> None:
         """`process_group`: the ranks that decide together; None: those of the model's DDP, or all there are.
 
         `extras`: more that checkpoints hold and a resume puts back, by name; anything with `state_dict()` and
-        `load_state_dict()`. A rollback leaves them alone.
+        `load_state_dict()`. A rollback leaves them alone. `enabled=False` is the plain loop, as STEADYGRAD=off in the
+        environment is: nothing is watched, clipped or skipped.
         """
         self.config = config if config is not None else GuardConfig()
         self._parts = parts = Parts(
@@ -86,6 +90,7 @@ class Guard:
             sinks=sinks,
             process_group=process_group,
             extras=extras or {},
+            enabled=enabled,
         )
         weakref.finalize(self, parts.judgement.close)  # a guard that nobody closed still leaves a whole record
         weakref.finalize(self, parts.checkpoints.close)
@@ -308,6 +313,39 @@ class Guard:
         """Step and value of the best validation loss so far."""
         stopping = self._parts.judgement.stopping
         return None if stopping.best is None or stopping.best_step is None else (stopping.best_step, stopping.best)
+
+    def find_lr(
+        self,
+        fn: Callable[[Any], Any],
+        loader: Iterable[Any],
+        *,
+        start: float = 1e-7,
+        end: float = 10.0,
+        steps: int = 100,
+        microbatches: int = 1,
+    ) -> RateCurve:
+        """Try rising learning rates on this training, and leave it bit for bit as it was.
+
+        `fn(batch)` is what `guard.step` is given; `microbatches` batches make a step. `result.suggested` is the rate to
+        train with, `result.plot(path)` draws what was seen, docs/tune.md says how it is read.
+        """
+        self._check_open()
+        if self._drive is not None:
+            raise UsageError("find_lr cannot run accelerate's backward. Call it on a Guard of the model as it is.")
+        self.flush()
+        curve = find_lr(
+            self._parts,
+            self._moment,
+            fn,
+            loader,
+            make_guard=Guard,
+            start=start,
+            end=end,
+            steps=steps,
+            microbatches=microbatches,
+        )
+        self._parts.judgement.note(describe_test(self._moment.next_step, curve), write=True)
+        return curve
 
     def summary(self) -> str:
         """The run so far on one screen of text."""

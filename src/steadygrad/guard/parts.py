@@ -7,7 +7,6 @@ list of parameters is made anew when the optimizer gets new ones.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from steadygrad.act.snapshots import Snapshots
 from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.clip import build_clipper
 from steadygrad.config import GuardConfig
+from steadygrad.config.switch import is_switched_off
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.own import split_rules
 from steadygrad.diagnose.investigator import Investigator
@@ -90,9 +90,10 @@ class Parts:
         sinks: Iterable[Sink],
         process_group: Any,
         extras: Mapping[str, Any],
+        enabled: bool,
     ) -> None:
         self.config = config
-        self.off = os.environ.get("STEADYGRAD", "").lower() == "off"
+        self.off = not enabled or is_switched_off()
         self.subjects = find_subjects(model, optimizer)
         self.model, self.optimizers = self.subjects.model, self.subjects.optimizers
         self.ranks = find_ranks(model, self.subjects.named, process_group=process_group)
@@ -122,6 +123,7 @@ class Parts:
             model=self.model,
             optimizers=self.optimizers,
             run_dir=run_dir,
+            ddp=self.ranks.ddp if isinstance(self.ranks.ddp, nn.parallel.DistributedDataParallel) else None,
         )
 
     def _build_judgement(self, given: dict[str, Any], run_dir: str | Path | None, sinks: Iterable[Sink]) -> None:

@@ -8,7 +8,8 @@ Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,15 @@ class OwnGradients:
             finite = gradient.detach().isfinite().all()
             before = self._is_finite
             self._is_finite = finite if before is None else before.to(finite.device) & finite
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Inside, what backward makes is nobody's gradient: a step is being replayed."""
+        seen = self._is_finite
+        try:
+            yield
+        finally:
+            self._is_finite = seen
 
     def close(self) -> None:
         """Look no more."""

@@ -1,4 +1,4 @@
-"""Facts -> named numbers for trackers: `grad/*`, `health/*`, `action/*`, `extra/*`. The same names whatever tracker draws them.
+"""Facts -> named numbers for trackers: `grad/*`, `health/*`, `action/*`, `extra/*`, whatever tracker draws them.
 
 Per-parameter numbers are aggregated: a few numbers over all of them, and one norm for each of at most `MAX_BLOCKS`
 parts of the model. A thousand curves that nobody looks at would cost more than the training. NaN and Inf stay what they

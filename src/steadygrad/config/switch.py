@@ -6,5 +6,5 @@ import os
 
 
 def is_switched_off() -> bool:
-    """Whether STEADYGRAD=off asks for the framework's plain loop."""
+    """Whether STEADYGRAD=off asks for the plain loop."""
     return os.environ.get("STEADYGRAD", "").lower() == "off"
