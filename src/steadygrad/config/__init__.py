@@ -10,6 +10,7 @@ from steadygrad.config.clip import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrate
 from steadygrad.config.detect import (
     DetectConfig,
     FlowThresholds,
+    ForecastConfig,
     HabitThresholds,
     LayerThresholds,
     LossThresholds,
@@ -39,6 +40,7 @@ __all__ = [
     "DiagnoseConfig",
     "FixedNorm",
     "FlowThresholds",
+    "ForecastConfig",
     "GuardConfig",
     "HabitThresholds",
     "Implementation",

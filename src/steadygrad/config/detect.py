@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steadygrad.config.checks import (
+    is_number,
     require,
+    require_booleans,
     require_positive,
     set_names,
 )
@@ -202,6 +204,24 @@ class HabitThresholds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForecastConfig:
+    """The forecast of instability: a learnt rule, which looks ahead where the others look at what is."""
+
+    enabled: bool = False
+    """Whether `instability_forecast` is among the rules. docs/forecast.md has the numbers that set the default."""
+    horizon: int = 32
+    """Steps ahead; there is a model for each horizon that can be chosen."""
+    threshold: float | None = None
+    """Probability from which it is told; None: the model's own, which was chosen for few false alarms."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require_positive(self)
+        fits = self.threshold is None or (is_number(self.threshold) and 0 < self.threshold < 1)
+        require(fits, self, "threshold", "lie between 0 and 1, or be None", "None takes the model's own.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DetectConfig:
     """Thresholds of the rules. Absolute ones are `info`; a `warning` needs distance from the run's own baseline."""
 
@@ -227,6 +247,7 @@ class DetectConfig:
     layers: LayerThresholds = field(default_factory=LayerThresholds)
     validation: ValidationThresholds = field(default_factory=ValidationThresholds)
     habits: HabitThresholds = field(default_factory=HabitThresholds)
+    forecast: ForecastConfig = field(default_factory=ForecastConfig)
     off: tuple[str, ...] = ()
     """Names of rules to leave out."""
     rules: tuple[Any, ...] = field(default=(), metadata={"plain": False})
@@ -239,8 +260,7 @@ class DetectConfig:
         set_names(self, "off", "loss_spike")
         require(isinstance(self.rules, list | tuple), self, "rules", "be a tuple of rules", "Write rules=(mine,).")
         object.__setattr__(self, "rules", tuple(self.rules))
-        kinds = LossThresholds, FlowThresholds, LayerThresholds, ValidationThresholds, HabitThresholds, StartThresholds
-        for name, kind in zip(("loss", "flow", "layers", "validation", "habits", "start"), kinds):
+        for name, kind in _PARTS.items():
             require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
         for one in self.rules:
             require(
@@ -250,3 +270,14 @@ class DetectConfig:
                 "hold rules",
                 "Decorate a function with `@steadygrad.detect.rule('its_name')`.",
             )
+
+
+_PARTS = {
+    "loss": LossThresholds,
+    "flow": FlowThresholds,
+    "layers": LayerThresholds,
+    "validation": ValidationThresholds,
+    "habits": HabitThresholds,
+    "start": StartThresholds,
+    "forecast": ForecastConfig,
+}

@@ -1,0 +1,73 @@
+"""TrainerConfig: what a Trainer needs to know beside the model and the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steadygrad.config.checks import is_number, is_whole, require, require_booleans, require_whole
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+SCHEDULES = ("constant", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """What a Trainer needs to know beside the model and the data.
+
+    >>> TrainerConfig(epochs=3).max_grad_norm
+    1.0
+    """
+
+    epochs: int = 10
+    """Passes over the training data, where no stages are given."""
+    max_steps: int | None = None
+    """Optimizer steps after which training ends, whatever the epochs; None: the epochs decide."""
+    learning_rate: float = 1e-3
+    """Learning rate of AdamW at its highest."""
+    weight_decay: float = 1e-4
+    """Weight decay of AdamW."""
+    max_grad_norm: float | None = 1.0
+    """Global gradient norm to clip at; None: no clipping."""
+    accumulation_steps: int = 1
+    """Batches whose gradients are averaged for one optimizer step."""
+    precision: str = "fp32"
+    """fp32, bf16, fp16 (with a loss scaler), or auto: the best of a GPU, and fp32 on a CPU."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from near 0, in each stage."""
+    schedule: str = "constant"
+    """What the learning rate does after the warm-up: constant, or cosine, falling to 0 at the stage's end."""
+    patience: int | None = None
+    """Validations in a row without a better loss that end a stage; None: never."""
+    eval_every: int | None = 1000
+    """Steps between two evaluations, beside the one at each epoch's end; None: only there."""
+    save_every: int | None = 1000
+    """Steps between two checkpoints, beside the one at each epoch's end; None: only there."""
+    keep_last: int = 3
+    """Newest checkpoints that stay, beside the best one and the last good one."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the weights, which is what is evaluated then; None: no average."""
+    seed: int | None = 0
+    """Seed of every random generator when a training starts; None: they are left as they are."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, or auto: cuda where there is one."""
+    protect: bool = True
+    """False: the same loop without a guard's protection: nothing is clipped, skipped, judged or recorded."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        for name in ("epochs", "accumulation_steps", "keep_last"):
+            require_whole(self, name, least=1, hint="See the default.")
+        for name in ("max_steps", "patience", "eval_every", "save_every"):
+            value = getattr(self, name)
+            require(value is None or (is_whole(value) and value > 0), self, name, "be None or at least 1", "Use None.")
+        require_whole(self, "warmup_steps", least=0, hint="0 switches it off.")
+        rate, decay, norm = self.learning_rate, self.weight_decay, self.max_grad_norm
+        require(is_number(rate) and rate > 0, self, "learning_rate", "be a number above 0", "Use 0.001.")
+        require(is_number(decay) and decay >= 0, self, "weight_decay", "not be negative", "0 switches it off.")
+        fits = norm is None or (is_number(norm) and norm > 0)
+        require(fits, self, "max_grad_norm", "be a number above 0 or None", "None switches clipping off.")
+        fits = self.ema_decay is None or (is_number(self.ema_decay) and 0 < self.ema_decay < 1)
+        require(fits, self, "ema_decay", "be between 0 and 1, or None", "Use 0.999.")
+        require(self.seed is None or is_whole(self.seed), self, "seed", "be a whole number or None", "Use 0.")
+        require(self.precision in PRECISIONS, self, "precision", f"be one of {', '.join(PRECISIONS)}", "Use auto.")
+        require(self.schedule in SCHEDULES, self, "schedule", f"be one of {', '.join(SCHEDULES)}", "Use cosine.")

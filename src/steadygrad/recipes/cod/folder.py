@@ -1,0 +1,142 @@
+"""A folder in COD10K's layout -> pairs of image and mask, and what is wrong with the others. Imports no torch.
+
+Nothing is lost in silence: an image without a mask, a mask without an image, a file that is no picture, a pair of two
+sizes are each found before training and named. Files are opened, never run; only their heads are read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steadygrad.errors import UsageError
+from steadygrad.extras import import_extra
+
+SPLITS = {"train": ("Train", "TrainDataset", "train"), "test": ("Test", "TestDataset", "TestDataset/COD10K", "test")}
+IMAGES = ("Image", "Imgs", "Images", "images")
+MASKS = ("GT_Object", "GT", "masks")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+NONCAM = "COD10K-NonCAM"
+MAX_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image and the mask of its object; no mask: there is no object in it."""
+
+    image: Path
+    mask: Path | None
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a split of the dataset holds."""
+
+    pairs: tuple[Pair, ...]
+    bad: tuple[str, ...]
+    """What cannot be used, each with its reason."""
+    num_noncam: int = 0
+    """Images left out because they show no hidden object."""
+
+
+def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> Split:
+    """The pairs of 'train' or 'test', in the order of their names."""
+    root = Path(root)
+    if not root.is_dir():
+        raise UsageError(
+            f"dataset_path: there is no folder {root}. Give the folder that holds {SPLITS['train'][0]} and "
+            f"{SPLITS['test'][0]}, or leave dataset_path out to train on pictures that are made."
+        )
+    images, masks = _find_folders(root, name)
+    found, twice = _list_files(images)
+    masks_found, masks_twice = _list_files(masks)
+    alone = [file.name for stem, file in masks_found.items() if stem not in found]
+    bad = [*twice, *masks_twice, *(f"{name}: no image of this name" for name in alone)]
+    pairs, num_noncam = [], 0
+    for stem, image in found.items():
+        is_noncam = stem.startswith(NONCAM)
+        if is_noncam and not include_noncam:
+            num_noncam += 1
+            continue
+        mask = masks_found.get(stem)
+        problem = f"no mask {stem}.png in {masks.name}" if mask is None and not is_noncam else _check_pair(image, mask)
+        if problem:
+            bad.append(f"{image.name}: {problem}")
+        else:
+            pairs.append(Pair(image, mask))
+    return Split(tuple(pairs), tuple(bad), num_noncam)
+
+
+def require_usable(split: Split, root: str | Path, name: str, *, skip_bad: bool) -> None:
+    """Refuse a split with bad pairs, unless they are to be left out, and one without a pair."""
+    if split.bad and not skip_bad:
+        raise UsageError(
+            f"{len(split.bad)} of the {name} files of {root} cannot be used: {show_some(split.bad)}. Put them right, "
+            "or leave them out with --skip-bad-data true; they are then listed in left_out.txt of the run."
+        )
+    if not split.pairs:
+        raise UsageError(
+            f"the {name} split of {root} holds no pair of image and mask. Put Image/NAME.jpg beside "
+            "GT_Object/NAME.png into it."
+        )
+
+
+def show_some(texts: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f"; and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
+    return "; ".join(texts[:MAX_SHOWN]) + more
+
+
+def import_pillow(what: str) -> Any:
+    """PIL.Image, or the name of the extra that brings it."""
+    return import_extra("recipes", "PIL.Image", what=what, error=UsageError)
+
+
+def _find_folders(root: Path, name: str) -> tuple[Path, Path]:
+    for split in SPLITS[name]:
+        for images in IMAGES:
+            for masks in MASKS:
+                if (root / split / images).is_dir() and (root / split / masks).is_dir():
+                    return root / split / images, root / split / masks
+    here = ", ".join(sorted(one.name for one in root.iterdir() if one.is_dir())[:8]) or "no folder"
+    split = SPLITS[name][0]
+    raise UsageError(
+        f"{root} has no {split}/{IMAGES[0]} with a {split}/{MASKS[0]} beside it; it holds {here}. Arrange it as COD10K "
+        "does, or give the folder above or below."
+    )
+
+
+def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Stem -> picture, and the files that share a stem or are no picture by their name."""
+    found: dict[str, Path] = {}
+    odd: list[str] = []
+    for file in sorted(folder.iterdir()):
+        if file.is_dir() or file.name.startswith(".") or file.name == "Thumbs.db":
+            continue
+        if file.suffix.lower() not in SUFFIXES:
+            odd.append(f"{file.name}: not a picture by its name")
+        elif file.stem in found:
+            odd.append(f"{file.name}: {found[file.stem].name} has the same name")
+        else:
+            found[file.stem] = file
+    return found, odd
+
+
+def _check_pair(image: Path, mask: Path | None) -> str:
+    """What is wrong with it by the heads of its files; empty: nothing."""
+    sizes = []
+    for what, file in (("image", image), ("mask", mask)):
+        if file is None:
+            continue
+        try:
+            with import_pillow("reading pictures").open(file) as picture:
+                sizes.append(picture.size)
+        except (OSError, ValueError) as error:
+            return f"its {what} is no readable picture ({type(error).__name__})"
+    return f"image is {_spell(sizes[0])} and mask {_spell(sizes[1])}" if len(set(sizes)) > 1 else ""
+
+
+def _spell(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"

@@ -1,0 +1,223 @@
+"""The settings of the mmdit recipe: plain frozen values, checked on construction, no torch.
+
+The parts `optimizer`, `training` and `loss` and their fields are those of the document that this training comes from;
+its YAML is read as it stands. What it does not speak of (data, model, diffusion, sampling) has parts of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from steadygrad.config import Precision
+from steadygrad.config.checks import as_enum, is_number, require, require_booleans, require_positive, require_whole
+
+PREDICTIONS = ("flow", "epsilon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which texts and latents are learned."""
+
+    path: str | None = None
+    """Folder of .safetensors or .npz files with `tokens`, `latents` and perhaps `mask`; None: a small made-up set."""
+    val_fraction: float = 0.1
+    """Share of the rows kept for validation when the folder has no `train` and `val` folders inside."""
+    vocab_size: int | None = None
+    """Number of token ids; None: that of vocab.json, or the largest id plus one."""
+    pad_token_id: int | None = None
+    """Places with this token are no text; None: every place is, unless the files have a `mask`."""
+    skip_bad_rows: bool = False
+    """True: rows that cannot be learned from are left out, and told; False: they end the program, and are told."""
+    num_synthetic: int = 4096
+    """Rows of the made-up set."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require_positive(self, but=("pad_token_id",))
+        require(self.val_fraction < 1, self, "val_fraction", "be below 1", "Something must be left to train on.")
+        for name, least in (("vocab_size", 2), ("pad_token_id", 0)):
+            if getattr(self, name) is not None:
+                require_whole(self, name, least=least, hint="Leave it out if the files say it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """How large the transformer is. hidden_size 1024 with num_layers 23 and num_heads 16 has about 892M parameters."""
+
+    hidden_size: int = 256
+    """Width of both streams."""
+    num_layers: int = 6
+    """Blocks; each has weights of its own for text and for latents, and one attention over both."""
+    num_heads: int = 4
+    """Heads of the attention; they divide the width."""
+    mlp_ratio: int = 4
+    """Width of the hidden layer in each block's MLP, in widths."""
+    qk_norm: bool = True
+    """Bring queries and keys to unit size: attention scores that grow without bound are what breaks in bf16."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require_positive(self)
+        fits = self.hidden_size % (2 * self.num_heads) == 0
+        require(fits, self, "hidden_size", f"be a multiple of twice num_heads ({self.num_heads})", "Use 256 and 4.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig:
+    """What is hidden from the model, and what it answers."""
+
+    prediction: str = "flow"
+    """What is predicted for latents: `flow` (noise minus latent) or `epsilon` (the noise)."""
+    independent_times: bool = True
+    """True: text and latents are hidden by amounts of their own, so that either can be sampled from the other."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require(self.prediction in PREDICTIONS, self, "prediction", f"be one of {', '.join(PREDICTIONS)}", "Use flow.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = 5e-5
+    """Learning rate after the warm-up."""
+    grad_clip_norm: float = 0.5
+    """Gradients are clipped to this norm; 0: to 1.0, never left unclipped."""
+    weight_decay: float = 0.01
+    """Decay of matrices; biases, norms and embeddings have none."""
+    beta2: float = 0.95
+    """How long Adam remembers squared gradients; below 0.999 it follows a change of their size in time."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, but=("weight_decay", "grad_clip_norm"))
+        for name in ("weight_decay", "grad_clip_norm"):
+            value = getattr(self, name)
+            require(is_number(value) and value >= 0, self, name, "not be negative", "0 is allowed.")
+        require(self.beta2 < 1, self, "beta2", "be below 1", "Use 0.95.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long and in which steps."""
+
+    warmup_steps: int = 2000
+    """Steps over which the learning rate climbs; a cosine brings it down after them."""
+    dtype: Precision = Precision.BF16
+    """Number format of the matrix products; losses and norms are computed in fp32."""
+    gradient_accumulation_steps: int = 2
+    """Batches that make one step."""
+    train_batch_size: int = 4
+    """Rows of a batch."""
+    epochs: int = 10
+    """Passes over the rows."""
+    max_steps: int | None = None
+    """Steps after which training ends, whatever the epochs say."""
+    eval_every: int = 1000
+    """Steps between two validations."""
+    save_every: int = 1000
+    """Steps between two checkpoints."""
+    keep_last: int = 3
+    """Newest checkpoints that stay, beside the best one."""
+    ema_decay: float | None = None
+    """Decay of an average of the weights, which validation and sampling use; None: no average."""
+    seed: int = 0
+    """Where weights, order of the rows and noise come from."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, or auto: cuda where there is one."""
+    max_recoveries: int = 3
+    """How often a training that was halted goes on by itself from its last good checkpoint; 0: never."""
+    recovery_lr_factor: float = 0.6
+    """What the learning rate is multiplied by then: 5e-5 becomes 3e-5."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", as_enum(Precision, self.dtype, "TrainingConfig.dtype"))
+        whole = ("seed", "warmup_steps", "max_recoveries")
+        require_positive(self, but=whole)
+        for name in whole:
+            require_whole(self, name, least=0, hint="0 is allowed.")
+        require(self.recovery_lr_factor <= 1, self, "recovery_lr_factor", "not be above 1", "Use 0.6.")
+        decay = self.ema_decay
+        fits = decay is None or (is_number(decay) and 0 < decay < 1)
+        require(fits, self, "ema_decay", "be None or between 0 and 1", "0.999 is usual.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What the two losses weigh."""
+
+    loss_scale: float = 1.0
+    """Factor on the whole loss before backward; the record holds the loss with it."""
+    text_loss_weight: float = 1.0
+    """Factor of the masked text loss."""
+    latent_loss_weight: float = 0.1
+    """Factor of the latent loss, which is 4 / (size of a latent) at most: a larger one makes latents learn sooner."""
+    normalize_latents: bool = True
+    """Compare directions: predictions and targets at unit length. False: plain squared error, which can overflow."""
+    ceiling: float = 100.0
+    """Each loss is held at this; beyond it a batch teaches nothing."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require_positive(self, but=("text_loss_weight", "latent_loss_weight"))
+        for name in ("text_loss_weight", "latent_loss_weight"):
+            value = getattr(self, name)
+            require(is_number(value) and value >= 0, self, name, "not be negative", "0 leaves the loss out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """What `--sample` makes."""
+
+    num_samples: int = 8
+    """Pairs of text and latents."""
+    num_steps: int = 32
+    """Steps from nothing to a sample."""
+    temperature: float = 1.0
+    """Below 1: likelier words are preferred."""
+    seed: int = 0
+    """Where the samples begin."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, but=("seed",))
+        require_whole(self, "seed", least=0, hint="Use 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMDiTConfig:
+    """Everything that can be set.
+
+    >>> MMDiTConfig().optimizer.grad_clip_norm
+    0.5
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    diffusion: DiffusionConfig = field(default_factory=DiffusionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    protect: bool = True
+    """False: the loop that broke, for comparison. It looks for NaN in the norm alone, zeroes the gradients, goes on."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+
+
+QUICK = {
+    "data.num_synthetic": 2048,
+    "model.hidden_size": 64,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "loss.latent_loss_weight": 10.0,
+    "optimizer.lr": 5e-3,
+    "training.warmup_steps": 30,
+    "training.train_batch_size": 16,
+    "training.gradient_accumulation_steps": 2,
+    "training.dtype": "fp32",
+    "training.epochs": 10,
+    "training.eval_every": 100,
+    "training.save_every": 100,
+}
+"""What `--quick` sets: a minute on two cores. At a weight of 0.1 latents would take hours to follow the text."""

@@ -1,0 +1,55 @@
+"""`steadygrad train seo`: config -> data, model, trainer -> a trained run, told on the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steadygrad.recipes.seo.config import UltraOptimizedConfig
+from steadygrad.recipes.seo.data import SEOData, load_data
+from steadygrad.recipes.seo.model import UltraOptimizedSEOMetricsModule
+from steadygrad.recipes.seo.trainer import make_trainer
+
+NUM_SHOWN = 5
+
+
+def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
+    """Train; the exit code."""
+    data = load_data(config)
+    tell_data(data, console)
+    data.names.write(run_dir)
+    trainer = make_trainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
+    if resume is not None:
+        step = trainer.resume(resume)
+        console.say("There is no checkpoint yet: training starts anew." if step is None else f"Resumed at step {step}.")
+    stats = trainer.train(*data.make_loaders(config.batch_size))
+    if stats["best"] is not None:
+        console.say(
+            f"Best validation loss {stats['best'][1]:.4f} at step {stats['best'][0]}; 1.0 is the mean of the scores."
+        )
+    return 0
+
+
+def build_model(config: UltraOptimizedConfig, data: SEOData) -> UltraOptimizedSEOMetricsModule:
+    """A model for this data, the same for the same seed, with its means and spreads."""
+    if config.seed is not None:
+        torch.manual_seed(config.seed)
+    names = data.names
+    model = UltraOptimizedSEOMetricsModule(config, num_features=len(names.features), metrics=names.metrics)
+    model.take_scales(*data.train_tensors())
+    return model
+
+
+def tell_data(data: SEOData, console: Any) -> None:
+    """How many pages there are, and which rows were left out."""
+    num_train, num_val = len(data.train), len(data.val)
+    scores = ", ".join(data.names.metrics)
+    console.say(f"{num_train} pages to train on, {num_val} to validate; {len(data.names.features)} features; {scores}")
+    if data.left_out:
+        console.say(f"{len(data.left_out)} rows were left out:", "yellow")
+        for line in data.left_out[:NUM_SHOWN]:
+            console.say(f"  {line}", "yellow")
+        if len(data.left_out) > NUM_SHOWN:
+            console.say(f"  ... and {len(data.left_out) - NUM_SHOWN} more", "yellow")

@@ -1,0 +1,11 @@
+"""A small complete training loop on one Guard: epochs, validation, early stopping, accumulation, stages, EMA, resume.
+
+`Trainer(model, config).train(train_loader, val_loader)`; subclasses say what a loss is and what is evaluated.
+"""
+
+from steadygrad.config.trainer import TrainerConfig
+from steadygrad.trainer.files import load_trained
+from steadygrad.trainer.stages import Stage
+from steadygrad.trainer.trainer import Trainer
+
+__all__ = ["Stage", "Trainer", "TrainerConfig", "load_trained"]

@@ -1,0 +1,122 @@
+"""A model and its history <-> one file at a path of the user's choice; weights of a run -> a model.
+
+These are files for handing a model on. To go on with a training, exactly, there are the guard's own checkpoints. A file
+is written aside, fsynced and renamed, holds plain containers and tensors only, and is read without running its code.
+Values that are not finite are replaced before a save and after a load, and told: none goes into a file or a model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.sanitize import handle_nan_inf
+from steadygrad.checkpoint import CheckpointStore
+from steadygrad.checkpoint.load import Checkpoint, load_plain
+from steadygrad.checkpoint.manifest import NAME
+from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.checkpoint.run import FOLDER
+from steadygrad.errors import UsageError
+from steadygrad.measure.check import check_nan_inf
+
+logger = logging.getLogger("steadygrad.trainer")
+
+
+@torch.no_grad()
+def clean_parameters(model: nn.Module, when: str) -> bool:
+    """Write 0 over every NaN and Inf of the parameters; says whether there was one. `when` ends the warning."""
+    found = False
+    for name, parameter in model.named_parameters():
+        if check_nan_inf(parameter, f"parameter {name}"):
+            logger.warning("NaN/Inf detected in parameter %s, cleaning %s", name, when)
+            parameter.copy_(handle_nan_inf(parameter))
+            found = True
+    return found
+
+
+def write_file(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write `content` so that the file is there whole or not at all; its folder is made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("wb") as file:
+            torch.save(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def save_model(
+    path: str | Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], about: Mapping[str, Any]
+) -> None:
+    """Write the model, its optimizers and what is told about them; the model is cleaned before."""
+    if clean_parameters(model, "before save"):
+        logger.warning("Model contained NaN/Inf values that were cleaned before saving")
+    content: dict[str, Any] = {"model_state_dict": model.state_dict(), **about}
+    if optimizers:
+        content["optimizer_state_dict"] = [optimizer.state_dict() for optimizer in optimizers]
+    write_file(path, content)
+
+
+def load_model(
+    path: str | Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any] | None:
+    """Put back what `save_model` wrote, and return it; None, told as an error, when it cannot be used."""
+    try:
+        content = load_plain(Path(path))
+    except (CheckpointError, OSError) as error:
+        logger.error("The checkpoint %s cannot be loaded: %s", path, error)
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get("model_state_dict"), dict):
+        logger.error("%s is no checkpoint of a Trainer: it has no model_state_dict. Use load_checkpoint().", path)
+        return None
+    try:
+        model.load_state_dict(content["model_state_dict"])
+        for optimizer, state in zip(optimizers, content.get("optimizer_state_dict") or []):
+            optimizer.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError) as error:
+        logger.error("The checkpoint %s does not fit: %s", path, error)
+        return None
+    clean_parameters(model, "after load")
+    return content
+
+
+def find_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint | None:
+    """The newest good checkpoint of the run, or what `path` is or holds; None when the run has none yet."""
+    if path is None and run_dir is None:
+        raise UsageError("there is no run directory to resume from. Give the Trainer a run_dir, or a path.")
+    folder = Path(path) if path is not None else Path(str(run_dir))
+    folder = folder / FOLDER if path is None or (folder / FOLDER).is_dir() else folder
+    is_one = (folder / NAME).is_file()
+    store = CheckpointStore(folder.parent if is_one else folder)
+    found = store.load(path=folder) if is_one else store.load()
+    store.close()
+    if found is None and path is not None:
+        raise CheckpointError(f"{path} holds no checkpoint. Give a run directory, or one of its checkpoints.")
+    if found is not None and "trainer" not in found.state.get("extras", {}):
+        raise CheckpointError(f"{found.info.path} was not saved by a Trainer. Resume it with guard.resume().")
+    return found
+
+
+def load_trained(run_dir: str | Path, model: nn.Module) -> int:
+    """The best weights of a run, or else the newest, into `model`; averaged ones where there are. Their step."""
+    store = CheckpointStore(Path(run_dir) / FOLDER)
+    best = store.best
+    found = store.load(path=best.path) if best is not None else store.load()
+    store.close()
+    if found is None:
+        raise CheckpointError(f"{run_dir} holds no checkpoint. Train first, or give --run-dir.")
+    ema: Mapping[str, Any] = found.state.get("extras", {}).get("ema") or {}
+    averaged = {name.removeprefix("module."): value for name, value in ema.items() if isinstance(value, Tensor)}
+    weights = {**found.state["model"], **{name: value for name, value in averaged.items() if name != "n_averaged"}}
+    model.load_state_dict(weights)
+    return found.step

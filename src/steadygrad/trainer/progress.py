@@ -1,0 +1,110 @@
+"""Progress: where a training stands, in plain numbers that are saved with every checkpoint.
+
+Records of judged steps go in, averages and maxima of the epoch come out. Loading the state of an earlier moment and
+going on gives the same numbers as never having stopped. It holds no tensor and decides nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from steadygrad.facts import GradientTable, Incident, StepRecord
+
+
+class Progress:
+    """What a Trainer remembers; also a sink, so that it hears of each step when the guard has judged it."""
+
+    def __init__(self) -> None:
+        self.stage = 0
+        self.first_epoch = 0
+        """The guard's epoch when the stage began."""
+        self.num_batches = 0
+        """Batches of this epoch so far."""
+        self.evaluated: int | None = None
+        """The step before which the last evaluation was made."""
+        self.saved: int | None = None
+        """The step before which the last checkpoint was asked for."""
+        self.last_metrics: dict[str, float] = {}
+        """What that evaluation gave."""
+        self.train_history: list[dict[str, Any]] = []
+        """One entry an epoch."""
+        self.val_history: list[dict[str, Any]] = []
+        """One entry an epoch."""
+        self.step_history: list[dict[str, Any]] = []
+        """One entry an evaluation by steps."""
+        self._sums = _empty_sums()
+        self._heard: list[StepRecord] = []
+
+    # --- heard from the guard ---------------------------------------------------------------------------------------
+
+    def write_step(self, record: StepRecord) -> None:
+        """One judged step."""
+        self._heard.append(record)
+        self.add(record.loss, record.grad_norm, skipped=record.skipped)
+
+    def write_layers(self, step: int, gradients: GradientTable) -> None:
+        """Not remembered."""
+
+    def write_incident(self, incident: Incident) -> None:
+        """Not remembered: the guard does."""
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+    def take_heard(self) -> list[StepRecord]:
+        """The steps that were judged since the last call."""
+        heard, self._heard = self._heard, []
+        return heard
+
+    # --- the epoch --------------------------------------------------------------------------------------------------
+
+    def add(self, loss: float | None, grad_norm: float | None, *, skipped: bool = False) -> None:
+        """One step; one that was skipped counts, and its numbers do not."""
+        sums = self._sums
+        sums["num_steps"] += 1
+        sums["num_skipped"] += skipped
+        if skipped:
+            return
+        if loss is not None:
+            sums["loss"], sums["num_losses"] = sums["loss"] + loss, sums["num_losses"] + 1
+        if grad_norm is not None:
+            sums["norm"], sums["num_norms"] = sums["norm"] + grad_norm, sums["num_norms"] + 1
+            sums["max_norm"] = max(sums["max_norm"], grad_norm)
+
+    def take_epoch(self) -> dict[str, float]:
+        """Averages and maxima since the last call; a loss of NaN when no step could be used."""
+        sums, self._sums = self._sums, _empty_sums()
+        return {
+            "loss": sums["loss"] / sums["num_losses"] if sums["num_losses"] else math.nan,
+            "grad_norm_mean": sums["norm"] / sums["num_norms"] if sums["num_norms"] else math.nan,
+            "grad_norm_max": sums["max_norm"] if sums["num_norms"] else math.nan,
+            "num_steps": sums["num_steps"],
+            "num_skipped": sums["num_skipped"],
+        }
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_heard"})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        for name in self.state_dict():
+            setattr(self, name, state[name])
+        self._heard = []
+
+
+def _empty_sums() -> dict[str, float]:
+    return {
+        "loss": 0.0,
+        "num_losses": 0,
+        "norm": 0.0,
+        "num_norms": 0,
+        "max_norm": 0.0,
+        "num_steps": 0,
+        "num_skipped": 0,
+    }

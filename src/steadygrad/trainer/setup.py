@@ -1,0 +1,80 @@
+"""TrainerConfig -> the device, the GuardConfig, the scaler, the average and the Guard that a Trainer works with."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from steadygrad.act.precision import choose_precision
+from steadygrad.config import FixedNorm, GuardConfig, Precision
+from steadygrad.config.trainer import TrainerConfig
+from steadygrad.errors import UsageError
+from steadygrad.guard import Guard
+
+
+def seed_generators(seed: int) -> None:
+    """Python's, torch's on every device, and numpy's if somebody has imported it."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; auto: CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"cannot train on device {name!r}: {reason}. Use cpu, or auto.") from None
+    return torch.device(name)
+
+
+def make_guard_config(config: TrainerConfig, given: GuardConfig | None, device: torch.device) -> GuardConfig:
+    """The Guard's settings; of one that was given, what differs from the defaults stays as it is."""
+    usual, made = GuardConfig(), given if given is not None else GuardConfig()
+    changes: dict[str, Any] = {}
+    if made.clip == usual.clip:
+        changes["clip"] = None if config.max_grad_norm is None else FixedNorm(max_norm=config.max_grad_norm)
+    if made.autocast is None and config.precision != "fp32":
+        changes["autocast"] = _choose_precision(config.precision, device)
+    if made.policy.early_stopping_patience is None:
+        changes["policy"] = dataclasses.replace(made.policy, early_stopping_patience=config.patience)
+    if made.checkpoint.keep_last == usual.checkpoint.keep_last:
+        changes["checkpoint"] = dataclasses.replace(made.checkpoint, keep_last=config.keep_last)
+    return dataclasses.replace(made, **changes)
+
+
+def _choose_precision(name: str, device: torch.device) -> Precision | None:
+    """What was asked for; auto is the best of a GPU, and fp32 on a CPU, where half precision is rarely faster."""
+    if name != "auto":
+        return Precision(name)
+    return choose_precision(device) if device.type == "cuda" else None
+
+
+def make_scaler(config: GuardConfig, device: torch.device) -> torch.amp.GradScaler | None:
+    """A loss scaler where gradients are float16, which has no range to spare."""
+    return torch.amp.GradScaler(device.type) if config.autocast is Precision.FP16 else None
+
+
+def make_average(model: nn.Module, decay: float | None) -> AveragedModel | None:
+    """An exponential moving average of the weights, on the same device; buffers are taken over as they are."""
+    if decay is None:
+        return None
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+
+def go_on_counting(before: Guard, after: Guard) -> None:
+    """Steps, epochs and totals go on in the next stage; baselines and budgets of another optimizer begin anew."""
+    old, new = before.state_dict(), after.state_dict()
+    judgement = {**new["judgement"], "tally": old["judgement"]["tally"]}
+    numbers = {name: old[name] for name in ("step", "epoch", "num_skipped_batches")}
+    after.load_state_dict({**new, **numbers, "judgement": judgement})

@@ -1,0 +1,52 @@
+"""Stage: a phase of training with its own trainable parameters, optimizer and schedule. Settings only, no state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadygrad.config.trainer import TrainerConfig
+
+Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one phase of a training does differently; what is None is asked of the Trainer."""
+
+    name: str = "train"
+    epochs: int | None = None
+    """Passes over the data; None: `TrainerConfig.epochs`."""
+    prepare: Callable[[nn.Module], None] | None = None
+    """Called once when the stage begins, also after a resume: freeze and unfreeze here."""
+    optimizer: Callable[[nn.Module], Optimizers] | None = None
+    """Makes the stage's optimizer, over the parameters that `prepare` has left trainable."""
+    scheduler: Callable[[Any, int | None], Any] | None = None
+    """Makes its scheduler from the optimizer and the number of steps, None where that is not known."""
+    scaler: Callable[[], torch.amp.GradScaler | None] | None = None
+    """Makes its loss scaler; None: one for fp16, none for the others."""
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, config: TrainerConfig, num_steps: int | None
+) -> torch.optim.lr_scheduler.LambdaLR | None:
+    """Linear warm-up, then constant or cosine; None when the learning rate is to stay where it is."""
+    if config.schedule == "constant" and not config.warmup_steps:
+        return None
+    warmup = config.warmup_steps
+    falls = config.schedule == "cosine" and num_steps is not None
+
+    def scale(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if not falls or num_steps is None:
+            return 1.0
+        share = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+        return 0.5 * (1.0 + math.cos(math.pi * share))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, scale)

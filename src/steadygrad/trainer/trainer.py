@@ -1,0 +1,421 @@
+"""Trainer: data loaders in, a trained model out; the loop that the recipes share.
+
+Everything numerical is the Guard's: forward and backward, clipping, skipping, judging, checkpoints, the record. Here is
+only what comes around a step: epochs, stages, evaluation, averages, and when to save. Each stage has a Guard of its own
+that goes on counting where the last one stopped. What is due after a step is read off the progress that is saved with
+it, so that a training that was killed anywhere goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.precision import DTYPES
+from steadygrad.act.random_state import unchanged_random
+from steadygrad.checkpoint.load import Checkpoint
+from steadygrad.config import GuardConfig
+from steadygrad.config.plain import to_plain
+from steadygrad.config.switch import is_switched_off
+from steadygrad.config.trainer import TrainerConfig
+from steadygrad.errors import UsageError
+from steadygrad.facts import Incident, StepRecord
+from steadygrad.guard import Guard
+from steadygrad.measure.loss import find_loss
+from steadygrad.record import Sink
+from steadygrad.trainer.batches import move_batch
+from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
+from steadygrad.trainer.files import find_checkpoint, load_model, save_model
+from steadygrad.trainer.progress import Progress
+from steadygrad.trainer.setup import (
+    choose_device,
+    go_on_counting,
+    make_average,
+    make_guard_config,
+    make_scaler,
+    seed_generators,
+)
+from steadygrad.trainer.stages import Optimizers, Stage, make_schedule
+
+logger = logging.getLogger("steadygrad.trainer")
+Metrics = dict[str, float]
+
+
+class Trainer:
+    """Trains one model under one Guard.
+
+    >>> model = nn.Linear(3, 1)
+    >>> batches = [(torch.ones(2, 3), torch.zeros(2, 1))] * 4
+    >>> trainer = Trainer(model, TrainerConfig(epochs=2, device="cpu"), loss_fn=nn.functional.mse_loss)
+    >>> trainer.train(batches)["num_steps"]
+    8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainerConfig | None = None,
+        *,
+        loss_fn: Callable[..., Tensor] | None = None,
+        stages: Sequence[Stage] | None = None,
+        run_dir: str | Path | None = None,
+        guard_config: GuardConfig | None = None,
+        sinks: Iterable[Sink] = (),
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """`tell` is given a line at each epoch's end; without it the line goes to the log."""
+        self.config = config if config is not None else TrainerConfig()
+        self.device = choose_device(self.config.device)
+        self.model = model.to(self.device)
+        self.stages = list(stages) if stages else [Stage()]
+        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.guard_config = make_guard_config(self.config, guard_config, self.device)
+        self.ema = make_average(self.model, self.config.ema_decay)
+        self.guard: Guard | None = None
+        self._loss_fn, self._sinks, self._tell = loss_fn, list(sinks), tell if tell is not None else logger.info
+        self._progress = Progress()
+        self._resume_from: Checkpoint | None = None
+        self._earlier_incidents: list[Incident] = []
+        self._prepare(0)
+
+    # --- what a subclass says ---------------------------------------------------------------------------------------
+
+    def compute_loss(self, batch: Any) -> Any:
+        """The loss of one batch, or the loss and a dict of terms for the record. Runs under autocast; replayable."""
+        if self._loss_fn is not None:
+            inputs, targets = batch
+            return self._loss_fn(self.model(inputs), targets)
+        if isinstance(batch, Mapping):
+            return find_loss(self.model(**batch))
+        return find_loss(self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch))
+
+    def evaluate(self, val_loader: Iterable[Any]) -> Metrics:
+        """Metrics of the model, "loss" among them; called in eval mode, without gradients, under autocast."""
+        total, num = 0.0, 0
+        for batch in val_loader:
+            loss, _ = split_terms(self.compute_loss(move_batch(batch, self.device)))
+            total, num = total + float(loss), num + 1
+        if num == 0:
+            raise UsageError("the validation loader has no batch. Give one with data, or none at all.")
+        return {"loss": total / num}
+
+    def build_optimizer(self, stage: Stage) -> Optimizers:
+        """The optimizer of a stage: AdamW over what is trainable."""
+        if stage.optimizer is not None:
+            return stage.optimizer(self.model)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        rate, decay, fused = self.config.learning_rate, self.config.weight_decay, self.device.type == "cuda"
+        return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay, fused=fused)
+
+    def build_scheduler(self, stage: Stage, num_steps: int | None) -> Any:
+        """The scheduler of a stage, stepped after each applied step; None: the rate stays."""
+        if stage.scheduler is not None:
+            return stage.scheduler(self.optimizer, num_steps)
+        if isinstance(self.optimizer, list):
+            return None
+        return make_schedule(self.optimizer, self.config, num_steps)
+
+    def end_step(self, record: StepRecord) -> None:
+        """Called with each step that was judged."""
+
+    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Called at each epoch's end, after evaluation and before the checkpoint, with all that was averaged."""
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None) -> dict[str, Any]:
+        """Train through all stages, or go on where `resume()` has found a checkpoint; the final statistics."""
+        checkpoint, self._resume_from = self._resume_from, None
+        first = 0 if checkpoint is None else int(checkpoint.state["extras"]["trainer"]["stage"])
+        if checkpoint is None and self.config.seed is not None:
+            seed_generators(self.config.seed)
+        for index in range(1, first + 1):
+            self._prepare(index)
+        for index in range(first, len(self.stages)):
+            if index > first:
+                self._prepare(index)
+            self._begin_stage(index, train_loader, checkpoint if index == first else None)
+            self._train_stage(train_loader, val_loader)
+            if self._has_reached_limit:
+                break
+        return self.get_training_stats()
+
+    def _prepare(self, index: int) -> None:
+        """The model and its optimizer as a stage wants them."""
+        self.stage = self.stages[index]
+        self.model.train()
+        if self.stage.prepare is not None:
+            self.stage.prepare(self.model)
+        self.optimizer = self.build_optimizer(self.stage)
+
+    def _begin_stage(self, index: int, loader: Iterable[Any], checkpoint: Checkpoint | None) -> None:
+        before = self.guard
+        self.scheduler = self.build_scheduler(self.stage, self._count_steps(loader))
+        scaler = make_scaler(self.guard_config, self.device) if self.stage.scaler is None else self.stage.scaler()
+        self.guard = Guard(
+            self.model,
+            self.optimizer,
+            enabled=self.config.protect,
+            extras={"trainer": self._progress},
+            config=self.guard_config,
+            scheduler=self.scheduler,
+            scaler=scaler,
+            ema=self.ema,
+            run_dir=self.run_dir,
+            sinks=[self._progress, *self._sinks],
+        )
+        if checkpoint is not None:
+            self.guard.resume(checkpoint.info.path)
+            return
+        if before is not None:
+            self._earlier_incidents += before.incidents
+            go_on_counting(before, self.guard)
+        self._progress.stage, self._progress.first_epoch = index, self.guard.epoch
+
+    def _train_stage(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None) -> None:
+        assert self.guard is not None
+        with self.guard as guard:
+            self._do_what_is_due(guard, val_loader)
+            while guard.epoch - self._progress.first_epoch < self._num_epochs and not self._is_over(guard):
+                self._train_epoch(guard, train_loader, val_loader)
+                if self._has_reached_limit:  # saved inside the epoch, so that a higher limit goes on there
+                    self._save(guard)
+                metrics = self._tell_epoch(guard, val_loader)
+                if not self._has_reached_limit:
+                    self._progress.num_batches = 0
+                    guard.end_epoch()
+                self.end_epoch(metrics)
+                if not self._has_reached_limit:
+                    self._save(guard)
+
+    @property
+    def _num_epochs(self) -> int:
+        return self.config.epochs if self.stage.epochs is None else self.stage.epochs
+
+    @property
+    def _has_reached_limit(self) -> bool:
+        limit = self.config.max_steps
+        return limit is not None and self.guard is not None and self.guard.num_steps >= limit
+
+    def _is_over(self, guard: Guard) -> bool:
+        return guard.should_stop or self._has_reached_limit
+
+    def _save(self, guard: Guard) -> None:
+        if self.run_dir is not None:
+            self._progress.saved = guard.num_steps
+            guard.save()
+
+    def _train_epoch(self, guard: Guard, loader: Iterable[Any], val_loader: Iterable[Any] | None) -> None:
+        length = len(loader) if isinstance(loader, Sized) else None
+        for batch in guard.batches(loader):
+            window = self._size_window(length)
+            self._progress.num_batches += 1
+            loss, terms = guard.backward(self._run_microbatch, move_batch(batch, self.device), window)
+            if terms:
+                guard.log(**terms)
+            if guard.num_microbatches < window:
+                continue
+            guard.step()
+            if not self.is_protected:
+                self._progress.add(float(loss), None)
+            self._hear()
+            self._do_what_is_due(guard, val_loader)
+            if self._is_over(guard):
+                return
+
+    def _size_window(self, length: int | None) -> int:
+        """Microbatches of the step under way: fewer at the end of data that the windows do not divide."""
+        size = self.config.accumulation_steps
+        if length is None:
+            return size
+        start = self._progress.num_batches // size * size
+        return max(1, min(size, length - start))
+
+    def _run_microbatch(self, batch: Any, window: int) -> tuple[Tensor, dict[str, Any]]:
+        loss, terms = split_terms(self.compute_loss(batch))
+        return (loss if window == 1 else loss / window), terms
+
+    def _hear(self) -> None:
+        for record in self._progress.take_heard():
+            self.end_step(record)
+
+    def _do_what_is_due(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
+        """Evaluate and save by steps; what a save inside the step has left undone is done after its resume."""
+        step, config = guard.num_steps, self.config
+        if not step or guard.num_microbatches:
+            return
+        if val_loader is not None and _is_multiple(step, config.eval_every) and self._progress.evaluated != step:
+            metrics = self._evaluate_now(guard, val_loader)
+            self._progress.step_history.append({"step": step, "epoch": guard.epoch, **metrics})
+            self._tell(f"Step {step}: {spell_numbers(metrics, 'val_')}")
+        if _is_multiple(step, config.save_every) and self._progress.saved != step:
+            self._save(guard)
+
+    def _evaluate_now(self, guard: Guard, val_loader: Iterable[Any]) -> Metrics:
+        """Evaluate the averaged model where there is one; training goes on as if nobody had looked."""
+        with self._as_evaluated(), unchanged_random([self.device]), torch.no_grad(), self.autocast():
+            metrics = {name: float(value) for name, value in self.evaluate(val_loader).items()}
+        if "loss" in metrics:
+            guard.validate(metrics["loss"])
+        self._progress.evaluated, self._progress.last_metrics = guard.num_steps, metrics
+        return metrics
+
+    @contextlib.contextmanager
+    def _as_evaluated(self) -> Iterator[None]:
+        """Inside, `self.model` is what is evaluated, in eval mode; what a stage holds in eval mode stays so after."""
+        trained = self.model
+        self.model = trained if self.ema is None else self.ema.module
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self.model = trained
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision that training runs in, for code outside a step."""
+        precision = self.guard_config.autocast
+        if precision is None:
+            return contextlib.nullcontext()
+        dtype = DTYPES[precision]
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+    def _tell_epoch(self, guard: Guard, val_loader: Iterable[Any] | None) -> dict[str, Any]:
+        """Averages and maxima of the epoch, and what the evaluation says."""
+        progress = self._progress
+        if guard.num_microbatches:  # of data whose length was not known, or of which a rollback has left some out
+            guard.step()
+        guard.flush()
+        self._hear()
+        where = {"epoch": guard.epoch, "stage": self.stage.name, "step": guard.num_steps}
+        averages = progress.take_epoch()
+        progress.train_history.append({**where, **averages, "learning_rate": self._learning_rate})
+        told: dict[str, Any] = {**progress.train_history[-1]}
+        if val_loader is not None:
+            fresh = progress.evaluated != guard.num_steps
+            metrics = self._evaluate_now(guard, val_loader) if fresh else progress.last_metrics
+            progress.val_history.append({**where, **metrics})
+            told |= {f"val_{name}": value for name, value in metrics.items()}
+        self._tell(self.describe_epoch(told))
+        return told
+
+    def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
+        """The line at an epoch's end."""
+        number = metrics["epoch"] - self._progress.first_epoch + 1
+        stage = f" ({self.stage.name})" if len(self.stages) > 1 else ""
+        return f"Epoch {number}/{self._num_epochs}{stage}: {describe_metrics(metrics)}"
+
+    def _count_steps(self, loader: Iterable[Any]) -> int | None:
+        limit = self.config.max_steps
+        if not isinstance(loader, Sized):
+            return limit
+        steps = self._num_epochs * math.ceil(len(loader) / self.config.accumulation_steps)
+        return steps if limit is None else min(steps, limit)
+
+    # --- going on ---------------------------------------------------------------------------------------------------
+
+    def resume(self, path: str | Path | None = None) -> int | None:
+        """Let `train()` go on from the newest good checkpoint of the run directory, or of `path`; its step.
+
+        None when the run directory holds none yet: `train()` then starts anew.
+        """
+        self._resume_from = find_checkpoint(self.run_dir, None if path == "latest" else path)
+        return None if self._resume_from is None else self._resume_from.step
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether a guard watches: `TrainerConfig.protect`, and STEADYGRAD=off is not set."""
+        return self.config.protect and not is_switched_off()
+
+    @property
+    def train_history(self) -> list[dict[str, Any]]:
+        """One entry an epoch: `loss`, `grad_norm_mean`, `grad_norm_max`, `learning_rate`, `num_skipped`, ..."""
+        return self._progress.train_history
+
+    @property
+    def val_history(self) -> list[dict[str, Any]]:
+        """One entry an epoch: what `evaluate` gave."""
+        return self._progress.val_history
+
+    @property
+    def step_history(self) -> list[dict[str, Any]]:
+        """One entry an evaluation by steps."""
+        return self._progress.step_history
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """What the guards of all stages have found and done."""
+        return self._earlier_incidents + ([] if self.guard is None else self.guard.incidents)
+
+    @property
+    def _learning_rate(self) -> float:
+        return float(self._optimizers[0].param_groups[0]["lr"])
+
+    def monitor_training_health(self) -> dict[str, bool]:
+        """Whether model, gradients, losses and parameters are finite now, and all of it."""
+        if self.guard is not None:
+            return self.guard.health()
+        return look_at_model(self.model)
+
+    def get_training_stats(self) -> dict[str, Any]:
+        """The guard's counts and current numbers, and the histories."""
+        numbers: dict[str, Any] = {"current_learning_rate": self._learning_rate, "current_gradient_norm": None}
+        if self.guard is not None:
+            numbers = {**self.guard.stats(), "best": self.guard.best}
+        return {
+            **numbers,
+            "stage": self.stage.name,
+            "train_history": list(self.train_history),
+            "val_history": list(self.val_history),
+            "step_history": list(self.step_history),
+        }
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: str | Path, include_optimizer: bool = True) -> None:
+        """Write model, history and settings to one file; values that are not finite are replaced by 0 before.
+
+        For handing a model on. A run directory's own checkpoints are what a training goes on from, exactly.
+        """
+        optimizers = self._optimizers if include_optimizer else []
+        histories = {"train_history": self.train_history, "val_history": self.val_history}
+        save_model(path, self.model, optimizers, {"config": to_plain(self.config), **histories})
+
+    def load_checkpoint(self, path: str | Path) -> bool:
+        """Take over the model, and the optimizer where it is there, from `save_checkpoint`'s file; False if that fails.
+
+        The file's code is never run; values that are not finite are replaced by 0 and told.
+        """
+        content = load_model(path, self.model, self._optimizers)
+        if content is None:
+            return False
+        self._progress.train_history = list(content.get("train_history", []))
+        self._progress.val_history = list(content.get("val_history", []))
+        return True
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
+
+
+def split_terms(result: Any) -> tuple[Tensor, dict[str, Any]]:
+    """What `compute_loss` returned as the loss and its terms."""
+    if isinstance(result, tuple):
+        loss, terms = result
+        return loss, {name: value.detach() if isinstance(value, Tensor) else value for name, value in terms.items()}
+    return result, {}
+
+
+def _is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

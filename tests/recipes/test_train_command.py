@@ -1,0 +1,222 @@
+"""`steadygrad train`: which recipes there are, what their fields are, what a wrong word is told, what a run leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from steadygrad import UsageError
+from steadygrad.cli import main
+from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value
+from steadygrad.cli.train import Request, make_config, read_arguments
+from steadygrad.recipes import seo
+from steadygrad.recipes.catalogue import RECIPES, Recipe
+
+TINY = ["--num-synthetic", "40", "--epochs", "1", "--hidden", "8", "--text-dim", "4", "--num-buckets", "64"]
+TINY += ["--max-words", "16", "--device", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    rate: float = 0.5  #: how fast
+    size: int = 3
+    """How large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    #: where it is read from,
+    #: a folder
+    path: str | None = None
+    is_on: bool = True
+    names: tuple[str, ...] = ("a", "b")
+    inner: Inner = field(default_factory=Inner)
+    size: int = field(default=1, metadata={"help": "from metadata"})
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_is_listed_with_the_help_that_stands_at_it() -> None:
+    found = {item.path: (item.flag, item.default, item.help) for item in list_fields(Outer)}
+
+    assert found == {
+        "path": ("--path", None, "where it is read from, a folder"),
+        "is_on": ("--is-on", True, ""),
+        "names": ("--names", ("a", "b"), ""),
+        "inner.rate": ("--inner.rate", 0.5, "how fast"),
+        "inner.size": ("--inner.size", 3, "How large."),
+        "size": ("--size", 1, "from metadata"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (["--inner.rate", "2"], {"inner": {"rate": 2.0}}),
+        (["--rate=1e-3"], {"inner": {"rate": 1e-3}}),
+        (["--r", "-4"], {"inner": {"rate": -4.0}}),
+        (["--size", "7"], {"size": 7}),
+        (["--no-is-on"], {"is_on": False}),
+        (["--is-on", "--path", "x"], {"is_on": True, "path": "x"}),
+        (["--is_on", "off", "--path", "none"], {"is_on": False, "path": None}),
+        (["--names", "c,d"], {"names": ("c", "d")}),
+    ],
+)
+def test_words_become_values(words: list[str], values: dict[str, object]) -> None:
+    request = read_arguments(words, list(list_fields(Outer)), {"r": "inner.rate"}, "outer")
+
+    assert request.values == values
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--inner.rte", "2"], "--inner.rte is no field of the recipe outer. Did you mean --inner.rate?"),
+        (["--zzzz", "2"], "--zzzz is no field of the recipe outer. See them with --help."),
+        (["--size", "many"], "--size must be number, got 'many'. The default is 1."),
+        (["--size"], "--size stands without a value. Write --size VALUE."),
+        (["--size", "--path", "x"], "--size stands without a value."),
+        (["stray"], "'stray' stands alone after the recipe outer."),
+    ],
+)
+def test_a_word_that_means_nothing_is_told(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as told:
+        read_arguments(words, list(list_fields(Outer)), {}, "outer")
+
+    assert str(told.value).startswith(message)
+
+
+def test_the_last_word_of_a_path_must_be_of_one_field_only() -> None:
+    @dataclass(frozen=True)
+    class Two:
+        one: Inner = field(default_factory=Inner)
+        other: Inner = field(default_factory=Inner)
+
+    fields = [*list_fields(Inner, "one."), *list_fields(Inner, "other.")]
+    with pytest.raises(UsageError, match=r"several parts: --one.rate or --other.rate. Write which."):
+        find_field("rate", fields, {}, "two")
+    assert read_value(find_field("one.rate", fields, {}, "two"), "3") == 3.0
+
+
+def test_values_may_stand_under_dotted_names() -> None:
+    assert nest({"a.b": 1, "a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
+
+
+def test_fields_win_over_the_file_the_file_over_quick_and_quick_over_defaults(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("hidden: 48\nlearning_rate: 1e-2\n")
+    request = Request(options={"config": str(tmp_path / "own.yaml")}, switches={"quick"}, values={"learning_rate": 0.5})
+
+    config = make_config(seo, request, tmp_path)
+
+    assert (config.learning_rate, config.hidden, config.epochs, config.patience) == (0.5, 48, seo.QUICK["epochs"], 10)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_a_recipe_offers_what_the_command_needs(recipe: Recipe) -> None:
+    package = recipe.load()
+
+    assert dataclasses.is_dataclass(package.Config)
+    known = {item.path for item in list_fields(package.Config)}
+    leaves = {path.rpartition(".")[2] for path in known}
+    assert set(package.QUICK) <= known | leaves
+    for verb in ("train", "predict", "sample"):  # a module of that name would take the function's place when imported
+        assert callable(getattr(package, verb, print))
+        assert not (Path(package.__file__).parent / f"{verb}.py").exists()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    assert main(["train"]) == 2
+    listed = capsys.readouterr().out
+    for recipe in RECIPES:
+        assert f"  {recipe.name}" in listed
+
+
+def test_the_help_of_a_recipe_lists_every_field_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "seo", "--help"]) == 0
+
+    told = capsys.readouterr().out
+    assert "--predict PATH" in told
+    for item in list_fields(seo.Config):
+        assert f"  {item.flag} {item.kind}  [default: {item.default}]" in told
+        assert item.help, item.path
+
+
+def test_the_help_of_a_recipe_does_not_load_torch() -> None:
+    code = (
+        "import sys; from steadygrad.cli import main; code = main(['train', 'seo', '--help']); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["soe"], "there is no recipe 'soe' to train. Did you mean seo?"),
+        (["seo", "--learning-rat", "1"], "--learning-rat is no field of the recipe seo. Did you mean --learning-rate?"),
+        (["seo", "--learning-rate", "-1"], "UltraOptimizedConfig.learning_rate must be a number above 0, got -1.0."),
+        (["seo", "--config", "none.yaml"], "none.yaml: no such file."),
+        (["seo", "--resume", "nowhere"], "nowhere does not exist, so nothing can be resumed from it."),
+        (["seo", "--resume", "latest"], "there is no run of seo in runs/."),
+        (["seo", "--predict", "page.html"], "there is no run of seo in runs/."),
+        (["seo", "--sample", "--run-dir", "x"], "the recipe seo cannot sample."),
+        (["seo", "--data", "nowhere"], "there is no nowhere to read pages from."),
+    ],
+)
+def test_what_cannot_be_done_is_exit_code_2_and_told(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["train", *arguments]) == 2
+
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_leaves_its_record_its_settings_its_checkpoints_and_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["train", "seo", *TINY]) == 0
+
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("seo-")
+    names = {path.name for path in run.iterdir()}
+    assert {"run.json", "steps.jsonl", "train.log", "checkpoints", "recipe.json", "report.html"} <= names
+    assert [path for path in tmp_path.iterdir() if path.name != "runs"] == []
+    settings = json.loads((run / "recipe.json").read_text())
+    assert settings["recipe"] == "seo"
+    assert settings["config"]["num_synthetic"] == 40
+    told = capsys.readouterr().out
+    assert f"The report is in {Path('runs') / run.name / 'report.html'}" in told
+
+
+def test_a_resumed_run_has_the_settings_it_was_started_with_and_those_given_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    assert main(["train", "seo", *TINY, "--run-dir", run]) == 0
+
+    assert main(["train", "seo", "--resume", run, "--epochs", "3"]) == 0
+
+    told = capsys.readouterr().out
+    assert "Resumed at step 1." in told
+    assert "Epoch 3/3" in told
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["config"]["num_synthetic"] == 40
