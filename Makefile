@@ -8,11 +8,12 @@ STAMP  := $(VENV)/.installed
 # Capping oneDNN below AMX is safe everywhere and must happen before torch loads.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help demo test lint types unit format bench clean
+.PHONY: help demo test lint types unit docs format bench clean
 
 help:
-	@echo "make demo    train a small model with a fault injected, unguarded and guarded"
-	@echo "make test    lint, types, architecture, tests"
+	@echo "make demo    train a small transformer with three faults, unguarded and guarded (a minute)"
+	@echo "make test    lint, types, architecture, tests, the documentation built strictly"
+	@echo "make docs    the documentation as a site, in site/"
 	@echo "make bench   the CPU benchmarks (minutes)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -36,6 +37,11 @@ types: $(STAMP)
 unit: $(STAMP)
 	$(BIN)/pytest
 
+# Strict: a warning is an error. `make test` builds it too, into a folder of its own (tests/test_site.py).
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open site/index.html, or run: $(BIN)/mkdocs serve   (search needs a server)"
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -45,4 +51,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/whole_step.py --device cpu
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -34,11 +34,12 @@ class Parameters(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP."""
+    """Pre-norm attention and MLP; with `qk_norm` each head's queries and keys are normed before they meet."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.heads = heads
+        self.norm_q, self.norm_k = (nn.LayerNorm(width // heads) if qk_norm else nn.Identity() for _ in range(2))
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -46,18 +47,29 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [B, T, D]
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, D/H]
+        mixed = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v, is_causal=True)  # [B, H, T, D/H]
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
-    """GPT-2's architecture, tied embeddings, loss included."""
+    """GPT-2's architecture, tied embeddings, loss included; `z_loss` times the squared log-partition is added to it."""
 
-    def __init__(self, width: int, layers: int, vocabulary: int, *, heads: int, context: int) -> None:
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        vocabulary: int,
+        *,
+        heads: int,
+        context: int,
+        qk_norm: bool = False,
+        z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.z_loss = z_loss
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(width, heads, qk_norm=qk_norm) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.apply(self._initialise)
 
@@ -72,4 +84,5 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.norm(x) @ self.tokens.weight.T
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        return loss + self.z_loss * logits.logsumexp(-1).square().mean() if self.z_loss and self.training else loss

@@ -23,6 +23,7 @@ PACKAGE = Path(steadygrad.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
+    ("tune",),
     ("recipes", "demo"),
     ("adapters", "testing"),
     ("trainer",),
@@ -75,6 +76,8 @@ EXPORTED = [
     "SteadygradError",
     "StepRecord",
     "TensorBoardSink",
+    "Trainer",
+    "TrainerConfig",
     "TrainingHalted",
     "UnsupportedError",
     "UsageError",

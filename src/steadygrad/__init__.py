@@ -30,6 +30,7 @@ from steadygrad.config import (
     SnapshotConfig,
     ZClip,
 )
+from steadygrad.config.trainer import TrainerConfig
 from steadygrad.errors import (
     ConfigError,
     NonFiniteError,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from steadygrad.record.logger import LoggerSink
     from steadygrad.record.tensorboard import TensorBoardSink
     from steadygrad.record.wandb import WandbSink
+    from steadygrad.trainer import Trainer
 
 __all__ = [
     "Action",
@@ -84,6 +86,8 @@ __all__ = [
     "SteadygradError",
     "StepRecord",
     "TensorBoardSink",
+    "Trainer",
+    "TrainerConfig",
     "TrainingHalted",
     "UnsupportedError",
     "UsageError",
@@ -108,6 +112,7 @@ _LAZY = {
     "ActivationMonitor": "steadygrad.monitor",
     "GradientHealthMonitor": "steadygrad.monitor",
     "Guard": "steadygrad.guard",
+    "Trainer": "steadygrad.trainer",
     "check_nan_inf": "steadygrad.measure.check",
     "choose_precision": "steadygrad.act.precision",
     "conservative_scaler": "steadygrad.act.precision",

@@ -68,6 +68,7 @@ class Judgement:
         self._started = time.monotonic()
         self._complained: set[str] = set()
         self._last_action: ActionTaken | None = None
+        self._next_ratios = 0
         self._epoch_losses = _Mean()
         policy = config.policy
         self.stopping = EarlyStopping(
@@ -152,9 +153,13 @@ class Judgement:
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
         self._recorder.write_step(self.last)
 
-    def note(self, finding: Finding) -> None:
-        """A finding that nothing is done about."""
+    def note(self, finding: Finding, *, write: bool = False) -> None:
+        """A finding that nothing is done about; `write`: it stands in the record even when it is an info."""
         self.conclude(finding, NO_ACTION, UNTOUCHED)
+        if write and finding.severity is Severity.INFO:
+            self._recorder.write_incident(
+                Incident(step=finding.step, finding=finding, verdict=NO_ACTION, outcome=UNTOUCHED)
+            )
 
     def _consider(self, fact: Fact) -> None:
         self._answer(self._detector.observe(fact), None)
@@ -217,8 +222,16 @@ class Judgement:
         if step % config.steps_every == 0 or reading.skipped:
             self._recorder.write_step(record)
         notable = any(f.severity is not Severity.INFO for f in findings)
-        if config.layers_every and (step % config.layers_every == 0 or notable):
-            self._recorder.write_layers(step, reading.gradients)
+        has_ratios = self._ratios_are_due(reading)
+        if config.layers_every and (step % config.layers_every == 0 or notable or has_ratios):
+            self._recorder.write_layers(step, reading.gradients, reading.update_ratios)
+
+    def _ratios_are_due(self, reading: Reading) -> bool:
+        """Ratios are measured at steps of their own; those that layers are written at may never meet one of them."""
+        if reading.update_ratios is None or reading.step < self._next_ratios:
+            return False
+        self._next_ratios = reading.step + self._config.record.layers_every
+        return True
 
     def _call_back(self, incident: Incident) -> None:
         if self._config.on_incident is None:

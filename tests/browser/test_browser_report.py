@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from view_runs import HOSTILE, add_update_ratios, make_incident, make_step, open
 from watched_page import Watched
 
 from steadygrad.record.encode import to_json
+from steadygrad.record.rank_file import RankFile
 from steadygrad.view.render.report import write_report
 
 POINTS = "(name) => document.querySelector(`[data-chart='${name}'] .plot`).data.map((trace) => trace.x.length)"
@@ -197,4 +199,24 @@ def test_a_run_with_little_in_it_is_shown_without_a_complaint(watched: Watched, 
     }
     assert expected[kind] in text
     watched.keep_picture(f"report-{kind.replace(' ', '-')}")
+    assert watched.complaints == []
+
+
+def test_terms_of_the_loss_and_ranks_are_shown_when_they_are_there(watched: Watched, tmp_path: Path) -> None:
+    directory = open_directory(tmp_path / "job")
+    ranks = [RankFile(tmp_path / "job", rank, 2) for rank in range(2)]
+    for step in range(40):
+        directory.write_step(dataclasses.replace(make_step(step), extra={"mse": 1 / (1 + step), HOSTILE: 0.5}))
+        for rank in ranks:
+            rank.write_own(step, 1.0)
+    ranks[1].write_incident(make_incident(20, kind="nonfinite_input", message="the batch holds NaN"))
+    for sink in (directory, *ranks):
+        sink.close()
+    write_report([tmp_path / "job"], tmp_path / "report.html")
+    page = watched.open((tmp_path / "report.html").as_uri())
+    assert page.evaluate(POINTS, "extra") == [40, 40]
+    assert page.locator("[data-chart='extra'] .legendtext").all_text_contents()[0] == "mse"
+    assert page.locator(".ranks tbody tr").count() == 2
+    assert page.locator("details.incident .badge.rank").all_text_contents() == ["rank 1"]
+    watched.keep_picture("report-ranks", full_page=True)
     assert watched.complaints == []

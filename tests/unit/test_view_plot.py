@@ -25,9 +25,17 @@ def test_the_ending_says_what_is_written(tmp_path: Path, kind: str) -> None:
 
 def test_every_panel_is_drawn(tmp_path: Path) -> None:
     add_update_ratios(write_run(tmp_path / "run", 450))
+    with (tmp_path / "run" / "steps.jsonl").open("a") as steps:
+        steps.write(json.dumps({"step": 450, "loss": 1.0, "grad_norm": 1.0, "extra": {"a term": 0.5}}) + "\n")
     target = plot_run(tmp_path / "run", list(PANELS), tmp_path / "all.svg")
     text = target.read_text()
-    for label in ("<!-- loss -->", "<!-- gradient norm -->", "<!-- learning rate -->", "<!-- blocks.0.mlp.weight -->"):
+    for label in (
+        "<!-- loss -->",
+        "<!-- gradient norm -->",
+        "<!-- learning rate -->",
+        "<!-- blocks.0.mlp.weight -->",
+        "<!-- a term -->",
+    ):
         assert label in text
     assert "<!-- rolled back -->" in text
 

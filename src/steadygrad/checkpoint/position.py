@@ -88,10 +88,7 @@ class _Source:
     @property
     def generators(self) -> list[torch.Generator]:
         """Every generator of its own, each once."""
-        batch_sampler = getattr(self.original, "batch_sampler", None)
-        samplers = [getattr(self.original, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-        found = [getattr(owner, "generator", None) for owner in (self.original, *samplers)]
-        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+        return find_generators(self.original)
 
     @property
     def keeps_workers(self) -> bool:
@@ -119,6 +116,14 @@ class _Source:
             now.num_drawn += 1
             yield batch
         now.exhausted = True
+
+
+def find_generators(loader: Any) -> list[torch.Generator]:
+    """Every generator of a loader's own, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 class DataPositions:

@@ -12,6 +12,8 @@ from steadygrad.cli.plot import plot
 from steadygrad.cli.report import report
 from steadygrad.cli.run import run
 from steadygrad.cli.scan import scan
+from steadygrad.cli.train import train
+from steadygrad.cli.tune import tune
 from steadygrad.cli.view import view
 from steadygrad.cli.watch import watch
 
@@ -77,6 +79,8 @@ steadygrad.add_command(scan)
 steadygrad.add_command(clean)
 steadygrad.add_command(diagnose)
 steadygrad.add_command(run)
+steadygrad.add_command(train)
+steadygrad.add_command(tune)
 steadygrad.add_command(report)
 steadygrad.add_command(plot)
 steadygrad.add_command(watch)

@@ -1,41 +1,47 @@
-"""`steadygrad demo`: tells the story of the three trainings while they run, then compares them."""
+"""`steadygrad demo`: tells the story of the two trainings while they run, compares them, and writes their report."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from steadygrad.cli.console import Advance, Console
+from steadygrad.cli.demo_words import describe_cause, describe_step, draw_losses, indent, shorten
 from steadygrad.cli.exit_codes import DONE, FAILED
-from steadygrad.errors import UsageError
-from steadygrad.facts import Incident
-from steadygrad.recipes.demo import MAX_NORM, Comparison, DemoSettings, RunSummary, run_demo
+from steadygrad.cli.run_folder import name_folder
+from steadygrad.config.switch import is_switched_off
+from steadygrad.errors import SteadygradError, UsageError
+from steadygrad.facts import Action, Incident
+from steadygrad.recipes.demo import Comparison, DemoSettings, Fault, RunSummary, run_demo
+from steadygrad.recipes.demo.own_file import NAME as MODEL
+from steadygrad.recipes.demo.story import GUARDED, MAX_NORM, PROMPT, UNGUARDED
+from steadygrad.view.words import spell_number
 
-NUM_LINES = 5
-"""Progress lines of each training in plain text."""
+NUM_LINES = 6
+"""Progress lines of each training."""
 TITLES = {
-    "clean": "1. Clean: no faults, no guard.",
-    "unguarded": "2. Unguarded: the same loop, with the faults.",
-    "guarded": "3. Guarded: the same faults, under a Guard.",
+    UNGUARDED: "1. Unguarded: the loop that people write. Forward, backward, clip, step.",
+    GUARDED: "2. Guarded: the same loop, with guard.step(model, ...) in the place of backward, clip and step.",
 }
+REPORT = "report.html"
 
 
 def tell_demo(console: Console, *, run_dir: str | None, device: str | None, quick: bool) -> int:
     """Run the demo, tell it, and return the exit code."""
     device = _choose_device(device)
     settings = DemoSettings.quick(device) if quick else DemoSettings(device=device)
-    folder = Path(run_dir) if run_dir is not None else _new_folder(Path("runs"))
+    folder = Path(run_dir) if run_dir is not None else name_folder(Path("runs"), "demo")
     _tell_plan(console, settings)
     with _own_log(), Teller(console) as teller:
         comparison = run_demo(folder, settings, teller)
-    _tell_end(console, comparison, folder)
+    _tell_end(console, comparison)
+    _tell_report(console, folder)
+    _tell_where_next(console, folder, comparison)
     return DONE if comparison.unguarded_died and comparison.guarded_survived else FAILED
 
 
@@ -44,9 +50,11 @@ class Teller:
 
     def __init__(self, console: Console) -> None:
         self._console, self._bars = console, contextlib.ExitStack()
-        self._explained: set[int] = set()
+        self._told: set[int] = set()
         self._advance: Advance | None = None
         self._num_steps = 1
+        self._last_loss = math.nan
+        self._faulty, self._is_lost = -1, False
 
     def __enter__(self) -> Teller:
         return self
@@ -55,99 +63,128 @@ class Teller:
         self._bars.close()
 
     def begin(self, name: str, num_steps: int) -> None:
-        self._num_steps = num_steps
+        self._num_steps, self._is_lost = num_steps, False
         self._console.say()
         self._console.say(TITLES[name], "bold")
-        self._advance = self._bars.enter_context(self._console.track(f"  {name}", num_steps))
+        self._advance = self._bars.enter_context(self._console.track(f"   {name}", num_steps))
+
+    def fault(self, name: str, fault: Fault) -> None:  # noqa: ARG002
+        self._faulty = fault.step
+        self._console.say(f"{describe_step(fault.step)}fault: {fault.what}", "bold magenta")
 
     def step(self, name: str, step: int, loss: float) -> None:  # noqa: ARG002
         assert self._advance is not None
-        self._advance(step + 1, f"loss {loss:.4f}")
-        if not self._console.is_terminal and step % max(1, self._num_steps // NUM_LINES) == 0:
-            self._console.say(f"   step {step:3d}  loss {loss:.4f}")
+        self._advance(step + 1, f"loss {spell_number(loss)}")
+        self._last_loss = loss
+        if step % max(1, self._num_steps // NUM_LINES) == 0 and step != self._faulty and not self._is_lost:
+            self._console.say(f"{describe_step(step)}loss {spell_number(loss, 3)}", "dim")
 
     def lose(self, name: str, step: int, what: str) -> None:
         if what == "weights":
-            self._console.say(f"   step {step:3d}  after this optimizer step a weight is NaN or Inf", "red")
-        elif name != "guarded":  # under a guard it is an incident, told as such
-            self._console.say(f"   step {step:3d}  the loss is NaN or Inf", "red")
+            self._is_lost = True
+            loss = f"the loss was {spell_number(self._last_loss, 3)}, a number like any other"
+            self._console.say(f"{describe_step(step)}{loss}; this optimizer step has made weights NaN", "bold red")
+        elif name == UNGUARDED:  # under a guard it is an incident, told as such
+            self._console.say(f"{describe_step(step)}the loss is NaN, and stays NaN", "bold red")
 
     def incident(self, incident: Incident) -> None:
-        self._console.say(f"   step {incident.step:3d}  {incident.finding.message}", "yellow")
-        self._console.say(f"             {incident.outcome.message}", "green")
-        cause = incident.cause
-        is_clear = cause is not None and (
-            cause.file is not None or cause.phase == "input"
-        )  # a fault from a hook is not
-        if cause is not None and is_clear and incident.step not in self._explained:
-            self._explained.add(incident.step)
-            for line in str(cause).splitlines()[1:]:
-                self._console.say(f"           {line}", "dim")
+        finding, outcome = incident.finding, incident.outcome
+        if outcome.action is Action.SKIP and incident.step in self._told:  # loss, gradient and input of one bad step
+            self._console.say(indent(shorten(f"also: {finding.kind}: {finding.message}")), "dim")
+            return
+        self._console.say(f"{describe_step(finding.step)}{finding.kind}: {finding.message}", "yellow")
+        if outcome.action not in (Action.NONE, Action.CLIP):
+            self._console.say(indent(f"done: {outcome.message}"), "bold green")
+        if incident.cause is not None:
+            for line, style in describe_cause(incident.cause):
+                self._console.say(line, style)
+        if outcome.action is Action.SKIP:
+            self._told.add(incident.step)
 
     def end(self, summary: RunSummary) -> None:
         self._bars.close()
-        took = f"{summary.num_steps} steps in {summary.seconds:.1f} s"
-        self._console.say(f"   {took}, loss on unseen waves {summary.final_loss:.4f}", "dim")
+        took = f"   {len(summary.losses)} steps in {summary.seconds:.0f} s"
+        if summary.first_bad_weight is not None:
+            took += f", the last {len(summary.losses) - summary.first_bad_weight - 1} of them for nothing"
+        self._console.say(f"{took}.")
 
 
 def _tell_plan(console: Console, settings: DemoSettings) -> None:
+    console.say("A small transformer learns to write. Twice: same weights, same text, same three faults.", "bold")
     console.say(
-        f"A small transformer learns to continue noisy waves: {settings.num_steps} steps on {settings.device}, three "
-        f"times from the same weights, clipped at norm {MAX_NORM:g}."
+        f"{settings.num_layers} {'block' if settings.num_layers == 1 else 'blocks'} of width {settings.width}, AdamW, "
+        f"gradients clipped at norm {MAX_NORM:g}, {settings.num_steps} steps on {settings.device}. Nothing is "
+        "downloaded: the text is made here."
     )
-    console.say(
-        f"Two faults: one gradient element is Inf at step {settings.gradient_fault_step}, one sample of the batch is "
-        f"NaN at step {settings.batch_fault_step}."
-    )
+    console.say()
+    faults = settings.faults.list()
+    width = max(len(fault.what) for fault in faults)
+    for fault in faults:
+        console.say(f"{describe_step(fault.step)}{fault.what:<{width}}   ({fault.origin})", "magenta")
 
 
-def _tell_end(console: Console, comparison: Comparison, folder: Path) -> None:
-    runs = (comparison.clean, comparison.unguarded, comparison.guarded)
-    rows = [
-        (r.name, f"{r.final_loss:.4f}", "yes" if r.weights_are_finite else "no", f"{r.num_skipped} of {r.num_steps}")
-        for r in runs
-    ]
+def _tell_end(console: Console, comparison: Comparison) -> None:
+    runs = (comparison.unguarded, comparison.guarded)
     console.say()
-    header = ("run", "final loss", "finite weights", "skipped steps")
-    console.show_table(header, rows, ["" if run.weights_are_finite else "red" for run in runs])
+    console.say("The loss from the first step to the last; × is NaN", "bold")
+    for run, rows in zip(runs, draw_losses([run.losses for run in runs])):
+        for title, row in zip(["", run.name], rows):
+            console.say(f"   {title:<9}  {row}", "green" if run.weights_are_finite else "red")
+        console.say()
+    console.say(f'The trained model goes on from "{PROMPT.strip()}"', "bold")
+    for run in runs:
+        said = run.written or "nothing: all its probabilities are NaN"
+        loss = f"loss on unseen text {spell_number(run.final_loss, 3)}"
+        console.say(f"   {run.name:<9}  {said:<55}  {loss}", "green" if run.written else "red")
     console.say()
-    console.say(f"(final loss: on waves that were in no batch; {comparison.initial_loss:.4f} before training)", "dim")
     for text, fine in _conclude(comparison):
         console.say(text, "green" if fine else "red")
-    _tell_record(console, folder)
 
 
-def _conclude(comparison: Comparison) -> list[tuple[str, bool]]:
+def _conclude(comparison: Comparison) -> Iterator[tuple[str, bool]]:
     dead, guarded = comparison.unguarded, comparison.guarded
     if comparison.unguarded_died:
-        first = f"Unguarded died: weights not finite since step {dead.first_bad_weight}, loss since step "
-        lines = [(f"{first}{dead.first_bad_loss}.", True)]
+        yield f"Unguarded died at step {dead.first_bad_weight}: one NaN gradient reached the weights.", True
     else:
-        lines = [("Unguarded did not die, so this demo has shown nothing.", False)]
+        yield "Unguarded did not die, so this demo has shown nothing.", False
+    done = f"{_count(guarded.num_skipped, 'step')} skipped, {_count(guarded.num_rollbacks, 'rollback')}"
     if comparison.guarded_survived:
-        share = f"{comparison.progress:.1%} of the clean run's progress"
-        lines.append((f"Guarded survived: {guarded.num_skipped} bad steps skipped, {share}.", True))
-    elif os.environ.get("STEADYGRAD", "").lower() == "off":
-        lines.append(("Guarded was not guarded: STEADYGRAD=off is set in the environment. Unset it.", False))
+        yield f"Guarded survived: {done}, and it went on learning after each fault.", True
+    elif is_switched_off():
+        yield "Guarded was not guarded: STEADYGRAD=off is set in the environment. Unset it.", False
     else:
-        made = "" if math.isnan(comparison.progress) else f", {comparison.progress:.1%} of the clean run's progress"
-        skipped = f"{guarded.num_skipped} steps skipped for {comparison.num_faults} faults"
-        lines.append((f"Guarded did not survive: {skipped}{made}.", False))
-    return lines
+        loss = f"from {spell_number(comparison.loss_before_faults)} to {spell_number(guarded.final_loss)}"
+        yield f"Guarded did not survive: {done}, loss {loss}.", False
 
 
-def _tell_record(console: Console, folder: Path) -> None:
-    steps, incidents = (_count_lines(folder / name) for name in ("steps.jsonl", "incidents.jsonl"))
+def _tell_report(console: Console, folder: Path) -> None:
+    runs = [folder / UNGUARDED, folder / GUARDED]
+    written = [run for run in runs if (run / "run.json").is_file()]
     console.say()
-    if not steps:
-        console.say(f"No record was written to {folder}.", "red")
+    if len(written) < len(runs):
+        console.say(f"No record of the guarded run was written to {folder}.", "red")
         return
-    console.say(f"The record of the guarded run ({steps} steps, {incidents} incidents) is in {folder}", "bold")
-    console.say(f"Try: grep ERROR {folder / 'train.log'}")
+    try:
+        from steadygrad.view.render.report import write_report
+
+        write_report(runs, folder / REPORT)
+    except SteadygradError as error:  # the charting library is an extra: the story is complete without it
+        console.say(f"No report: {error}", "yellow")
+    else:
+        console.say(f"Report      {folder / REPORT}  (open it in a browser; it needs no network)", "bold")
 
 
-def _count_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else 0
+def _tell_where_next(console: Console, folder: Path, comparison: Comparison) -> None:
+    lines = [one.cause.line for one in comparison.incidents if one.cause is not None and one.cause.phase == "backward"]
+    if lines:
+        console.say(f"The line    {folder / MODEL}:{lines[0]}  (its 1e-6 belongs inside of the root)")
+    if (folder / GUARDED / "run.json").is_file():
+        console.say(f"Try         steadygrad watch {folder / GUARDED}")
+        console.say(f"            grep ERROR {folder / GUARDED / 'train.log'}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _choose_device(name: str | None) -> str:
@@ -159,13 +196,6 @@ def _choose_device(name: str | None) -> str:
         reason = str(error).splitlines()[0]
         raise UsageError(f"cannot train on device {name!r}: {reason}. Use --device cpu, or leave it out.") from None
     return name
-
-
-def _new_folder(parent: Path) -> Path:
-    """runs/demo-20260131-101500, or with -2, -3, ... when somebody was there in the same second."""
-    name = f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    names = (name if number == 1 else f"{name}-{number}" for number in range(1, 1000))
-    return next(parent / name for name in names if not (parent / name).exists())
 
 
 @contextlib.contextmanager

@@ -12,7 +12,11 @@ from steadygrad.cli.console import Console
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option(
-    "--what", default="loss,norm", show_default=True, metavar="LIST", help="loss, norm, rate, share, layers, ratios."
+    "--what",
+    default="loss,norm",
+    show_default=True,
+    metavar="LIST",
+    help="loss, norm, rate, share, layers, ratios, extra.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
 def plot(run: Path, what: str, output: Path) -> None:

@@ -11,6 +11,7 @@ from steadygrad.detect import actions, activations, graph, inputs, leading, loss
 from steadygrad.detect import gradient_flow as flow
 from steadygrad.detect import gradient_norm as norm
 from steadygrad.detect.base import FunctionRule, Rule, rule
+from steadygrad.detect.instability import InstabilityForecast
 from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, NonfiniteLoss, NonfiniteParameter
 from steadygrad.detect.scaler import ScalerCollapse
 from steadygrad.detect.start import RateTooHigh
@@ -25,7 +26,7 @@ __all__ = ["Detector", "FunctionRule", "Rule", "rule", "standard_rules"]
 def standard_rules(config: DetectConfig, *, clip_threshold: float | None = None) -> list[Rule]:
     """The rules that every Guard asks, in the order in which their Findings are told; then the user's own."""
     rules = _all_rules(config, clip_threshold)
-    names = {one.name for one in rules}
+    names = {one.name for one in rules} | {InstabilityForecast.name}
     unknown = [name for name in config.off if name not in names]
     if unknown:
         raise ConfigError(
@@ -80,6 +81,8 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         actions.FrequentClipping(config),
         actions.ManySkips(config),
         actions.FrequentActions(config),
+        # what may come
+        *([InstabilityForecast(config)] if config.forecast.enabled else []),
     ]
 
 

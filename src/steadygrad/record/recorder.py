@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from steadygrad.facts import GradientTable, Incident, StepRecord
@@ -20,7 +21,11 @@ class Sink(Protocol):
         ...
 
     def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """The per-parameter numbers of a step."""
+        """The per-parameter numbers of a step.
+
+        A sink that takes a third argument, `update_ratios`, is also given name -> update / weight where that was
+        measured, and None where it was not.
+        """
         ...
 
     def write_incident(self, incident: Incident) -> None:
@@ -42,9 +47,11 @@ class Recorder:
         """One step's scalars, to every sink."""
         self._each(lambda sink: sink.write_step(record))
 
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """The per-parameter numbers of a step, to every sink."""
-        self._each(lambda sink: sink.write_layers(step, gradients))
+    def write_layers(
+        self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
+    ) -> None:
+        """The per-parameter numbers of a step, to every sink; the ratios to those that take them."""
+        self._each(lambda sink: _write_layers(sink.write_layers, step, gradients, update_ratios))
 
     def write_incident(self, incident: Incident) -> None:
         """One event, to every sink."""
@@ -72,6 +79,16 @@ class Recorder:
                 _tell(sink, error)
                 with contextlib.suppress(Exception):  # told once; now only its files matter
                     sink.close()
+
+
+def _write_layers(
+    write: Callable[..., None], step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None
+) -> None:
+    """Asked by its signature: a sink of one's own that knows nothing of ratios must go on working."""
+    if update_ratios is not None and "update_ratios" in inspect.signature(write).parameters:
+        write(step, gradients, update_ratios=update_ratios)
+    else:
+        write(step, gradients)
 
 
 def _nothing() -> None:

@@ -66,18 +66,26 @@ class RunDirectory:
         state = " skipped" if record.skipped else f" clipped={record.clip_coefficient:.4g}" if record.clipped else ""
         rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
         told = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
-        self._log.write(f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{told}\n")
+        self._log.write(
+            f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{told}\n"
+        )
         self._unflushed += 1
         if record.skipped or self._unflushed >= self.FLUSH_EVERY:
             self.flush()
 
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """A line of layers.jsonl: name -> [norm, max_abs, num_nonfinite, zero_share]."""
+    def write_layers(
+        self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
+    ) -> None:
+        """A line of layers.jsonl: `gradients`, name -> [norm, max_abs, num_nonfinite, zero_share].
+
+        Where they were measured, also `update_ratios`: name -> norm of the update / norm of the weight.
+        """
         rows = {
             name: [stats.norm, stats.max_abs, stats.num_nonfinite, round(stats.zero_share, 6)]
             for name, stats in gradients.items()
         }
-        self._layers.write(to_json({"step": step, "gradients": rows}) + "\n")
+        ratios = {} if update_ratios is None else {"update_ratios": update_ratios}
+        self._layers.write(to_json({"step": step, "gradients": rows, **ratios}) + "\n")
 
     def write_incident(self, incident: Incident) -> None:
         """A line of incidents.jsonl and of train.log, on disk when this returns."""

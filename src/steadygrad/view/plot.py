@@ -49,6 +49,19 @@ def _plot_loss(run: RunReader, axis: Any) -> None:
     _mark(run, axis)
 
 
+def _plot_extra(run: RunReader, axis: Any) -> None:
+    known = {name: curve.points() for name, curve in run.steps.extra.items() if curve}
+    _need(list(known), "a number of the program's own (guard.log tells them)", run)
+    for name, (steps, values) in known.items():
+        axis.plot(steps, values, linewidth=0.9, label=_spell(name))
+    lows, highs = zip(*((min(values), max(values)) for _, values in known.values()))
+    if min(lows) > 0 and max(highs) / min(lows) > 100:
+        axis.set_yscale("log")
+    axis.set_ylabel("terms and other numbers")
+    _mark(run, axis)
+    axis.legend(fontsize=7, loc="upper right", framealpha=0.7)
+
+
 def _plot_norm(run: RunReader, axis: Any) -> None:
     steps, norms = run.steps.curves["grad_norm"].points()
     _need(steps, "a gradient norm", run)
@@ -122,6 +135,7 @@ PANELS: dict[str, Callable[[RunReader, Any], None]] = {
     "share": _plot_share,
     "layers": _plot_layers,
     "ratios": _plot_ratios,
+    "extra": _plot_extra,
 }
 """What can be drawn."""
 

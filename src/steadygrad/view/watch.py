@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from steadygrad.view.headline import Tone, judge_run, list_numbers
 from steadygrad.view.read.incident_log import find_action, find_step, look
+from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.sparkline import draw_bars
 from steadygrad.view.words import make_printable, spell_duration, spell_number
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 PAUSE_SECONDS = 0.5
 SLICE_SECONDS = 0.4
+MAX_EXTRA = 6
+"""Numbers of the program's own beside the others."""
 STYLES = {Tone.GOOD: "green", Tone.WARNING: "yellow", Tone.BAD: "bold red", Tone.EMPTY: "dim"}
 SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
@@ -59,7 +62,7 @@ def draw_screen(run: RunReader, width: int, height: int) -> RenderableType:
         _draw_head(run),
         _draw_curve(run, "loss", inner, bars, log=False),
         _draw_curve(run, "grad_norm", inner, bars, log=True),
-        _draw_tables(run, wide=width >= 90, rows=max(3, height - 15 - 2 * bars)),
+        _draw_tables(run, wide=width >= 90, rows=max(3, height - (16 if run.steps.last_extra else 15) - 2 * bars)),
     )
 
 
@@ -77,6 +80,9 @@ def _draw_head(run: RunReader) -> RenderableType:
     rate = run.steps.last.get("learning_rate")
     text.append("lr ", style="dim")
     text.append(spell_number(rate))
+    for i, (name, number) in enumerate(list(run.steps.last_extra.items())[:MAX_EXTRA]):
+        text.append(f"{'   ' if i else chr(10)}{make_printable(name)} ", style="dim")
+        text.append(spell_number(number))
     reading = "" if run.progress >= 1 else f", reading {run.progress:.0%}"
     foot = f"written {spell_duration(run.written, time.time())}{reading} · q quits"
     return Panel(text, title=make_printable(run.name), title_align="left", subtitle=foot, subtitle_align="right")
@@ -133,6 +139,9 @@ def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
         severity = str(look(incident, "finding", "severity") or "")
         kind, message = look(incident, "finding", "kind"), look(incident, "finding", "message")
         text.append(f"{find_step(incident):>8}  ", style="dim")
+        rank = find_rank(incident)
+        if rank is not None:
+            text.append(f"rank {rank} ", style="bold")
         text.append(make_printable(str(kind)), style=SEVERITY_STYLES.get(severity, ""))
         text.append(f" {make_printable(str(message))}")
         text.append(f"  {make_printable(find_action(incident))}\n", style="green")

@@ -17,6 +17,8 @@ from steadygrad.errors import UsageError
 from steadygrad.view.read.curve import MAX_BUCKETS
 from steadygrad.view.read.incident_log import IncidentLog, look
 from steadygrad.view.read.layer_map import LayerMap
+from steadygrad.view.read.pictures import Pictures, read_pictures
+from steadygrad.view.read.rank_log import RankLogs
 from steadygrad.view.read.step_log import StepLog
 from steadygrad.view.read.tail import Row, Tail, as_number
 
@@ -40,6 +42,7 @@ class RunReader:
         self.steps = StepLog(max_buckets=self._max_buckets)
         self.norms, self.ratios = LayerMap(), LayerMap()
         self.incidents = IncidentLog()
+        self.ranks = RankLogs(self.path, within=self._within)
         self._about_note = ""
         self._caught_up = False
 
@@ -50,6 +53,7 @@ class RunReader:
         deadline = time.monotonic() + budget_seconds
         self._caught_up = False
         changed = self._read_about()
+        self.ranks.find()
         while True:  # at least one round: however little time there is, it comes to an end
             fed = False
             for tail, feed in zip(self._tails, (self.steps.extend, self._feed_layers, self._feed_incidents)):
@@ -58,6 +62,10 @@ class RunReader:
                     return self._begin_again()
                 feed(rows)
                 fed = fed or bool(rows)
+            fed = self.ranks.read() or fed
+            if self.ranks.is_replaced:
+                return self._begin_again()
+            fed = self._take_from_ranks() or fed
             changed = changed or fed
             self._caught_up = not fed
             if not fed or time.monotonic() >= deadline:
@@ -68,6 +76,8 @@ class RunReader:
         self.update()
         for tail, feed in zip(self._tails, (self.steps.extend, self._feed_layers, self._feed_incidents)):
             feed(tail.finish())
+        self.ranks.read(finish=True)
+        self._take_from_ranks(finish=True)
         return self
 
     def _begin_again(self) -> bool:
@@ -106,7 +116,14 @@ class RunReader:
 
     def _feed_incidents(self, rows: list[Row]) -> None:
         for row in rows:
+            self.incidents.add(self.ranks.note(row))
+
+    def _take_from_ranks(self, *, finish: bool = False) -> bool:
+        """What a rank alone has told, among the incidents; says whether there was anything."""
+        own = self.ranks.release(self.steps.last_step, finish=finish)
+        for row in own:
             self.incidents.add(row)
+        return bool(own)
 
     # --- what it is -------------------------------------------------------------------------------------------------
 
@@ -135,6 +152,11 @@ class RunReader:
         return config if isinstance(config, dict) else {}
 
     @property
+    def pictures(self) -> Pictures:
+        """What the training left to be looked at, read from the disk as it is now."""
+        return Pictures() if self.path.is_file() else read_pictures(self.path, within=self._within)
+
+    @property
     def clip_threshold(self) -> float | None:
         """The fixed norm that gradients were clipped at; None when there is no single one."""
         clip = self.config.get("clip")
@@ -153,6 +175,10 @@ class RunReader:
             if tail.num_bad:
                 lines = "line" if tail.num_bad == 1 else "lines"
                 notes.append(f"{tail.num_bad} {lines} of {tail.path.name} cut short or spoilt, left out")
+        if self.ranks.num_left_out:
+            notes.append(f"{self.ranks.num_left_out} files of ranks beyond the first {len(self.ranks)} are not read")
+        if self.steps.num_extra_left_out:
+            notes.append(f"{self.steps.num_extra_left_out} more numbers of the program are in steps.jsonl, not drawn")
         if self.steps.num_returns:
             notes.append(f"the steps go back {self.steps.num_returns} times: the run was resumed from an earlier step")
         return notes

@@ -18,6 +18,10 @@ from steadygrad.view.read.tail import Row, as_number
 EDGE = 100
 """Losses kept from the beginning and from the end, for medians."""
 SHARE_BUCKETS = 120
+MAX_EXTRA = 24
+"""Numbers of the user's own that get a curve, the first that come."""
+MAX_UNKNOWN = 1000
+"""Names without a curve that are counted."""
 OURS = (
     "step",
     "loss",
@@ -64,6 +68,11 @@ class StepLog:
         """Losses that were not finite since then."""
         self.last: dict[str, float | None] = {}
         """The newest number of each column."""
+        self.extra: dict[str, Curve] = {}
+        """What the program told beside the loss, by name."""
+        self.last_extra: dict[str, float] = {}
+        self._max_buckets = max_buckets
+        self._unknown: set[str] = set()
         self.seconds = 0.0
         self._last_time = 0.0
 
@@ -80,6 +89,7 @@ class StepLog:
         self._draw(steps, columns)
         self._count(steps, skipped, clipped, found["num_dropped_microbatches"])
         self._follow_time(columns["time_seconds"])
+        self._follow_extra(steps, [row.get("extra") for row in rows])
         self.last = {name: column[-1] for name, column in columns.items()}
 
     def _number(self, found: Sequence[object]) -> list[int]:
@@ -130,6 +140,33 @@ class StepLog:
         self.clipped.extend(steps, clipped)
         where = [step for step, hit in zip(steps, skipped) if hit]
         self.skips.extend(where, [True] * len(where))
+
+    def _follow_extra(self, steps: list[int], told: list[Any]) -> None:
+        """The terms of a loss and the like; most runs have none, and pay for one look at each line."""
+        if not any(told):
+            return
+        for step, numbers in zip(steps, told):
+            if not isinstance(numbers, dict):
+                continue
+            for name, value in numbers.items():
+                number = as_number(value)
+                if number is None or not self._may_draw(name):
+                    continue
+                self.last_extra[name] = number
+                self.extra[name].extend([step], [number])
+
+    def _may_draw(self, name: str) -> bool:
+        if name not in self.extra and len(self.extra) >= MAX_EXTRA:
+            if len(self._unknown) < MAX_UNKNOWN:
+                self._unknown.add(name)
+            return False
+        self.extra.setdefault(name, Curve(max_buckets=self._max_buckets))
+        return True
+
+    @property
+    def num_extra_left_out(self) -> int:
+        """Names beyond those that have a curve."""
+        return len(self._unknown)
 
     def _follow_time(self, times: Numbers) -> None:
         """Wall clock, summed over the starts of a run that was resumed: each begins at zero."""

@@ -12,6 +12,8 @@ from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
 from steadygrad.view.words import spell_value
 
 MAX_NAMES = 400
+MAX_OPEN_ROWS = 12
+"""Rows of a table that stand in the way of nothing; longer ones are closed at first."""
 
 
 def render_about(run: RunReader) -> Html:
@@ -42,13 +44,20 @@ def render_comparison(runs: Sequence[RunReader]) -> Html:
         headline = judge_run(run)
         word = tag("span", headline.word, class_=f"badge {headline.tone}")
         rows.append([run.name, word, *(known.get(label, "-") for label in labels)])
-    table = make_table(("run", "verdict", *labels), rows)
-    differing = find_differences([flatten(run.config) for run in runs])
+    return join([make_table(("run", "verdict", *labels), rows), _render_differences(runs)])
+
+
+def _render_differences(runs: Sequence[RunReader]) -> Html | None:
+    """The settings that differ, of the runs that tell theirs: a run without any differs in nothing."""
+    told = [run for run in runs if run.config]
+    if len(told) < 2:
+        return None
+    differing = find_differences([flatten(run.config) for run in told])
     if not differing:
-        return join([table, tag("p", "Their settings are the same.", class_="note")])
+        return tag("p", "Their settings are the same.", class_="note")
     settings = [[name, *map(spell_value, values)] for name, values in differing.items()]
-    header = ("setting that differs", *(run.name for run in runs))
-    return join([table, make_table(header, settings)])
+    table = make_table(("setting that differs", *(run.name for run in told)), settings)
+    return table if len(settings) <= MAX_OPEN_ROWS else _fold(f"{len(settings)} settings that differ", table)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from steadygrad.view.words import spell_number
 
 CHARTS = {
     "loss": "Loss",
+    "extra": "Terms and other numbers",
     "norm": "Gradient norm",
     "rate": "Learning rate",
     "share": "Share of steps clipped and skipped",
@@ -25,6 +26,7 @@ CHARTS = {
 """Each chart, and its title."""
 ABOUT = {
     "loss": "Below it, what happened and where; a click on a mark opens its incident.",
+    "extra": "What the program told beside the loss; a click on a name hides it.",
     "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
     "rate": "The largest of the parameter groups.",
     "share": "Of the steps in each stretch of the run.",
@@ -49,6 +51,7 @@ def describe_charts(run: RunReader) -> dict[str, Any]:
     return {
         "name": run.name,
         "curves": {name: _list_points(*curve.points()) for name, curve in steps.curves.items() if curve},
+        "extra": {name: _list_points(*curve.points()) for name, curve in steps.extra.items() if curve},
         "shares": {"clipped": _list_points(*steps.clipped.points()), "skipped": _list_points(*steps.skipped.points())},
         "threshold": run.clip_threshold,
         "marks": _list_marks(run),
@@ -63,6 +66,9 @@ def summarise_chart(run: RunReader, chart: str) -> str:
     steps = run.steps
     if chart == "loss":
         return f"Loss from {spell_number(first_loss(run))} to {spell_number(last_loss(run))}."
+    if chart == "extra":
+        last = (f"{name} {spell_number(number)}" for name, number in steps.last_extra.items())
+        return f"At the end: {', '.join(last)}."
     if chart == "norm" and steps.worst_norm is not None:
         return f"Gradient norm, at most {spell_number(steps.worst_norm[0])} at step {steps.worst_norm[1]}."
     if chart == "share":

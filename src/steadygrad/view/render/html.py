@@ -12,7 +12,7 @@ from typing import Any
 
 from steadygrad.record.encode import to_plain
 
-VOID = ("meta", "br", "link")
+VOID = ("meta", "br", "img", "link")
 
 
 class Html(str):

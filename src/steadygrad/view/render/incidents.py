@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from steadygrad.view.read.incident_log import IncidentLog, KindTotal, find_action, find_step, look
+from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.tail import Row
 from steadygrad.view.render.charts import MARKS
 from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
@@ -54,11 +55,12 @@ def render_incident(incident: Row, number: int) -> Html:
     """One incident, closed; opens by click or by keyboard."""
     severity = str(look(incident, "finding", "severity") or "unknown")
     kind = str(look(incident, "finding", "kind") or "unknown")
-    step, action = find_step(incident), find_action(incident)
+    step, action, rank = find_step(incident), find_action(incident), find_rank(incident)
     summary = tag(
         "summary",
         tag("span", severity, class_=f"badge {_as_class(severity)}"),
         tag("span", f"step {step:,}", class_="step"),
+        None if rank is None else tag("span", f"rank {rank}", class_="badge rank"),
         tag("strong", kind),
         tag("span", str(look(incident, "finding", "message") or ""), class_="message"),
         tag("span", MARKS.get(action, action), class_="did") if action != "none" else None,

@@ -1,4 +1,4 @@
-"""A run -> the parts of its page: headline, tiles, notes, charts, incidents, settings.
+"""A run -> the parts of its page: headline, tiles, notes, charts, pictures, ranks, incidents, settings.
 
 Report and live page share them; the live page sends a part again when its text has changed.
 """
@@ -11,8 +11,10 @@ from steadygrad.view.render.about import render_about
 from steadygrad.view.render.charts import ABOUT, CHARTS, summarise_chart
 from steadygrad.view.render.html import Html, join, tag
 from steadygrad.view.render.incidents import render_incidents
+from steadygrad.view.render.pictures import render_pictures
+from steadygrad.view.render.ranks import render_ranks
 
-WIDE = ("loss", "norm", "layers", "ratios")
+WIDE = ("loss", "extra", "norm", "layers", "ratios")
 
 
 def render_parts(run: RunReader) -> dict[str, Html]:
@@ -21,7 +23,9 @@ def render_parts(run: RunReader) -> dict[str, Html]:
         "headline": _render_headline(run),
         "tiles": _render_tiles(run),
         "notes": _render_notes(run),
-        "incidents": render_incidents(run.incidents),
+        "pictures": render_pictures(run.pictures),
+        "ranks": render_ranks(run.ranks),
+        "incidents": _render_incidents(run),
         "about": render_about(run),
     }
 
@@ -40,6 +44,8 @@ def render_run(run: RunReader, key: str, *, level: str = "h2") -> Html:
         place("tiles"),
         place("notes"),
         tag("div", *(_render_chart(run, key, chart) for chart in CHARTS), class_="charts"),
+        place("pictures"),
+        place("ranks"),
         tag("section", tag("h3", "Incidents"), place("incidents"), id=f"{key}-incidents", tabindex="-1"),
         tag("section", tag("h3", "Configuration and machine"), place("about"), id=f"{key}-about", tabindex="-1"),
         class_="run",
@@ -82,6 +88,12 @@ def _render_headline(run: RunReader) -> Html:
 def _render_tiles(run: RunReader) -> Html:
     tiles = (tag("div", tag("dt", name), tag("dd", value)) for name, value in list_numbers(run).items())
     return tag("dl", *tiles, class_="tiles")
+
+
+def _render_incidents(run: RunReader) -> Html:
+    if run.steps.num_nonfinite and not run.incidents.count:
+        return tag("p", "Steps were not finite, and no guard was there to say why.", class_="note")
+    return render_incidents(run.incidents)
 
 
 def _render_notes(run: RunReader) -> Html:

@@ -113,10 +113,20 @@ const steadygrad = (() => {
     })];
   }
 
+  function drawExtra(run) {
+    const names = Object.keys(run.extra || {}).filter((name) => has(run.extra[name]));
+    if (!names.length) return null;
+    const traces = names.map((name, i) => line(run.extra[name], name, ROUND[i % ROUND.length]));
+    const low = Math.min(...traces.map((trace) => Math.min(...trace.y)));
+    const high = Math.max(...traces.map((trace) => Math.max(...trace.y)));
+    const yaxis = { type: low > 0 && high / low > 100 ? "log" : "linear", exponentformat: "power" };
+    return [traces, layout(290, { showlegend: true, lastStep: run.last_step, yaxis, margin: { ...MARGIN, t: 40 } })];
+  }
+
   function drawSteps(run, points, name, paint, yaxis) {
     if (!has(points)) return null;
     const steps = { color: color(paint), width: 1.4, shape: "hv" };
-    const more = { lastStep: run.last_step, yaxis: { exponentformat: "power", ...yaxis } };
+    const more = { lastStep: run.last_step, yaxis: { exponentformat: "power", automargin: true, ...yaxis } };
     return [[line(points, name, paint, { line: steps })], layout(230, more)];
   }
 
@@ -179,7 +189,7 @@ const steadygrad = (() => {
   }
 
   const DRAW = {
-    loss: drawLoss, norm: drawNorm, share: drawShare,
+    loss: drawLoss, extra: drawExtra, norm: drawNorm, share: drawShare,
     rate: (run) => drawSteps(run, run.curves.learning_rate, "learning rate", "--teal", { rangemode: "tozero" }),
     scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple", { type: "log" }),
     layers: (run) => drawCells(run.norms, "norm", null, run.last_step),

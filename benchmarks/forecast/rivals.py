@@ -1,0 +1,95 @@
+"""What the forecast is compared with: rules of one number. A run's finite losses and norms -> a score for each step.
+
+They are judged as the forecast is, with a threshold chosen on the same programs for the same false alarms. A score
+looks at this step and those before it only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from traces import Run, Steps
+
+Score = Callable[[np.ndarray, np.ndarray], np.ndarray]
+FEWEST = 12
+"""Values that a window must hold before its spread means anything."""
+
+
+def look_back(values: np.ndarray, window: int) -> np.ndarray:
+    """[steps, window]: the values before each step, NaN where there were none yet."""
+    padded = np.concatenate([np.full(window, np.nan), values])
+    return np.lib.stride_tricks.sliding_window_view(padded, window)[: len(values)]
+
+
+def deviate(values: np.ndarray, window: int, least: float) -> np.ndarray:
+    """Standard deviations above the mean of the `window` values before; 0 while they are few."""
+    past = look_back(values, window)[FEWEST:]
+    score = (values[FEWEST:] - np.nanmean(past, axis=1)) / np.maximum(np.nanstd(past, axis=1), least)
+    return np.concatenate([np.zeros(len(values[:FEWEST])), score])
+
+
+def average(values: np.ndarray, num_steps: float) -> np.ndarray:
+    """Exponential average over about this many steps."""
+    share, smooth = 1.0 / num_steps, values[:1].tolist()
+    for value in values[1:].tolist():
+        smooth.append(smooth[-1] + share * (value - smooth[-1]))
+    return np.array(smooth)
+
+
+def cusum_of_norm(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """One-sided: sums of (z - 0.5) that never go below 0, z of the log norm from the last 64."""
+    z = np.minimum(deviate(np.log(np.maximum(norms, 1e-30)), 64, 0.02), 10.0)
+    return np.array(list(itertools.accumulate(z.tolist(), lambda total, one: max(0.0, total + one - 0.5))))
+
+
+def norm_threshold(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """The norm itself: one threshold for all, as `if norm > 100`."""
+    return norms
+
+
+def norm_over_median(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """The norm over the median of the 64 before."""
+    usual = np.concatenate([norms[:1], np.nanmedian(look_back(norms, 64)[1:], axis=1)])
+    return norms / np.maximum(usual, 1e-30)
+
+
+def loss_above_best(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """A moving average of the loss over the lowest that it ever was."""
+    smooth = average(losses, 4)
+    return smooth / np.maximum(np.minimum.accumulate(smooth), 1e-12)
+
+
+def loss_deviations(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """Standard deviations above the mean of the last 128 losses, as OLMo-core counts."""
+    return deviate(losses, 128, 1e-12)
+
+
+def loss_trend(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
+    """An average of the log loss over 4 steps less one over 32."""
+    logs = np.log(np.maximum(losses, 1e-12))
+    return average(logs, 4) - average(logs, 32)
+
+
+RIVALS: dict[str, Score] = {
+    "CUSUM on the norm": cusum_of_norm,
+    "norm threshold": norm_threshold,
+    "norm over its median": norm_over_median,
+    "loss above its best": loss_above_best,
+    "loss, standard deviations": loss_deviations,
+    "loss trend": loss_trend,
+}
+
+
+def score_rival(rival: Score, runs: list[Run], steps: Steps) -> np.ndarray:
+    """The rival's score at each of the judged steps; steps that are not finite are kept from it."""
+    scores = np.zeros(len(steps.run))
+    borders = np.flatnonzero(np.diff(steps.run, prepend=-1, append=-1))
+    for begin, end in itertools.pairwise(borders):
+        rows = runs[steps.run[begin]].rows[: steps.step[end - 1] + 1].astype(float)
+        good = np.isfinite(rows[:, 0]) & np.isfinite(rows[:, 1]) & (rows[:, 5] == 0)
+        told = np.zeros(len(rows))
+        told[good] = rival(rows[good, 0], rows[good, 1])
+        scores[begin:end] = told[steps.step[begin:end]]
+    return scores

@@ -1,0 +1,158 @@
+"""The source -> the tables of docs/rules.md and docs/policies.md, so that no number on those pages is written by hand.
+
+    python docs/_site/tables.py      writes them into the pages; a test says when that was forgotten
+
+Rules are asked for their names and first sentences, settings for their defaults and the text under each field, the
+policy for its ladders. Everything between two markers of a page is replaced, nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from steadygrad.config import DetectConfig, Policy
+from steadygrad.decide.table import Rung, build_table
+from steadygrad.detect import standard_rules
+
+DOCS = Path(__file__).parent.parent
+FAMILIES = {
+    "nonfinite": "Not finite",
+    "start": "The first steps",
+    "loss": "Loss",
+    "loss_trend": "Loss",
+    "validation": "Validation",
+    "gradient_norm": "Gradient norm",
+    "gradient_flow": "Single gradients",
+    "leading": "Before the loss shows it",
+    "inputs": "Inputs",
+    "activations": "Activations",
+    "parameters": "Weights",
+    "graph": "The program, looked at once",
+    "scaler": "Loss scale",
+    "actions": "Habits",
+}
+"""Module of the rule -> title; others stand under their own name."""
+
+
+def render_rules() -> str:
+    """A table for each family of rules: name, what it says, what is done."""
+    ladders = build_table(Policy())
+    families: dict[str, list[str]] = {}
+    for rule in standard_rules(DetectConfig(), clip_threshold=1.0):
+        module = type(rule).__module__.rpartition(".")[2]
+        done = " → ".join(map(spell_rung, ladders.get(rule.name, ()))) or "told"
+        row = f"| `{rule.name}` | {spell_docstring(type(rule))} | {done} |"
+        families.setdefault(FAMILIES.get(module, module), []).append(row)
+    head = "| rule | what it says | by default |\n|---|---|---|"
+    return "\n\n".join(f"### {title}\n\n{head}\n" + "\n".join(rows) for title, rows in families.items())
+
+
+def render_thresholds() -> str:
+    """A table for each group of thresholds."""
+    groups: dict[str, Any] = {"": DetectConfig()}
+    groups |= {f.name: v for f in dataclasses.fields(DetectConfig) if dataclasses.is_dataclass(v := _default(f))}
+    parts = []
+    for name, group in groups.items():
+        title = "DetectConfig" if not name else f"DetectConfig.{name}: {type(group).__name__}"
+        parts.append(f"### `{title}`\n\n{spell_docstring(type(group))}\n\n{render_fields(group)}")
+    return "\n\n".join(parts)
+
+
+def render_policy() -> str:
+    """The fields of a Policy."""
+    return render_fields(Policy())
+
+
+def render_ladders() -> str:
+    """What is done about each kind of finding, mildest first."""
+    rows = [f"| `{kind}` | {' → '.join(map(spell_rung, ladder))} |" for kind, ladder in build_table(Policy()).items()]
+    return "\n".join(["| finding | what is done, and what comes next |", "|---|---|", *rows])
+
+
+def render_fields(settings: Any) -> str:
+    """Field, default and the text below it."""
+    texts = read_field_texts(type(settings))
+    rows = [
+        f"| `{f.name}` | {spell_value(getattr(settings, f.name))} | {texts[f.name]} |"
+        for f in dataclasses.fields(settings)
+        if not dataclasses.is_dataclass(getattr(settings, f.name))
+    ]
+    return "\n".join(["| field | default | what it is |", "|---|---|---|", *rows])
+
+
+def spell_rung(rung: Rung) -> str:
+    """One action in words."""
+    by = "" if rung.factor is None else f" × {rung.factor:g}"
+    words = {
+        "skip": "skip",
+        "scale_lr": f"learning rate{by}",
+        "scale_weight_decay": f"weight decay{by}",
+        "rollback": "rollback" if rung.factor in (None, 1.0) else f"rollback, learning rate{by}",
+    }
+    after = f" (after {rung.after} in a row)" if rung.after > 1 else ""
+    return words.get(rung.action.value, rung.action.value) + after
+
+
+def spell_value(value: Any) -> str:
+    """A default as a person writes it."""
+    if value is None or isinstance(value, bool):
+        return f"`{value}`"
+    if isinstance(value, int | float):
+        return f"{value:g}" if abs(value) < 1e6 else f"{value}"
+    return "none" if not value else f"`{value}`"
+
+
+def spell_docstring(thing: type) -> str:
+    """The first paragraph, on one line."""
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def read_field_texts(kind: type) -> dict[str, str]:
+    """Field -> the string that stands below it in the class."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, below in zip(tree.body, [*tree.body[1:], None]):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            texts[field.target.id] = " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore[union-attr]
+    return {name: text.replace("|", "\\|") for name, text in texts.items()}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "rules.md": {"rules": render_rules, "thresholds": render_thresholds},
+    "policies.md": {"ladders": render_ladders, "policy": render_policy},
+}
+"""Page -> marker -> what stands there."""
+
+
+def fill(page: str, text: str) -> str:
+    """The page's text with its tables as the source has them now."""
+    for marker, render in TABLES[page].items():
+        pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
+        made = f"\n{render()}\n\n"
+        text, count = pattern.subn(lambda match, made=made: f"{match[1]}{made}{match[2]}", text)
+        assert count == 1, f"{page} has {count} places for {marker}"
+    return text
+
+
+def write_pages(pages: Iterable[str] = TABLES) -> None:
+    """Bring the pages up to date."""
+    for page in pages:
+        path = DOCS / page
+        path.write_text(fill(page, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_pages()

@@ -1,0 +1,192 @@
+"""`steadygrad tune`: a recipe or a function of a script in; settings, a picture and a page of evidence out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from steadygrad.cli.console import Console
+from steadygrad.cli.exit_codes import DONE, FAILED
+from steadygrad.cli.recipe_fields import find_field, list_fields, merge, nest, read_value, set_path
+from steadygrad.cli.run_folder import name_folder
+from steadygrad.config.plain import build, read_mapping, to_plain
+from steadygrad.errors import ConfigError, UsageError
+from steadygrad.recipes.catalogue import find_recipe
+
+RUNS = Path("runs")
+
+
+@click.command()
+@click.argument("target", metavar="RECIPE|SCRIPT:FUNCTION")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The recipe's fields, from a YAML or TOML file.",
+)
+@click.option("--quick", is_flag=True, help="The recipe as `steadygrad train RECIPE --quick` runs it.")
+@click.option("--set", "fields", multiple=True, metavar="FIELD=VALUE", help="A field of the recipe; may be repeated.")
+@click.option(
+    "--search",
+    metavar="NAMES",
+    help="Search these with Optuna: lr,warmup,clip,weight_decay,betas,precision,batch,accumulation.",
+)
+@click.option(
+    "--trials",
+    type=int,
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Trials of the search, of all workers together.",
+)
+@click.option(
+    "--steps", type=int, metavar="N", help="Steps of a trial.  [default: so that all stays a tenth of the training]"
+)
+@click.option(
+    "--storage", metavar="URL", help="Optuna's storage, shared by all workers.  [default: tune.db in the run directory]"
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where everything is written.  [default: runs/tune-<target>-<time>]",
+)
+@click.option("--resume", is_flag=True, help="Go on with the tuning in --run-dir, or join it as one more worker.")
+@click.pass_context
+def tune(context: click.Context, **options: Any) -> None:
+    """Choose settings by how stable training is with them.
+
+    First a range test: steps at rising learning rates, watched by the guard's rules. Then the given settings against
+    the suggested ones, in two orders of the data, and with --search a search between them. Every trial begins with the
+    same weights and random numbers, and ends in the step in which it breaks. SCRIPT:FUNCTION is a Python file and a
+    function in it that returns (model, optimizer, loss_fn, loader), or a steadygrad.tune.Tunable.
+
+    Several workers share a search: start the command several times with the same --run-dir and --resume, or once by
+    torchrun. Exit code 0: settings were chosen, or kept; 2: nothing that was tried works, or it could not be tried.
+
+    \b
+    Example:
+      steadygrad tune seo --quick
+      steadygrad tune mmdit --search lr,warmup,clip --trials 30 --run-dir runs/tuned
+      steadygrad train mmdit --config runs/tuned/tuned.yaml
+      steadygrad tune train.py:make --search lr,batch
+    """
+    context.exit(run_tuning(Console(), **options))
+
+
+def run_tuning(
+    console: Console,
+    *,
+    target: str,
+    config_file: Path | None,
+    quick: bool,
+    fields: tuple[str, ...],
+    search: str | None,
+    trials: int,
+    steps: int | None,
+    storage: str | None,
+    run_dir: Path | None,
+    resume: bool,
+) -> int:
+    """Tune, tell, write; the exit code."""
+    from steadygrad.tune.ledger import Ledger
+    from steadygrad.tune.settings import read_search
+    from steadygrad.tune.space import check_search
+    from steadygrad.tune.tuning import Tuning, describe_request
+    from steadygrad.tune.write import write_tuning
+
+    names = () if search is None else read_search(search)
+    rank, is_shared = join_ranks(run_dir)
+    is_script = ":" in target
+    folder = run_dir if run_dir is not None else name_folder(RUNS, f"tune-{Path(target).stem if is_script else target}")
+    resume = resume or is_shared
+    subject = open_target(target, config_file, quick=quick, fields=fields)
+    check_search(subject, names)
+    plan = plan_steps(subject.tunable.num_steps, folder, trials=trials if names else 0, steps=steps, resume=resume)
+    request = describe_request(target, None if is_script else to_plain(subject.config), plan, names)
+    ledger = Ledger(folder, request, resume=resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    console.say(f"Tuning {target} in {folder}", "bold")
+    if subject.note:
+        console.say(f"It is {subject.note}.")
+    tuning = Tuning(subject, plan, ledger, tell=console.say, track=console.track)
+    tuned = tuning.run(names, storage, folder, seed=None if resume else rank)
+    tell_choice(console, tuned, write_tuning(tuned, folder))
+    return DONE if tuned.choice.works else FAILED
+
+
+def open_target(target: str, config_file: Path | None, *, quick: bool, fields: tuple[str, ...]) -> Any:
+    """What is to be tuned; UsageError when it cannot be."""
+    from steadygrad.tune.programs import open_recipe
+    from steadygrad.tune.target import open_script
+
+    if ":" in target:
+        if config_file is not None or quick or fields:
+            raise UsageError(
+                f"--config, --quick and --set are for recipes, and {target} is a script. Set it up inside."
+            )
+        return open_script(target)
+    if target.endswith(".py"):
+        raise UsageError(f"{target} names no function. Write {target}:FUNCTION, one that returns what is trained.")
+    recipe = find_recipe(target)
+    package = recipe.load()
+    values = nest(package.QUICK) if quick else {}
+    if config_file is not None:
+        try:
+            values = merge(values, nest(read_mapping(config_file)))
+        except ConfigError as error:
+            raise ConfigError(f"{config_file}: {error}") from None
+    known = list(list_fields(package.Config))
+    for item in fields:
+        name, sign, text = item.partition("=")
+        if not sign:
+            raise UsageError(f"--set got {item!r}, which has no value. Write --set FIELD=VALUE.")
+        found = find_field(name, known, getattr(package, "ALIASES", {}), recipe.name)
+        set_path(values, found.path, read_value(found, text))
+    return open_recipe(recipe.name, build(package.Config, values))
+
+
+def plan_steps(num_steps: int | None, folder: Path, *, trials: int, steps: int | None, resume: bool) -> Any:
+    """How much is tried; a tuning that goes on keeps the steps it began with, so that trials can be compared."""
+    import dataclasses
+
+    from steadygrad.tune.ledger import read_steps
+    from steadygrad.tune.plan import make_plan
+
+    plan = make_plan(num_steps, trials=trials, steps=steps)
+    before = read_steps(folder) if resume else None
+    if before is None:
+        return plan
+    return dataclasses.replace(plan, range_steps=before[0], trial_steps=steps or before[1])
+
+
+def join_ranks(run_dir: Path | None) -> tuple[int, bool]:
+    """This worker's number, and whether torchrun has started several; each takes a device of its own."""
+    rank, num = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if num > 1 and run_dir is None:
+        raise UsageError(f"{num} workers were started and must share a folder. Give them one by --run-dir.")
+    if num > 1:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return rank, num > 1
+
+
+def tell_choice(console: Console, tuned: Any, files: list[Path]) -> None:
+    """What was chosen, and where it lies."""
+    from steadygrad.tune.write import describe_share
+
+    choice = tuned.choice
+    for name, before, after, _ in tuned.evidence:
+        line = f"{name}: {before} -> {after}" if before != after else f"{name}: {before}, kept"
+        console.say(line, "green" if before != after else "")
+    console.say(f"{choice.reason[:1].upper()}{choice.reason[1:]}.", "" if choice.works else "red")
+    console.say(f"{describe_share(tuned)}.")
+    console.say(f"Written: {', '.join(map(str, files))}")
+    if tuned.target.is_recipe and choice.works:
+        console.say(f"Train with: steadygrad train {tuned.target.name} --config {files[0]}", "bold")

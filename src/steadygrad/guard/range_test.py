@@ -1,0 +1,208 @@
+"""A guard's training, tried at rising learning rates -> a RateCurve; the training is left bit for bit as it was.
+
+Each step is measured, clipped and judged by the guard's own rules at a rate that grows by the same factor every step,
+until training breaks or the range ends. Groups keep their proportions, and no scheduler moves meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.config import GuardConfig
+from steadygrad.errors import UnsupportedError, UsageError
+from steadygrad.facts import Finding, Reading, Severity
+from steadygrad.guard.edge import EdgeWatch, keep_telling
+from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.rate_curve import RateCurve, RatePoint, read_curve
+from steadygrad.guard.rehearsal import MakeGuard, Rehearsal, draw_batches
+
+KIND = "learning_rate_test"
+MIN_STEPS = 10
+MAX_FACTOR = 2.0
+"""From one step to the next: what grows faster is a restart to the rules, after which a loss may rise."""
+
+
+def find_lr(
+    parts: Parts,
+    moment: Moment,
+    fn: Callable[[Any], Any],
+    loader: Iterable[Any],
+    *,
+    make_guard: MakeGuard,
+    start: float,
+    end: float,
+    steps: int,
+    microbatches: int,
+) -> RateCurve:
+    """The range test on the training of a guard; that guard's own state is not touched either."""
+    check_range(start, end, steps, microbatches)
+    _check_moment(parts, moment)
+    logged = moment.logged  # `fn` may call guard.log
+    moment.logged = {}
+    try:
+        rehearsal = Rehearsal(
+            parts.model, parts.optimizers, loader, make_guard=make_guard, extras={"scaler": parts.user_scaler}
+        )
+        clip = None if parts.clipper is None else parts.clipper.state_dict()
+        return run_range(
+            rehearsal,
+            fn,
+            parts.config,
+            start=start,
+            end=end,
+            steps=steps,
+            microbatches=microbatches,
+            scaler=parts.user_scaler,
+            clip=clip,
+        )
+    finally:
+        moment.logged = logged
+
+
+def run_range(
+    rehearsal: Rehearsal,
+    fn: Callable[[Any], Any],
+    config: GuardConfig,
+    *,
+    start: float,
+    end: float,
+    steps: int,
+    microbatches: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    clip: Any = None,
+    tell: Callable[[RatePoint], None] | None = None,
+) -> RateCurve:
+    """Steps at rates from `start` to `end`; `tell` hears of each."""
+    check_range(start, end, steps, microbatches)
+    config = dataclasses.replace(config, measure=dataclasses.replace(config.measure, parameters_every=1))
+    rates, points, why = RateSetter(rehearsal.optimizers), [], ""
+    watch = EdgeWatch(num_first=max(5, steps // 10))
+    with rehearsal.attempt(config, scaler) as guard:
+        if clip is not None and guard._parts.clipper is not None:
+            guard._parts.clipper.load_state_dict(clip)
+        for rate, reading, found in _ramp(
+            guard, rates, fn, rehearsal.loader, spread_rates(start, end, steps), microbatches
+        ):
+            points.append(make_point(rate, reading, found))
+            if tell is not None:
+                tell(points[-1])
+            why = watch.observe(reading, found) or ""
+            if why:
+                break
+        findings = keep_telling(guard.findings)
+    return read_curve(points, base_rate=rates.base, why_ended=why, start=watch.start, findings=findings)
+
+
+def _ramp(
+    guard: Any, rates: RateSetter, fn: Callable[[Any], Any], loader: Iterable[Any], wanted: Sequence[float], micro: int
+) -> Iterator[tuple[float, Reading, list[Finding]]]:
+    batches = draw_batches(loader)
+    for rate in wanted:
+        rates.set(rate)
+        before = len(guard.findings)
+        reading = make_step(guard, fn, islice(batches, micro))
+        yield rate, reading, guard.findings[before:]
+
+
+def make_step(guard: Any, fn: Callable[[Any], Any], batches: Iterable[Any]) -> Reading:
+    """One optimizer step from all of these microbatches, judged."""
+    for batch in batches:
+        guard.backward(fn, batch)
+    guard.step()
+    guard.flush()
+    reading: Reading = guard._parts.judgement.last_reading
+    return reading
+
+
+def make_point(rate: float, reading: Reading, findings: Sequence[Finding]) -> RatePoint:
+    """What stays of one step."""
+    ratios = [ratio for ratio in (reading.update_ratios or {}).values() if math.isfinite(ratio)]
+    return RatePoint(
+        rate=rate,
+        loss=reading.loss,
+        grad_norm=reading.grad_norm,
+        update_ratio=statistics.median(ratios) if ratios else None,
+        clipped=reading.clipped,
+        skipped=reading.skipped,
+        kinds=tuple(dict.fromkeys(finding.kind for finding in keep_telling(findings))),
+    )
+
+
+def spread_rates(start: float, end: float, steps: int) -> list[float]:
+    """From `start` to `end`, each the same factor above the one before."""
+    return [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
+
+
+class RateSetter:
+    """Sets the learning rate of all groups; a group keeps its share of the highest."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        given = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
+        self.base = max(given)
+        """The highest rate that the groups were made with."""
+        self._shares = [rate / self.base for rate in given] if self.base > 0 else [1.0] * len(given)
+
+    def set(self, rate: float) -> None:
+        """The highest group's rate; a tensor is written in place, for graphs that hold it."""
+        for group, share in zip(self._groups, self._shares):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * share)
+            else:
+                group["lr"] = rate * share
+
+
+def describe_test(step: int, curve: RateCurve) -> Finding:
+    """The one line that a record has of a test."""
+    low, high = curve.points[0].rate, curve.points[-1].rate
+    return Finding(
+        kind=KIND,
+        severity=Severity.INFO,
+        step=step,
+        message=f"learning rates from {low:.3g} to {high:.3g} were tried in {len(curve.points)} steps and undone; "
+        f"suggested: {curve.suggested:.3g}",
+        evidence={"suggested": curve.suggested, "largest_quiet": curve.largest_quiet, "num_steps": len(curve.points)},
+    )
+
+
+def check_range(start: float, end: float, steps: int, microbatches: int = 1) -> None:
+    """UsageError when no test can be made of these."""
+    if not 0 < start < end < math.inf:
+        raise UsageError(
+            f"find_lr goes from start to end, got start={start:g} and end={end:g}. Give 0 < start < end, 1e-7 and 10 "
+            "for example."
+        )
+    if steps < MIN_STEPS:
+        raise UsageError(f"find_lr got steps={steps}, too few to see a slope. Give at least {MIN_STEPS}; 100 is good.")
+    factor = (end / start) ** (1 / (steps - 1))
+    if factor > MAX_FACTOR:
+        least = math.ceil(math.log(end / start, MAX_FACTOR)) + 1
+        raise UsageError(
+            f"find_lr would multiply the rate by {factor:.3g} from one step to the next: {steps} steps are too few "
+            f"from {start:g} to {end:g}. Give at least {least} steps, or a narrower range."
+        )
+    if microbatches < 1:
+        raise UsageError(f"find_lr got microbatches={microbatches}. Give the number of batches of one step, 1 or more.")
+
+
+def _check_moment(parts: Parts, moment: Moment) -> None:
+    if parts.off:
+        raise UsageError("find_lr needs the guard, and STEADYGRAD=off is set. Unset it for the test.")
+    if moment.batches.num:
+        raise UsageError(
+            f"find_lr was called with {moment.batches.num} microbatches of a step under way. Call it after "
+            "guard.step()."
+        )
+    if parts.ranks.many:
+        raise UnsupportedError(
+            f"find_lr tries rates on one process, and {parts.ranks.num} ranks train together here. Run it once on one "
+            "rank, before the model is wrapped, and give the rate to all."
+        )

@@ -1,0 +1,201 @@
+"""RateCurve: what a range test has seen at each learning rate -> the rates that matter, and one to train with.
+
+Plain numbers, no torch. The suggested rate is never above one that was seen to be quiet.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steadygrad.facts import Finding
+from steadygrad.record.encode import to_plain
+from steadygrad.view.rate_plot import plot_rates
+
+BELOW_EDGE = 4.0
+"""The suggestion stays this factor below the edge: the edge of a ramp is found late, by weights that have adapted."""
+BELOW_FINDING = 2.0
+"""... and this factor below the first finding."""
+LEAST_FALL = 2.0
+"""Standard deviations of the first losses by which the loss must fall for its slope to mean something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatePoint:
+    """One step of a range test."""
+
+    rate: float
+    loss: float | None
+    grad_norm: float
+    update_ratio: float | None
+    """Update / weight of the median parameter."""
+    clipped: bool
+    skipped: bool
+    kinds: tuple[str, ...]
+    """What was found at this step, above info."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateCurve:
+    """The result of `guard.find_lr`. Rates are those of the parameter group with the highest one."""
+
+    points: tuple[RatePoint, ...] = field(repr=False)
+    smoothed: tuple[float, ...] = field(repr=False)
+    """Of each point the loss, smoothed over its neighbours; NaN where there was none."""
+    base_rate: float
+    """The rate that the optimizer was made with."""
+    largest_quiet: float
+    """Largest rate with no finding at it or below it."""
+    steepest: float | None
+    """Rate at which the loss fell fastest; None: it did not fall."""
+    edge: float | None
+    """Rate at which training broke; None: it did not within the range."""
+    why_ended: str
+    """What happened at the edge."""
+    suggested: float
+    """Rate to train with."""
+    reason: str
+    """Why that one, in a sentence."""
+    start: tuple[float, float] | None
+    """Level and spread of the first losses."""
+    findings: tuple[Finding, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        edge = "none up to the end of the range" if self.edge is None else f"{self.edge:.3g}: {self.why_ended}"
+        steepest = "the loss did not fall" if self.steepest is None else f"{self.steepest:.3g}"
+        return "\n".join(
+            (
+                f"suggested  {self.suggested:.3g} ({self.reason})",
+                f"steepest   {steepest}",
+                f"quiet      up to {self.largest_quiet:.3g}",
+                f"edge       {edge}",
+            )
+        )
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw loss, norm and update ratio over the rate, as PNG, SVG or PDF."""
+        return plot_rates(self.to_dict(), path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON takes them."""
+        plain: dict[str, Any] = to_plain(self)
+        return plain
+
+
+def read_curve(
+    points: Sequence[RatePoint],
+    *,
+    base_rate: float,
+    why_ended: str,
+    start: tuple[float, float] | None,
+    findings: Sequence[Finding] = (),
+) -> RateCurve:
+    """What the points say; with `why_ended` the last one is the edge."""
+    smoothed = smooth([p.loss for p in points])
+    edge = points[-1].rate if why_ended else None
+    loud = next((i for i, p in enumerate(points) if p.kinds or (why_ended and i == len(points) - 1)), None)
+    largest_quiet = points[-1].rate if loud is None else points[max(0, loud - 1)].rate
+    last = len(points) - (1 if why_ended else 0)
+    steepest = find_steepest(points[:last], smoothed[:last], start)
+    suggested, reason = suggest_rate(base_rate, steepest, largest_quiet, edge, is_quiet=loud is None)
+    return RateCurve(
+        points=tuple(points),
+        smoothed=tuple(smoothed),
+        base_rate=base_rate,
+        largest_quiet=largest_quiet,
+        steepest=steepest,
+        edge=edge,
+        why_ended=why_ended,
+        suggested=suggested,
+        reason=reason,
+        start=start,
+        findings=tuple(findings),
+    )
+
+
+def smooth(losses: Sequence[float | None]) -> list[float]:
+    """Each loss as the mean of the median of three, over a window of a tenth of all, both sides alike."""
+    known = [math.nan if x is None or not math.isfinite(x) else x for x in losses]
+    calm = [_median(known[max(0, i - 1) : i + 2]) for i in range(len(known))]
+    half = max(1, round(len(known) / 20))
+    return [_mean(calm[max(0, i - half) : i + half + 1]) for i in range(len(calm))]
+
+
+def find_steepest(
+    points: Sequence[RatePoint], smoothed: Sequence[float], start: tuple[float, float] | None
+) -> float | None:
+    """Rate where the smoothed loss falls fastest per factor of the rate; None when it does not fall beyond noise."""
+    if len(points) < 5 or start is None:
+        return None
+    level, spread = start
+    num = len(smoothed)
+    known = [x for x in smoothed if math.isfinite(x)]
+    if not known or level - min(known) < max(LEAST_FALL * spread / math.sqrt(3), 1e-3 * abs(level)):
+        return None
+    lowest = min(range(num), key=lambda i: smoothed[i] if math.isfinite(smoothed[i]) else math.inf)
+    half = max(2, round(num / 20))
+    slopes = {}
+    for i in range(half, min(lowest + 1, num - half)):
+        window = range(i - half, i + half + 1)
+        slopes[i] = _slope([math.log(points[j].rate) for j in window], [smoothed[j] for j in window])
+    falling = {i: slope for i, slope in slopes.items() if slope < 0}
+    return points[min(falling, key=lambda i: falling[i])].rate if falling else points[lowest].rate
+
+
+def suggest_rate(
+    base: float, steepest: float | None, largest_quiet: float, edge: float | None, *, is_quiet: bool
+) -> tuple[float, str]:
+    """The rate to train with, and why."""
+    bounds = [
+        (largest_quiet if is_quiet else largest_quiet / BELOW_FINDING, "half of the largest rate with no finding")
+    ]
+    if edge is not None:
+        bounds.append((edge / BELOW_EDGE, f"a {BELOW_EDGE:g}th of the rate at which training broke"))
+    bound, why = min(bounds, key=lambda one: one[0])
+    if steepest is None:
+        rate = min(base, bound)
+        if rate == base:
+            return rate, "the loss did not fall beyond its noise in the test, so the rate stays as it is"
+        return rate, f"the loss did not fall beyond its noise in the test; {why}"
+    if steepest <= bound:
+        return steepest, "the loss fell fastest there, and nothing was found up to it"
+    return bound, f"{why}; the loss fell fastest at {steepest:.3g}"
+
+
+def _median(values: Sequence[float]) -> float:
+    known = [x for x in values if math.isfinite(x)]
+    return statistics.median(known) if known else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [x for x in values if math.isfinite(x)]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Least squares; 0 where the values are not finite."""
+    if not all(map(math.isfinite, y)):
+        return 0.0
+    mean_x, mean_y = _mean(x), _mean(y)
+    return math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / math.fsum((a - mean_x) ** 2 for a in x)
+
+
+def restore_curve(values: Mapping[str, Any]) -> RateCurve:
+    """The curve of `to_dict()`, without its findings' words."""
+    points = [
+        RatePoint(
+            **{
+                **point,
+                "loss": None if point["loss"] is None else float(point["loss"]),
+                "grad_norm": float(point["grad_norm"]),
+                "kinds": tuple(point["kinds"]),
+            }
+        )
+        for point in values["points"]
+    ]
+    start = None if values["start"] is None else (float(values["start"][0]), float(values["start"][1]))
+    return read_curve(points, base_rate=values["base_rate"], why_ended=values["why_ended"], start=start)

@@ -1,0 +1,155 @@
+"""Rehearsal: a training -> steps that are tried on it, as often as one likes -> the same training, bit for bit.
+
+What a step can change is copied once: weights, buffers, optimizer and loss scaler, random generators, the loader's own
+generators, gradients that are lying there. `attempt()` opens a guard of its own on the same model, which writes nothing
+and acts on nothing, and puts everything back when it ends, however it ends. What a model keeps outside of buffers, and
+what hooks of the user's do outside of the model, cannot be put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from steadygrad.act.capture import Collector, Restorer, collect_state
+from steadygrad.checkpoint.position import find_generators
+from steadygrad.checkpoint.workers import copy_loader
+from steadygrad.config import DiagnoseConfig, GuardConfig, Policy, SnapshotConfig
+from steadygrad.errors import UsageError
+from steadygrad.facts import Action
+
+T = TypeVar("T")
+MakeGuard = Callable[..., Any]
+logger = logging.getLogger("steadygrad")
+
+
+class Rehearsal:
+    """The state of one training, to which it returns after each attempt."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loader: Iterable[Any],
+        *,
+        make_guard: MakeGuard,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`extras`: more that a step changes, a loss scaler for example; `make_guard` is the class Guard."""
+        refuse_iterator(loader)
+        self.model, self.optimizers, self.loader = model, list(optimizers), loader
+        self._make_guard = make_guard
+        self._extras = {name: extra for name, extra in (extras or {}).items() if extra is not None}
+        self._shared = [model, *self.optimizers, *self._extras.values()]
+        self._generators = [(one, one.get_state()) for one in find_generators(loader)]
+        self._loader_state = loader.state_dict() if _has_state(loader) else None  # type: ignore[attr-defined]
+        collector = Collector(self._shared)
+        with torch.no_grad():
+            self._state = collect_state(collector, model, self.optimizers, self._extras)
+            self._hosts = [source.tensor.to("cpu", copy=True) for source in collector.sources]
+        self._devices = [source.tensor.device for source in collector.sources]
+
+    @property
+    def random(self) -> Mapping[str, Any]:
+        """The random generators as they were."""
+        return self._state.rng
+
+    @contextlib.contextmanager
+    def attempt(self, config: GuardConfig, scaler: torch.amp.GradScaler | None = None) -> Iterator[Any]:
+        """A guard to try steps with; afterwards nothing has happened."""
+        gradients = self._set_gradients_aside()
+        modes = [(module, module.training) for module in self.model.modules()]
+        with _quiet_log():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of things that the guard of the training has told already
+                    guard = self._make_guard(self.model, self.optimizers, config=watch_only(config), scaler=scaler)
+                try:
+                    yield guard
+                finally:
+                    guard.close()
+            finally:
+                self.put_back()
+                for module, mode in modes:
+                    module.training = mode
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
+
+    def put_back(self) -> None:
+        """Everything as it was; the random generators last."""
+        for generator, state in self._generators:
+            generator.set_state(state)
+        if self._loader_state is not None:
+            self.loader.load_state_dict(self._loader_state)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            restorer = Restorer(self._state, self._hosts, self._devices, shared=self._shared)
+            restorer.restore(self.optimizers, self._extras)
+
+    def _set_gradients_aside(self) -> list[tuple[Tensor, Tensor | None]]:
+        held = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        parameters = {id(p): p for p in (*self.model.parameters(), *held)}
+        aside = [(p, p.grad) for p in parameters.values()]
+        for parameter, _ in aside:
+            parameter.grad = None
+        return aside
+
+
+def watch_only(config: GuardConfig) -> GuardConfig:
+    """The same measuring, clipping and rules; nothing is acted on, written, copied or replayed."""
+    return dataclasses.replace(
+        config,
+        on_nonfinite=Action.SKIP,
+        policy=Policy(act=False),
+        snapshots=SnapshotConfig(enabled=False),
+        diagnose=DiagnoseConfig(enabled=False),
+        measure=dataclasses.replace(config.measure, scan_every=0),
+        on_incident=None,
+    )
+
+
+def draw_batches(loader: Iterable[T]) -> Iterator[T]:
+    """The batches of a loader, pass after pass; a pass that somebody else has under way is not disturbed."""
+    own: Iterable[T] = loader
+    if isinstance(loader, DataLoader):
+        changes = {"next_iter_state": None} if hasattr(loader, "next_iter_state") else {}
+        own = copy_loader(loader, persistent_workers=False, **changes)
+    while True:
+        num = 0
+        for batch in own:
+            num += 1
+            yield batch
+        if num == 0:
+            raise UsageError("the loader has no batch, so nothing can be tried. Give one with data.")
+
+
+def refuse_iterator(loader: Any) -> None:
+    """What can be drawn from once only would be missing in the training."""
+    if isinstance(loader, Iterator):
+        raise UsageError(
+            f"the loader is a {type(loader).__name__}, whose batches can be drawn only once: those tried here would be "
+            "missing in the training. Give the loader itself, or a list of some batches."
+        )
+
+
+def _has_state(loader: Any) -> bool:
+    """Whether it must be put back by its own means; a DataLoader is copied instead."""
+    own = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+    return own and not isinstance(loader, DataLoader)
+
+
+@contextlib.contextmanager
+def _quiet_log() -> Iterator[None]:
+    """What is found in an attempt is the attempt's, not the run's."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,144 @@
+"""A folder of images and COCO-style caption files -> samples, and every row that could not become one, with why.
+
+    captions_en.json   {"images": [{"id": 1, "file_name": "a.jpg"}],
+                        "annotations": [{"id": 7, "image_id": 1, "caption": "a dog"}]}
+
+Files of several languages speak of the same images by the same ids. A row is never dropped without a word: what is
+wrong with it becomes a `LeftOut`. Only reading; pixels are decoded later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from steadygrad.errors import UsageError
+
+FORMAT = 'COCO\'s: {"images": [{"id", "file_name"}], "annotations": [{"id", "image_id", "caption"}]}'
+
+
+@dataclass(slots=True)
+class Sample:
+    """One image by its id: where it lies, and what is said of it in each language."""
+
+    id: int
+    image: Path | None = None
+    captions: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A row that is in no sample."""
+
+    file: str
+    row: str
+    reason: str
+
+
+def read_samples(
+    folder: Path, languages: Sequence[str], images: Path, *, needs_images: bool
+) -> tuple[list[Sample], list[LeftOut]]:
+    """All samples of the caption files, ordered by id."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"there is no folder {folder} (field data). Give a folder that holds captions_<language>.json files, "
+            "or leave data out to train on a set that is made."
+        )
+    if needs_images and not images.is_dir():
+        raise UsageError(
+            f"there is no folder of images at {images} (field images). Give its path, or take image out of modalities."
+        )
+    samples: dict[int, Sample] = {}
+    left_out: list[LeftOut] = []
+    files = _find_files(folder, languages)
+    for language, path in files.items():
+        _read_file(path, language, images if needs_images else None, samples, left_out)
+    return [samples[key] for key in sorted(samples)], left_out
+
+
+def _find_files(folder: Path, languages: Sequence[str]) -> dict[str, Path]:
+    """Language -> file. Without a language (image and vector only) every caption file says which images there are."""
+    there = {path.stem.removeprefix("captions_"): path for path in sorted(folder.glob("captions_*.json"))}
+    missing = [language for language in languages if language not in there]
+    if missing or not there:
+        names = ", ".join(f"captions_{language}.json" for language in missing) or "any captions_<language>.json"
+        have = f"it has captions in {', '.join(there)}" if there else "it has no captions_*.json at all"
+        raise UsageError(f"{folder} lacks {names}; {have}. Add the file, or choose other modalities.")
+    return {language: there[language] for language in languages} or there
+
+
+def _read_file(
+    path: Path, language: str, images: Path | None, samples: dict[int, Sample], left_out: list[LeftOut]
+) -> None:
+    content = _load(path)
+
+    def leave_out(row: Any, reason: str) -> None:
+        left_out.append(LeftOut(path.name, json.dumps(row, ensure_ascii=False)[:200], reason))
+
+    known: set[int] = set()
+    for row in content["images"]:
+        reason = _find_image_fault(row, known)
+        if reason is not None:
+            leave_out(row, reason)
+            continue
+        known.add(row["id"])
+        sample = samples.setdefault(row["id"], Sample(row["id"]))
+        if images is not None and sample.image is None:
+            sample.image = _find_image(images, row["file_name"])
+            if sample.image is None:
+                leave_out(row, f"the image is not in {images}")
+    for row in content["annotations"]:
+        reason = _find_caption_fault(row, known)
+        if reason is None:
+            samples[row["image_id"]].captions.setdefault(language, []).append(row["caption"].strip())
+        else:
+            leave_out(row, reason)
+
+
+def _load(path: Path) -> dict[str, list[Any]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not JSON in UTF-8: {error}. The format is {FORMAT}.") from None
+    lists = [isinstance(content, dict) and isinstance(content.get(key), list) for key in ("images", "annotations")]
+    if not all(lists):
+        keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise UsageError(f"{path} lacks the lists images and annotations; it has {keys}. The format is {FORMAT}.")
+    return dict(content)
+
+
+def _find_image_fault(row: Any, known: set[int]) -> str | None:
+    if not isinstance(row, dict) or not isinstance(row.get("id"), int) or isinstance(row.get("id"), bool):
+        return "an image needs a whole number as its id"
+    if not isinstance(row.get("file_name"), str) or not row["file_name"]:
+        return "an image needs a file_name"
+    return f"the id {row['id']} is there twice" if row["id"] in known else None
+
+
+def _find_caption_fault(row: Any, known: set[int]) -> str | None:
+    if not isinstance(row, dict) or not isinstance(row.get("image_id"), int):
+        return "a caption needs a whole number as its image_id"
+    if row["image_id"] not in known:
+        return f"no image has the id {row['image_id']}"
+    if not isinstance(row.get("caption"), str):
+        return "the caption is no text"
+    return None if row["caption"].strip() else "the caption is empty"
+
+
+def _find_image(folder: Path, name: str) -> Path | None:
+    """The file, if it lies inside of the folder: a name that climbs out of it is not followed."""
+    path = folder / name
+    inside = path.resolve().is_relative_to(folder.resolve())
+    return path if inside and path.is_file() else None
+
+
+def tell_left_out(left_out: Iterable[LeftOut], path: Path) -> int:
+    """Write each left-out row as a line of JSON; how many there are. No file when there is none."""
+    lines = [json.dumps({"file": r.file, "row": r.row, "reason": r.reason}, ensure_ascii=False) for r in left_out]
+    if lines:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return len(lines)

@@ -1,0 +1,184 @@
+"""SftConfig: every setting of the supervised fine-tuning, checked before anything is loaded. Imports no torch.
+
+What the training that this follows names keeps its name and default: `learning_rate`, `max_grad_norm`, `warmup_steps`,
+bf16 before fp16. Folders and files are looked at by those who read them, not here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from steadygrad.config import Precision
+from steadygrad.config.checks import as_enum, is_number, require, require_booleans, require_positive, require_whole
+from steadygrad.errors import ConfigError
+
+LEARNING_RATE = 2e-4
+"""For a model that has been trained before."""
+TINY_LEARNING_RATE = 5e-3
+"""For the model that is made here, which starts from random weights."""
+
+
+class LongPrompts(enum.StrEnum):
+    """What becomes of a row that is longer than `max_length`."""
+
+    CUT_START = "cut_start"
+    """The prompt loses its start; the completion, which is what is learned, stays."""
+    CUT_END = "cut_end"
+    """The row loses its end, as tokenizers cut: a long prompt leaves no label at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """The model that is made when no folder is given: a Llama with random weights."""
+
+    #: Size of the hidden states; a multiple of `num_heads`.
+    width: int = 64
+    #: Transformer blocks.
+    num_layers: int = 2
+    #: Attention heads.
+    num_heads: int = 4
+    #: Tokens that its tokenizer may learn; all 256 bytes are among them, so that no text is unknown.
+    vocab_size: int = 384
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+        require_whole(self, "vocab_size", least=300, hint="256 are the single bytes.")
+        fits = self.width % (2 * self.num_heads) == 0
+        require(fits, self, "width", "be a multiple of twice num_heads", "Use 64 and 4.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Supervised fine-tuning of a causal language model on prompts and completions."""
+
+    #: File of JSON lines with `prompt` and `completion`; None: questions about units are made.
+    data: str | None = None
+    #: The same, to validate on; None: a share of `data` is held out.
+    validation: str | None = None
+    #: Share of the rows that is held out when `validation` is None.
+    validation_share: float = 0.1
+    #: Leave out rows of the files that cannot be used, and say so; False: they are an error.
+    skip_bad_rows: bool = False
+    #: Questions that are made when `data` is None.
+    num_synthetic: int = 4000
+    #: The largest number in them: 99 is learned sooner than 999.
+    largest_amount: int = 999
+    #: Folder of a causal language model with its tokenizer, as transformers saves it; None: `tiny` is made.
+    model: str | None = None
+    #: Sizes of the model that is made when `model` is None.
+    tiny: TinyModel = field(default_factory=TinyModel)
+    #: Tokens of a row at most.
+    max_length: int = 256
+    #: What becomes of a longer row: cut_start, cut_end.
+    long_prompts: LongPrompts = LongPrompts.CUT_START
+    #: Put rows of about the same length into one batch: less padding.
+    group_by_length: bool = True
+
+    #: Rank of the LoRA matrices; 0: no LoRA, every weight is trained.
+    lora_rank: int = 16
+    #: Their output is scaled by lora_alpha / lora_rank.
+    lora_alpha: float = 32.0
+    #: Share of their inputs that is dropped in training.
+    lora_dropout: float = 0.0
+    #: Names of the layers that get them; "all-linear": every linear layer but the head.
+    lora_targets: tuple[str, ...] = ("all-linear",)
+
+    #: Passes over the rows.
+    epochs: int = 3
+    #: Optimizer steps at most; 0: as many as the epochs have.
+    max_steps: int = 0
+    #: Rows in a forward pass, on each device.
+    batch_size: int = 16
+    #: Forward passes in an optimizer step.
+    accumulation_steps: int = 1
+    #: The highest learning rate; None: 2e-4, and 5e-3 for the model that is made here.
+    learning_rate: float | None = None
+    #: Steps in which the learning rate rises to it; then it falls to 0.
+    warmup_steps: int = 50
+    #: The shape of that fall, by transformers' names: linear, cosine, constant_with_warmup.
+    schedule: str = "linear"
+    #: AdamW's weight decay.
+    weight_decay: float = 0.0
+    #: Gradients are clipped to this norm.
+    max_grad_norm: float = 1.0
+    #: Number format of the forward pass: bf16, fp16, fp32; None: bf16 where the GPU has it, else fp16; fp32 on a CPU.
+    precision: Precision | None = None
+    #: Number format in which the model's own weights are held; None: as saved with LoRA, fp32 without.
+    base_precision: Precision | None = None
+    #: Compute activations again in backward instead of keeping them.
+    gradient_checkpointing: bool = False
+    #: Train on the CPU even where there is a GPU.
+    use_cpu: bool = False
+
+    #: Steps between two lines of the log.
+    log_every: int = 10
+    #: Steps between two validations; there is one after each epoch too.
+    eval_every: int = 1000
+    #: Steps between two checkpoints; there is one after each epoch too.
+    save_every: int = 1000
+    #: Checkpoints that are kept; at least 2, since the newest may be cut short by a crash.
+    keep_last: int = 3
+    #: Validations without a better loss after which training stops; 0: never.
+    patience: int = 0
+    #: Held-out prompts that the trained model answers for accuracy and answer rate.
+    num_answers: int = 200
+    #: Tokens of an answer at most.
+    max_new_tokens: int = 64
+    #: How far from the right number an answer may be, as a share of it.
+    tolerance: float = 0.05
+    #: Where weights, order of the rows and dropout come from.
+    seed: int = 0
+    #: False: transformers' plain Trainer, without callback and safe loss.
+    protect: bool = True
+    #: Replace a loss that cannot be used by a small one; False: leave it to the guard, which skips the step.
+    safe_loss: bool = True
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        zero_allowed = ("lora_rank", "lora_dropout", "max_steps", "warmup_steps", "weight_decay", "patience", "seed")
+        require_positive(self, but=zero_allowed)
+        for name in ("lora_rank", "max_steps", "warmup_steps", "patience", "seed"):
+            require_whole(self, name, least=0, hint="0 switches it off." if name != "seed" else "Use 0.")
+        require_whole(self, "keep_last", least=2, hint="The newest may be cut short by a crash.")
+        require_whole(self, "max_length", least=8, hint="Prompt and completion must fit.")
+        for name in ("lora_dropout", "weight_decay"):
+            require(
+                is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, self, name, "be in [0, 1)", "Use 0."
+            )
+        require(self.validation_share < 1, self, "validation_share", "be below 1", "Use 0.1.")
+        rate = self.learning_rate
+        require(rate is None or (is_number(rate) and rate > 0), self, "learning_rate", "be above 0", "Use 2e-4.")
+        self._set_enums()
+        if self.lora_rank == 0 and self.base_precision is Precision.FP16:
+            raise ConfigError(
+                "SftConfig.base_precision is fp16 while every weight is trained (lora_rank=0): Adam's epsilon of 1e-8 "
+                "is 0 in fp16, and the first step divides by it. Use fp32, or LoRA (lora_rank=16)."
+            )
+
+    def _set_enums(self) -> None:
+        object.__setattr__(self, "long_prompts", as_enum(LongPrompts, self.long_prompts, "SftConfig.long_prompts"))
+        for name in ("precision", "base_precision"):
+            value = getattr(self, name)
+            chosen = None if value is None else as_enum(Precision, value, f"SftConfig.{name}")
+            object.__setattr__(self, name, chosen)
+        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate of this training."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return TINY_LEARNING_RATE if self.model is None else LEARNING_RATE
+
+
+QUICK = {
+    "num_synthetic": 980,
+    "largest_amount": 99,
+    "epochs": 4,
+    "warmup_steps": 20,
+    "max_length": 64,
+    "max_new_tokens": 24,
+    "num_answers": 98,
+}
+"""What `--quick` sets: a minute on two cores."""

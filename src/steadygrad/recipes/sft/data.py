@@ -1,0 +1,180 @@
+"""A file of JSON lines, or questions that are made here -> Examples: what is asked, and what is to be answered.
+
+A row is `{"prompt": ..., "completion": ...}`, both text, or the prompt a list of chat messages (`role`, `content`) and
+the completion text or one message. No row is lost silently: those that cannot be used are named, all in one error, or
+left out and counted when that is asked for. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steadygrad.errors import ConfigError
+from steadygrad.view.words import spell_count
+
+Message = Mapping[str, str]
+
+NUM_NAMED = 5
+"""Bad rows that an error names; the others are counted."""
+UNITS = (
+    ("km", "m", 3),
+    ("m", "cm", 2),
+    ("m", "mm", 3),
+    ("cm", "mm", 1),
+    ("dm", "cm", 1),
+    ("kg", "g", 3),
+    ("g", "mg", 3),
+    ("t", "kg", 3),
+    ("l", "ml", 3),
+    ("l", "dl", 1),
+)
+"""A large unit, a small one, and the power of ten between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row."""
+
+    prompt: str | tuple[Message, ...]
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The rows of a training, and what was left out of its files."""
+
+    training: list[Example]
+    validation: list[Example]
+    left_out: tuple[str, ...] = ()
+
+
+def read_examples(
+    data: str | None,
+    validation: str | None,
+    *,
+    share: float = 0.1,
+    num_synthetic: int = 4000,
+    largest_amount: int = 999,
+    seed: int = 0,
+    skip_bad_rows: bool = False,
+) -> Examples:
+    """The rows to train and to validate on; a `share` of them is held out where no file for validation is given."""
+    left_out: list[str] = []
+    if data is None:
+        rows = make_examples(num_synthetic, largest_amount, seed)
+    else:
+        rows = read_file(Path(data), left_out if skip_bad_rows else None)
+    if validation is not None:
+        held_out = read_file(Path(validation), left_out if skip_bad_rows else None)
+        return Examples(rows, held_out, tuple(left_out))
+    num_held_out = round(len(rows) * share)
+    if not 0 < num_held_out < len(rows):
+        raise ConfigError(
+            f"{spell_count(len(rows), 'row')} in {data or 'the made set'}, of which a share of {share:g} is held out: "
+            "that leaves nothing for one of both. Give more rows, or a file with SftConfig.validation."
+        )
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    return Examples(shuffled[num_held_out:], shuffled[:num_held_out], tuple(left_out))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, left_out: list[str] | None = None) -> list[Example]:
+    """The rows of one file. Those that cannot be used are an error, or are added to `left_out` where that is a list."""
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {what}. Give a file of JSON lines, each with `prompt` and `completion`.")
+    rows, bad = [], []
+    for number, line in _read_lines(path):
+        try:
+            rows.append(parse_row(line))
+        except ValueError as error:
+            bad.append(f"{path}:{number}: {error}")
+    if bad and left_out is None:
+        named = "\n  ".join(bad[:NUM_NAMED])
+        more = f"\n  and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
+        raise ConfigError(
+            f"{len(bad)} of {len(bad) + len(rows)} rows cannot be used:\n  {named}{more}\n"
+            "Mend them, or leave them out with skip_bad_rows=True."
+        )
+    if not rows:
+        raise ConfigError(
+            f"{path} has no row that can be used. Each line is a JSON object with `prompt` and `completion`."
+        )
+    if left_out is not None:
+        left_out += bad
+    return rows
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of those that are not empty; as bytes, so that one which is no UTF-8 spoils no other."""
+    with path.open("rb") as file:
+        yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+
+
+def parse_row(line: bytes) -> Example:
+    """ValueError, with the reason, for a line that is no row."""
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError:
+        raise ValueError("no UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON object is needed, found {type(row).__name__}")
+    missing = [name for name in ("prompt", "completion") if name not in row]
+    if missing:
+        raise ValueError(f"no `{'` and no `'.join(missing)}`; it has {', '.join(map(str, row)) or 'nothing'}")
+    completion = _parse_completion(row["completion"])
+    if not completion.strip():
+        raise ValueError("the completion is empty: there is nothing to learn")
+    return Example(_parse_prompt(row["prompt"]), completion)
+
+
+def _parse_prompt(value: Any) -> str | tuple[Message, ...]:
+    if isinstance(value, str):
+        if not value:
+            raise ValueError("the prompt is empty")
+        return value
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return tuple(value)
+    raise ValueError(f"the prompt must be text or a list of messages with `role` and `content`, found {_name(value)}")
+
+
+def _parse_completion(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and len(value) == 1 and _is_message(value[0]):
+        return str(value[0]["content"])
+    raise ValueError(f"the completion must be text or a list of one message, found {_name(value)}")
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def _name(value: Any) -> str:
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+
+
+# --- made here ------------------------------------------------------------------------------------------------------
+
+
+def make_examples(count: int, largest_amount: int = 999, seed: int = 0) -> list[Example]:
+    """Questions about units, no two alike: 'How many cm are in 3 m?' -> '<answer>300</answer>'."""
+    possible = [(unit, amount) for unit in UNITS for amount in range(1, largest_amount + 1)]
+    if count > len(possible):
+        raise ConfigError(
+            f"SftConfig.num_synthetic is {count}, and there are {len(possible)} questions. Ask for fewer."
+        )
+    chosen: Sequence[tuple[tuple[str, str, int], int]] = random.Random(seed).sample(possible, count)
+    return [
+        Example(f"How many {small} are in {amount} {large}?", f"<answer>{amount * 10**power}</answer>")
+        for (large, small, power), amount in chosen
+    ]

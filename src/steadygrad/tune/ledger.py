@@ -1,0 +1,105 @@
+"""Ledger: what a tuning was asked for and has tried so far, in one file of its run directory.
+
+Everything that is finished is written at once, whole or not at all, and not tried again by a tuning that goes on. The
+trials of a search are in Optuna's own storage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from steadygrad.errors import UsageError
+from steadygrad.guard.rate_curve import RateCurve, restore_curve
+from steadygrad.tune.settings import Settings
+from steadygrad.tune.trial import TrialResult, from_plain_result, to_plain_result
+
+NAME = "tune.json"
+
+
+class Ledger:
+    """The file, and what is in it."""
+
+    def __init__(self, run_dir: Path, request: Mapping[str, Any], *, resume: bool) -> None:
+        """`request` must be the same as before when a tuning goes on."""
+        self._path = run_dir / NAME
+        self._content: dict[str, Any] = {"request": dict(request), "range": None, "trials": {}}
+        if self._path.exists():
+            self._take_over(request, resume=resume)
+
+    def _take_over(self, request: Mapping[str, Any], *, resume: bool) -> None:
+        if not resume:
+            raise UsageError(
+                f"{self._path.parent} already holds a tuning. Go on with it by --resume, or give another --run-dir."
+            )
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            before = content["request"]
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(
+                f"{self._path} cannot be read as a tuning. Move it away, or give another --run-dir."
+            ) from None
+        wanted = json.loads(json.dumps(request))
+        for name in wanted:
+            if before.get(name) != wanted[name]:
+                raise UsageError(
+                    f"{self._path.parent} was tuned with {name} {before.get(name)!r}, and now it is {wanted[name]!r}. "
+                    "Ask for the same, or give another --run-dir."
+                )
+        self._content = content
+
+    @property
+    def curve(self) -> RateCurve | None:
+        """The range test, when it was made."""
+        values = self._content["range"]
+        return None if values is None else restore_curve(values)
+
+    def keep_curve(self, curve: RateCurve) -> None:
+        """Write the range test down."""
+        self._content["range"] = curve.to_dict()
+        self.write()
+
+    def find_trial(self, settings: Settings, order: int) -> TrialResult | None:
+        """What came of these settings, when they were tried."""
+        values = self._content["trials"].get(_name(settings, order))
+        return None if values is None else from_plain_result(values)
+
+    def keep_trial(self, result: TrialResult) -> None:
+        """Write a trial down."""
+        self._content["trials"][_name(result.settings, result.order)] = to_plain_result(result)
+        self.write()
+
+    @property
+    def trials(self) -> list[TrialResult]:
+        """All that were tried beside the search."""
+        return [from_plain_result(values) for values in self._content["trials"].values()]
+
+    def write(self) -> None:
+        """The file, whole or not at all."""
+        write_text(self._path, json.dumps(self._content, indent=1, allow_nan=False) + "\n")
+
+
+def read_steps(run_dir: Path) -> tuple[int, int] | None:
+    """Steps of the range test and of a trial of the tuning that a folder holds; None when there is none to read."""
+    try:
+        request = json.loads((run_dir / NAME).read_text(encoding="utf-8"))["request"]
+        return int(request["range_steps"]), int(request["trial_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _name(settings: Settings, order: int) -> str:
+    return json.dumps([settings.to_dict(), order])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write aside, then rename; several workers may do so at once."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)

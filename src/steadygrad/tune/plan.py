@@ -1,0 +1,51 @@
+"""Plan: how many steps a tuning takes, so that all of it stays a tenth of the training where that is known. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steadygrad.errors import UsageError
+
+SHARE = 0.1
+"""Of the whole training's steps, for everything that is tried."""
+RANGE_STEPS = (30, 100)
+"""Least and most steps of the range test."""
+TRIAL_STEPS = (12, 200)
+"""Least and most steps of a trial."""
+NUM_COMPARED = 4
+"""Trials beside the search: the given settings and the chosen ones, each in two orders of the data."""
+SPAN = 1000.0
+"""The range test goes from the given rate divided by this to the given rate times this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Steps of each part."""
+
+    range_steps: int
+    trial_steps: int
+    num_trials: int
+    """Of the search; 0: there is none."""
+
+    @property
+    def num_steps(self) -> int:
+        """Of everything, when no trial breaks or is given up."""
+        return self.range_steps + (NUM_COMPARED + self.num_trials) * self.trial_steps
+
+
+def make_plan(num_steps: int | None, *, trials: int, steps: int | None) -> Plan:
+    """`num_steps` of the whole training, where it is known; `steps` of a trial, where the user has said it."""
+    if trials < 0:
+        raise UsageError(f"--trials must not be negative, got {trials}. 20 is a good number.")
+    if steps is not None and steps < TRIAL_STEPS[0]:
+        raise UsageError(f"--steps must be at least {TRIAL_STEPS[0]} for a trial to say something, got {steps}.")
+    if num_steps is None:
+        return Plan(range_steps=RANGE_STEPS[1], trial_steps=steps or 50, num_trials=trials)
+    budget = SHARE * num_steps
+    range_steps = _bound(budget / 3, RANGE_STEPS)
+    trial_steps = _bound((budget - range_steps) / (NUM_COMPARED + trials), TRIAL_STEPS)
+    return Plan(range_steps=range_steps, trial_steps=steps or trial_steps, num_trials=trials)
+
+
+def _bound(value: float, limits: tuple[int, int]) -> int:
+    return max(limits[0], min(limits[1], int(value)))

@@ -1,0 +1,184 @@
+"""A trial: settings, tried for a few steps from the same state as every other -> a score, or why it broke.
+
+Same weights, same random numbers, and for the same `order` the same data. It ends at the step at which it breaks. A
+trial is the whole training in small: the rate rises and falls over its steps as it would over the run's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from steadygrad.checkpoint.position import find_generators
+from steadygrad.config import Precision
+from steadygrad.guard.edge import EdgeWatch, keep_telling
+from steadygrad.guard.range_test import RateSetter, make_step
+from steadygrad.guard.rehearsal import Rehearsal, draw_batches
+from steadygrad.tune.settings import Settings
+from steadygrad.tune.tunable import Tunable, find_batch_size, resize_batches
+
+TAIL = 4
+"""Without a validation a trial is scored by the mean of the last 1 / TAIL of its losses."""
+ORDER_SEED = 7919
+MIN_STEPS = 5
+
+Report = Callable[[float, float], bool]
+"""Told the share of the trial that is done and the mean loss so far; says whether to give up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """What came of one trial."""
+
+    settings: Settings
+    score: float | None
+    """Loss on validation data, or the last training losses; None: it did not get so far."""
+    num_steps: int
+    num_batches: int
+    losses: tuple[float | None, ...] = field(repr=False)
+    why_ended: str = ""
+    """Why it broke; empty: it did not."""
+    given_up: bool = False
+    """Whether it was ended because others did better."""
+    kinds: tuple[str, ...] = ()
+    """What was found, above info."""
+    order: int = 0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it reached its end with a score."""
+        return self.score is not None and not self.why_ended and not self.given_up
+
+
+def run_trial(
+    tunable: Tunable,
+    rehearsal: Rehearsal,
+    settings: Settings,
+    *,
+    steps: int,
+    start: tuple[float, float] | None,
+    order: int = 0,
+    report: Report | None = None,
+) -> TrialResult:
+    """Try `settings` for as much data as `steps` steps of the given ones use."""
+    num_steps = scale_steps(tunable, settings, steps)
+    level, spread = start if start is not None else (None, 0.0)
+    watch = EdgeWatch(num_first=3, level=level, spread=spread)
+    losses: list[float | None] = []
+    why, given_up, score = "", False, None
+    config = tunable.configure(settings)
+    with rehearsal.attempt(config, make_scaler(tunable, settings)) as guard:
+        if order:
+            change_order(rehearsal, order)
+        rates = RateSetter(rehearsal.optimizers)
+        set_optimizers(tunable, settings)
+        batches = draw_batches(resize_batches(tunable.loader, settings.batch))
+        for i in range(num_steps):
+            rates.set(settings.lr * scale_rate(i, num_steps, settings.warmup, tunable.schedule))
+            num_found = len(guard.findings)
+            reading = make_step(
+                guard, lambda b: tunable.compute_loss(b) / settings.accumulation, islice(batches, settings.accumulation)
+            )
+            losses.append(reading.loss)
+            why = watch.observe(reading, guard.findings[num_found:]) or ""
+            if why:
+                break
+            if report is not None and report((i + 1) / num_steps, mean_tail(losses, num_steps)):
+                given_up = True
+                break
+        kinds = tuple(dict.fromkeys(finding.kind for finding in keep_telling(guard.findings)))
+        if not why and not given_up:
+            measured = tunable.measure_score(config.autocast)
+            score = mean_tail(losses, num_steps) if measured is None else measured
+            if not math.isfinite(score):
+                score, why = None, "the loss on the validation data was not finite"
+    return TrialResult(
+        settings=settings,
+        score=score,
+        num_steps=len(losses),
+        num_batches=len(losses) * settings.accumulation,
+        losses=tuple(losses),
+        why_ended=why,
+        given_up=given_up,
+        kinds=kinds,
+        order=order,
+    )
+
+
+def scale_steps(tunable: Tunable, settings: Settings, steps: int) -> int:
+    """Steps that use as much data as `steps` of the given settings."""
+    base = (find_batch_size(tunable.loader) or 1) * tunable.accumulation_steps
+    size = (settings.batch or find_batch_size(tunable.loader) or 1) * settings.accumulation
+    return max(MIN_STEPS, round(steps * base / size))
+
+
+def scale_rate(step: int, num_steps: int, warmup: float, schedule: str) -> float:
+    """The share of the highest rate at a step: up in a straight line, then constant or down along a cosine."""
+    rising = round(warmup * num_steps)
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    if schedule == "constant":
+        return 1.0
+    return 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, num_steps - rising)))
+
+
+def set_optimizers(tunable: Tunable, settings: Settings) -> None:
+    """Weight decay and betas; groups keep their share of the highest decay, and those without any stay without."""
+    groups = tunable.groups
+    highest = tunable.given.weight_decay
+    for group in groups:
+        if settings.weight_decay is not None and "weight_decay" in group:
+            share = float(group["weight_decay"]) / highest if highest else 1.0
+            if float(group["weight_decay"]) != settings.weight_decay * share:
+                group["weight_decay"] = settings.weight_decay * share
+        if "betas" in group and settings.beta1 is not None and settings.beta2 is not None:
+            group["betas"] = (settings.beta1, settings.beta2)
+
+
+def make_scaler(tunable: Tunable, settings: Settings) -> torch.amp.GradScaler | None:
+    """A new loss scaler where gradients are float16."""
+    return torch.amp.GradScaler(tunable.device.type) if settings.precision == Precision.FP16.value else None
+
+
+def change_order(rehearsal: Rehearsal, order: int) -> None:
+    """Other data first, other dropout; the attempt puts the generators back."""
+    seed = (torch.initial_seed() + ORDER_SEED * order) % (1 << 63)
+    torch.manual_seed(seed)
+    for generator in find_generators(rehearsal.loader):
+        generator.manual_seed(seed)
+
+
+def mean_tail(losses: list[float | None], num_steps: int) -> float:
+    """Mean of the last losses that there are; NaN when there is none."""
+    known = [x for x in losses[-max(3, num_steps // TAIL) :] if x is not None and math.isfinite(x)]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def describe_trial(result: TrialResult) -> str:
+    """What came of it, in a few words."""
+    if result.why_ended:
+        return f"broke after {result.num_steps} steps: {result.why_ended}"
+    if result.given_up:
+        return f"given up after {result.num_steps} steps: others did better"
+    return f"loss {result.score:.4g} after {result.num_steps} steps"
+
+
+def to_plain_result(result: TrialResult) -> dict[str, Any]:
+    """As JSON takes it."""
+    values: dict[str, Any] = {
+        name: getattr(result, name) for name in ("score", "num_steps", "num_batches", "why_ended", "given_up", "order")
+    }
+    losses = [None if x is None or not math.isfinite(x) else x for x in result.losses]
+    return {**values, "settings": result.settings.to_dict(), "kinds": list(result.kinds), "losses": losses}
+
+
+def from_plain_result(values: dict[str, Any]) -> TrialResult:
+    """What `to_plain_result` gave."""
+    known = {**values, "settings": Settings.from_dict(values["settings"])}
+    known |= {"kinds": tuple(values["kinds"]), "losses": tuple(values["losses"])}
+    return TrialResult(**known)

@@ -1,0 +1,212 @@
+"""Tuning: a target -> a range test, trials, perhaps a search -> a Choice with its evidence.
+
+What is finished is kept in the run directory, so that a tuning that was ended goes on where it was. The target's model,
+optimizer, random generators and loader are as they were when it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steadygrad.guard import Guard
+from steadygrad.guard.range_test import run_range
+from steadygrad.guard.rate_curve import RateCurve
+from steadygrad.guard.rehearsal import Rehearsal
+from steadygrad.tune.choose import Choice, choose, gather_evidence
+from steadygrad.tune.ledger import Ledger
+from steadygrad.tune.plan import SPAN, Plan
+from steadygrad.tune.search import Search
+from steadygrad.tune.settings import Settings
+from steadygrad.tune.space import make_space
+from steadygrad.tune.target import Target
+from steadygrad.tune.trial import Report, TrialResult, describe_trial, make_scaler, run_trial
+
+NUM_LOWER = 3
+"""Rates that are tried when the suggested one breaks, each a quarter of the one before."""
+NUM_CONFIRMED = 3
+"""Best trials of a search that are tried in a second order of the data until one holds."""
+Advance = Callable[[int, str], None]
+Track = Callable[[str, int], AbstractContextManager[Advance]]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What a tuning has come to."""
+
+    target: Target
+    curve: RateCurve
+    choice: Choice
+    evidence: list[tuple[str, str, str, str]]
+    """Setting, before, after, why."""
+    compared: list[TrialResult]
+    """The given settings and the chosen ones, in two orders."""
+    searched: list[TrialResult]
+    num_steps: int
+    """Steps that were tried in all."""
+
+
+class Tuning:
+    """One worker's way through it."""
+
+    def __init__(
+        self, target: Target, plan: Plan, ledger: Ledger, *, tell: Tell | None = None, track: Track | None = None
+    ) -> None:
+        self._target, self._plan, self._ledger = target, plan, ledger
+        self._tell: Tell = tell if tell is not None else lambda _: None
+        self._track: Track = track if track is not None else lambda *_: nullcontext(lambda *_: None)
+        tunable = target.tunable
+        self._rehearsal = Rehearsal(tunable.model, tunable.optimizers, tunable.loader, make_guard=Guard)
+        self._search: Search | None = None
+
+    def run(self, search: tuple[str, ...], storage: str | None, run_dir: Path, *, seed: int | None = 0) -> Tuned:
+        """All of it."""
+        curve = self._find_range()
+        if search:
+            self._search_settings(curve, search, storage, run_dir, seed)
+        choice, compared = self._decide(curve)
+        searched = [] if self._search is None else self._search.results
+        reasons = dict.fromkeys(_spread(search), "")
+        reasons["lr"] = f"range test: {curve.suggested:.3g} suggested, {curve.reason}"
+        tried = [*self._ledger.trials, *searched]
+        return Tuned(
+            target=self._target,
+            curve=curve,
+            choice=choice,
+            evidence=gather_evidence(self._target, choice, searched, reasons),
+            compared=compared,
+            searched=searched,
+            num_steps=len(curve.points) + sum(one.num_steps for one in tried),
+        )
+
+    # --- the range test ---------------------------------------------------------------------------------------------
+
+    def _find_range(self) -> RateCurve:
+        curve = self._ledger.curve
+        if curve is None:
+            curve = self._run_range()
+            self._ledger.keep_curve(curve)
+        for line in str(curve).splitlines():
+            self._tell(f"  {line}")
+        return curve
+
+    def _run_range(self) -> RateCurve:
+        tunable, given, steps = self._target.tunable, self._target.given, self._plan.range_steps
+        self._tell(f"Range test: up to {steps} steps from a rate of {given.lr / SPAN:.3g} to {given.lr * SPAN:.3g}")
+        with self._track("range test", steps) as advance:
+            done = _count_up()
+            return run_range(
+                self._rehearsal,
+                lambda batch: tunable.compute_loss(batch) / tunable.accumulation_steps,
+                tunable.configure(given),
+                start=given.lr / SPAN,
+                end=given.lr * SPAN,
+                steps=steps,
+                microbatches=tunable.accumulation_steps,
+                scaler=make_scaler(tunable, given),
+                tell=lambda point: advance(next(done), f"rate {point.rate:.2g}"),
+            )
+
+    # --- trials -----------------------------------------------------------------------------------------------------
+
+    def _try(self, settings: Settings, order: int, report: Report | None = None) -> TrialResult:
+        return run_trial(
+            self._target.tunable,
+            self._rehearsal,
+            settings,
+            steps=self._plan.trial_steps,
+            start=self._start,
+            order=order,
+            report=report,
+        )
+
+    @property
+    def _start(self) -> tuple[float, float] | None:
+        curve = self._ledger.curve
+        return None if curve is None else curve.start
+
+    def _try_once(self, settings: Settings, order: int, name: str) -> TrialResult:
+        result = self._ledger.find_trial(settings, order)
+        if result is None:
+            with self._track(name, self._plan.trial_steps) as advance:
+                result = self._try(settings, order, _show(advance, self._plan.trial_steps))
+            self._ledger.keep_trial(result)
+        self._tell(f"{name}, order {order}: {describe_trial(result)}")
+        return result
+
+    def _try_orders(self, settings: Settings, name: str) -> list[TrialResult]:
+        """In two orders of the data; the second only where the first held."""
+        first = self._try_once(settings, 0, name)
+        return [first, self._try_once(settings, 1, name)] if first.is_good else [first]
+
+    # --- the search -------------------------------------------------------------------------------------------------
+
+    def _search_settings(
+        self, curve: RateCurve, names: tuple[str, ...], storage: str | None, run_dir: Path, seed: int | None
+    ) -> None:
+        space = make_space(self._target, names, curve)
+        self._search = search = Search(storage, run_dir, space, seed=seed)
+        search.suggest(dataclasses.replace(self._target.given, lr=curve.suggested))
+        total = self._plan.num_trials
+        with self._track("search", total) as advance:
+
+            def tell(number: int, result: TrialResult) -> None:
+                advance(min(total, number + 1), describe_trial(result)[:40])
+                told = ", ".join(f"{name} {result.settings.describe().get(name, '-')}" for name in _spread(names))
+                self._tell(f"Trial {number}: {told}: {describe_trial(result)}")
+
+            search.run(total, lambda settings, report: self._try(settings, 0, report), tell)
+
+    # --- the choice -------------------------------------------------------------------------------------------------
+
+    def _decide(self, curve: RateCurve) -> tuple[Choice, list[TrialResult]]:
+        given = self._try_orders(self._target.given, "Given settings")
+        for settings in self._list_candidates(curve):
+            other = self._try_orders(settings, "Suggested settings")
+            if all(one.is_good for one in other):
+                return choose(given, other), [*given, *other]
+        return choose(given, other), [*given, *other]
+
+    def _list_candidates(self, curve: RateCurve) -> list[Settings]:
+        lower = [
+            dataclasses.replace(self._target.given, lr=float(f"{curve.suggested / 4**i:.4g}")) for i in range(NUM_LOWER)
+        ]
+        good = [] if self._search is None else [one for one in self._search.results if one.is_good]
+        best = sorted(good, key=lambda one: one.score if one.score is not None else 0.0)[:NUM_CONFIRMED]
+        return [*(one.settings for one in best), *lower]
+
+
+def _spread(names: tuple[str, ...]) -> list[str]:
+    """The settings that the names of a search stand for."""
+    return [one for name in names for one in (("beta1", "beta2") if name == "betas" else (name,))]
+
+
+def _count_up() -> Iterator[int]:
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+def _show(advance: Advance, total: int) -> Report:
+    def report(share: float, loss: float) -> bool:
+        advance(round(share * total), f"loss {loss:.4g}")
+        return False
+
+    return report
+
+
+def describe_request(target: str, config: Any, plan: Plan, search: tuple[str, ...]) -> dict[str, Any]:
+    """What must be the same for a tuning to go on."""
+    return {
+        "target": target,
+        "config": config,
+        "range_steps": plan.range_steps,
+        "trial_steps": plan.trial_steps,
+        "search": list(search),
+    }

@@ -1,0 +1,77 @@
+"""RUN/pictures/*.png -> the pictures that a training left to be looked at, with their captions. Read-only.
+
+`pictures/captions.json` maps a file's name to its caption; without one the name speaks. Bounded in number and size, and
+with `within` nothing outside of that folder is read: what is left out is told, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "pictures"
+CAPTIONS = "captions.json"
+MAX_PICTURES = 24
+MAX_BYTES = 2 << 20
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file's bytes, and what it shows."""
+
+    name: str
+    caption: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What can be shown, and what cannot."""
+
+    shown: tuple[Picture, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Name and reason."""
+
+
+def read_pictures(run: Path, *, within: Path | None = None) -> Pictures:
+    """The pictures of a run, in the order of their names."""
+    folder = run / FOLDER
+    try:
+        files = sorted(folder.glob("*.png")) if folder.is_dir() else []
+    except OSError:
+        files = []
+    captions = _read_captions(folder / CAPTIONS, within) if files else {}
+    shown: list[Picture] = []
+    left_out: list[str] = []
+    for file in files:
+        if len(shown) == MAX_PICTURES:
+            left_out.append(f"{file.name}: only {MAX_PICTURES} are shown")
+            continue
+        data = _read(file, within)
+        if data is None or not data.startswith(SIGNATURE):
+            left_out.append(f"{file.name}: no readable PNG of at most {MAX_BYTES >> 20} MB")
+            continue
+        shown.append(Picture(file.name, captions.get(file.name, file.stem), data))
+    return Pictures(tuple(shown), tuple(left_out))
+
+
+def _read_captions(path: Path, within: Path | None) -> dict[str, str]:
+    data = _read(path, within)
+    try:
+        captions = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return {str(name): str(text) for name, text in captions.items()} if isinstance(captions, dict) else {}
+
+
+def _read(path: Path, within: Path | None) -> bytes | None:
+    """A plain file's bytes; None when it is none, too large, or outside."""
+    try:
+        real = path.resolve()
+        if not real.is_file() or (within is not None and not real.is_relative_to(within)):
+            return None
+        return real.read_bytes() if real.stat().st_size <= MAX_BYTES else None
+    except OSError:
+        return None

@@ -1,0 +1,137 @@
+"""RankLogs: rank_0.jsonl, rank_1.jsonl, ... of a run -> when each rank was last seen, and what it alone has told.
+
+Rank 0 writes what is equal on all ranks, and every other rank writes it once more into its own file. So an incident of
+a rank waits until rank 0 has gone past its step, and is dropped when rank 0 has told the same. What ranks say about
+their own batches is theirs, whatever the others say. Files are bounded in number; a spoilt line is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from steadygrad.detect.own import ABOUT_BATCHES
+from steadygrad.view.read.incident_log import find_step, look
+from steadygrad.view.read.tail import Row, Tail, as_number
+
+MAX_RANKS = 256
+"""Files that are read; of a larger job the first ones."""
+MAX_KEYS = 100_000
+"""Incidents of rank 0 that are remembered to know them again."""
+NAME = re.compile(r"rank_(\d+)\.jsonl")
+
+Key = tuple[int, str, str]
+
+
+@dataclass
+class RankLog:
+    """One rank, as far as its file was read."""
+
+    rank: int
+    tail: Tail
+    node: str = ""
+    process: int | None = None
+    num_starts: int = 0
+    last_step: int | None = None
+    last_loss: float | None = None
+    last_time: str = ""
+    """When its newest line was written, by its own clock."""
+    num_own: int = 0
+    """Incidents that this rank alone has told."""
+    waiting: list[tuple[int, Row]] = field(default_factory=list)
+    """(round in which it was read, incident) of those that rank 0 may still tell."""
+
+    def feed(self, row: Row, now: int) -> None:
+        """Take one line."""
+        self.last_time = str(row.get("time") or self.last_time)
+        incident = row.get("incident")
+        if isinstance(incident, dict):
+            self.waiting.append((now, {**incident, "rank": self.rank}))
+        elif type(row.get("step")) is int:
+            self.last_step, self.last_loss = row["step"], as_number(row.get("loss"))
+        elif "node" in row:
+            self.num_starts += 1
+            self.node, process = str(row["node"]), row.get("process")
+            self.process = process if type(process) is int else None
+
+
+class RankLogs:
+    """The ranks of one run; empty for a run of one."""
+
+    def __init__(self, run: Path, *, within: Path | None = None) -> None:
+        self._run, self._within = run, within
+        self._logs: dict[int, RankLog] = {}
+        self._shared: dict[Key, None] = {}
+        self._round = 0
+        self.num_left_out = 0
+        """Files beyond those that are read."""
+
+    def find(self) -> None:
+        """Look for files that are new."""
+        self._round += 1
+        if self._run.is_file() or not self._run.is_dir():
+            return
+        found = sorted(int(match[1]) for one in self._run.iterdir() if (match := NAME.fullmatch(one.name)))
+        self.num_left_out = max(0, len(found) - MAX_RANKS)
+        for rank in found[:MAX_RANKS]:
+            if rank not in self._logs:
+                self._logs[rank] = RankLog(rank, Tail(self._run / f"rank_{rank}.jsonl", within=self._within))
+
+    def note(self, incident: Row) -> Row:
+        """An incident that rank 0 has told, with its rank where it is about a batch."""
+        if not self._logs:
+            return incident
+        self._shared[_find_key(incident)] = None
+        if len(self._shared) > MAX_KEYS:
+            del self._shared[next(iter(self._shared))]
+        return {**incident, "rank": 0} if _is_about_batch(incident) else incident
+
+    def read(self, *, finish: bool = False) -> bool:
+        """Read what is new in each file; says whether anything was."""
+        fed = False
+        for log in self._logs.values():
+            rows = [*log.tail.read(), *(log.tail.finish() if finish else ())]
+            for row in rows:
+                log.feed(row, self._round)
+            fed = fed or bool(rows)
+        return fed
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a file is another than the one that was read."""
+        return any(log.tail.num_restarts for log in self._logs.values())
+
+    def release(self, last_step: int, *, finish: bool = False) -> list[Row]:
+        """Incidents that only a rank has told: rank 0 is past their step, or has said nothing for a round."""
+        own: list[Row] = []
+        for log in self._logs.values():
+            is_due = [finish or find_step(one) < last_step or then < self._round for then, one in log.waiting]
+            due = [one for (_, one), now in zip(log.waiting, is_due) if now]
+            log.waiting = [pair for pair, now in zip(log.waiting, is_due) if not now]
+            told = [one for one in due if _is_about_batch(one) or _find_key(one) not in self._shared]
+            log.num_own += len(told)
+            own += told
+        return own
+
+    def __iter__(self) -> Iterator[RankLog]:
+        return iter([self._logs[rank] for rank in sorted(self._logs)])
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+
+def find_rank(incident: Row) -> int | None:
+    """The rank that has told it; None for what is everybody's."""
+    rank = incident.get("rank")
+    return rank if type(rank) is int else None
+
+
+def _find_key(incident: Row) -> Key:
+    kind, message = look(incident, "finding", "kind"), look(incident, "finding", "message")
+    return find_step(incident), str(kind), str(message)
+
+
+def _is_about_batch(incident: Row) -> bool:
+    return look(incident, "finding", "kind") in ABOUT_BATCHES

@@ -1,0 +1,140 @@
+"""The documentation as a site: it builds without a warning, asks for nothing elsewhere, its tables are the source's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import steadygrad
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+ELSEWHERE = re.compile(
+    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//[^"'\s>]+"""
+    r"""|<link\b[^>]*\bhref=["']?(?:https?:)?//[^"'\s>]+"""
+)
+MODULES = ("diagnose", "losses", "nn")
+"""Exported names that are modules: what is in them has pages of its own."""
+
+
+def load(name: str) -> ModuleType:
+    """A program of docs/_site."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", DOCS / "_site" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for library in ("mkdocs", "material", "mkdocstrings_handlers.python"):
+        pytest.importorskip(library, reason="pip install 'steadygrad[docs]'")
+    target = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    return target
+
+
+def test_every_page_is_built_and_nothing_else(site: Path) -> None:
+    pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")}
+    built = {path.relative_to(site) for path in site.rglob("*.html")} - {Path("404.html")}
+    assert built == pages
+    assert not (site / "_site").exists()
+
+
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    start = (site / "index.html").read_text(encoding="utf-8")
+    missing = [
+        page for page in DOCS.rglob("*.md") if f'href="{page.relative_to(DOCS).with_suffix(".html")}"' not in start
+    ]
+    assert [page.name for page in missing if page.name != "index.md" or page.parent != DOCS] == []
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    found = {page.name: ELSEWHERE.findall(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
+    assert {name: links for name, links in found.items() if links} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://unpkg.com/x"></script>',
+        '<link rel="a" href=//cdn.example/x.css>',
+        "<img src='http://e/x'>",
+    ],
+)
+def test_a_thing_from_elsewhere_would_be_seen(text: str) -> None:
+    assert ELSEWHERE.search(text)
+    assert not ELSEWHERE.search('<a href="https://example.org">text</a><script src="assets/x.js"></script>')
+
+
+def test_the_reference_has_every_exported_name(site: Path) -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
+    headings = {name.rpartition(".")[2] for name in re.findall(r'id="(steadygrad\.[\w.]+)"', text)}
+    assert set(steadygrad.__all__) - headings - {"__version__", *MODULES} == set()
+
+
+def test_examples_in_docstrings_are_code_and_not_quotations(site: Path) -> None:
+    page = (site / "api" / "guard.html").read_text(encoding="utf-8")
+    assert "<blockquote>" not in page
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in page
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["rules.md", "policies.md"])
+def test_the_tables_are_what_the_source_says(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert load("tables").fill(page, text) == text, "run: python docs/_site/tables.py"
+
+
+def test_a_number_written_by_hand_would_be_seen() -> None:
+    text = (DOCS / "rules.md").read_text(encoding="utf-8")
+    wrong = text.replace("| `exploding_norm` | 100 |", "| `exploding_norm` | 50 |")
+    assert wrong != text
+    assert load("tables").fill("rules.md", wrong) == text
+
+
+def test_every_threshold_says_what_it_is() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .+? \| (.*) \|$", load("tables").render_thresholds(), re.MULTILINE)
+    assert len(rows) > 40
+    assert [name for name, text in rows if not text] == []
+
+
+# --- what helps to build it -------------------------------------------------------------------------------------------
+
+
+def test_a_star_in_the_navigation_stands_for_the_pages_that_it_does_not_name(tmp_path: Path) -> None:
+    for name in ("index.md", "b.md", "a.md"):
+        (tmp_path / "part").mkdir(exist_ok=True)
+        (tmp_path / "part" / name).touch()
+    nav = [{"Part": ["part/index.md", "part/*.md"]}, "gone*.md"]
+    hook = load("nav")
+    assert hook._expand(nav, tmp_path, set(hook._list_pages(nav))) == [
+        {"Part": ["part/index.md", "part/a.md", "part/b.md"]}
+    ]
+
+
+def test_an_example_ends_at_an_empty_line() -> None:
+    pytest.importorskip("griffe", reason="pip install 'steadygrad[docs]'")
+    fenced = load("doctests").fence("Says so.\n\n>>> 1 + 1\n2\n\nAnd then more.")
+    assert fenced.splitlines() == ["Says so.", "", "", "```pycon", ">>> 1 + 1", "2", "```", "", "And then more."]
+    assert load("doctests").fence(">>> 1") == "\n```pycon\n>>> 1\n```"
