@@ -1,4 +1,4 @@
-"""`guard.log`: numbers that a program tells beside the loss reach the record of their own step."""
+"""What a program tells its guard: `guard.log`, numbers beside the loss; `guard.scale_lr`, a rate that it changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadygrad import Guard, UsageError
+from steadygrad import Action, Guard, UsageError
 from steadygrad.record.series import list_step
 
 
@@ -69,3 +69,28 @@ def test_a_tensor_of_several_numbers_is_refused_by_name() -> None:
     _, guard = make()
     with pytest.raises(UsageError, match=r"guard\.log got losses of shape \(3,\).*losses\.mean\(\)"):
         guard.log(losses=torch.ones(3))
+
+
+def test_a_rate_that_the_program_lowers_stays_lowered_under_its_schedule_and_stands_in_the_ledger() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    guard = Guard(model, optimizer, scheduler=scheduler)
+    guard.step(lambda x: model(x).mean(), torch.ones(2, 3))
+    guard.scale_lr(0.1, "the loss exploded")
+    guard.scale_weight_decay(1.5, "it overfits")
+    guard.step(lambda x: model(x).mean(), torch.ones(2, 3))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2 * 0.1)
+    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.015)
+    told = [(i.finding.kind, i.verdict.reason, i.outcome.action) for i in guard.incidents]
+    assert told == [
+        ("asked_for", "the loss exploded", Action.SCALE_LR),
+        ("asked_for", "it overfits", Action.SCALE_WEIGHT_DECAY),
+    ]
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, math.nan, math.inf, "half"])
+def test_a_factor_that_is_none_is_refused(factor: float) -> None:
+    _, guard = make()
+    with pytest.raises(UsageError, match=r"for the lr\. Give a number above 0"):
+        guard.scale_lr(factor, "no reason")

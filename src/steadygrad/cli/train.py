@@ -176,7 +176,7 @@ def _choose_folder(name: str, request: Request, *, must_exist: bool) -> Path:
 
 def _find_run(path: Path) -> Path:
     """The run directory that `path` is, or is a checkpoint of."""
-    if not path.exists():
+    if not path.exists() and not (path.parent.name == "checkpoints" and path.parent.exists()):
         raise UsageError(f"{path} does not exist, so nothing can be resumed from it. Give a run directory.")
     return path.parent.parent if path.parent.name == "checkpoints" else path
 

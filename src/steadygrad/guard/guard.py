@@ -29,7 +29,7 @@ from steadygrad.checkpoint.store import CheckpointStore, Save
 from steadygrad.config import GuardConfig
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted, UsageError
-from steadygrad.facts import Finding, Incident, StepRecord
+from steadygrad.facts import Action, Finding, Incident, Severity, StepRecord, Verdict
 from steadygrad.guard.account import tell_health, tell_stats, tell_summary
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.parts import Moment, Parts
@@ -297,6 +297,34 @@ class Guard:
         self._moment.epoch += 1
         self._parts.checkpoints.end_epoch()
         self._parts.followers.after_epoch(self._validation_loss)
+
+    def scale_lr(self, factor: float, reason: str) -> None:
+        """Multiply the learning rate by `factor`, now and under whatever scheduler; the ledger says why.
+
+        On many ranks call it on each.
+        """
+        self._carry_out(Verdict(action=Action.SCALE_LR, reason=reason, factor=factor), "lr")
+
+    def scale_weight_decay(self, factor: float, reason: str) -> None:
+        """The same for the weight decay."""
+        self._carry_out(Verdict(action=Action.SCALE_WEIGHT_DECAY, reason=reason, factor=factor), "weight_decay")
+
+    def _carry_out(self, verdict: Verdict, key: str) -> None:
+        """What the user's program asks for."""
+        self._check_open()
+        factor = verdict.factor
+        if not isinstance(factor, int | float) or not math.isfinite(factor) or factor <= 0:
+            raise UsageError(f"a factor of {factor!r} for the {key}. Give a number above 0: 0.5 halves it.")
+        if self._parts.off:
+            for optimizer in self._parts.optimizers:
+                for group in optimizer.param_groups:
+                    group[key] *= factor
+            return
+        self.flush()
+        step = max(0, self._moment.next_step - 1)
+        outcome = self._parts.actor.carry_out(verdict, None, step=step)
+        finding = Finding(kind="asked_for", severity=Severity.INFO, step=step, message=verdict.reason)
+        self._parts.judgement.conclude(finding, verdict, outcome)
 
     @property
     def epoch(self) -> int:

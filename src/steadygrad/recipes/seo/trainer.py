@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.act.sanitize import handle_nan_inf
-from steadygrad.facts import Action, Finding, Severity, StepRecord
+from steadygrad.facts import Action, StepRecord
 from steadygrad.measure.check import check_nan_inf
 from steadygrad.recipes.seo.config import UltraOptimizedConfig
 from steadygrad.recipes.seo.metrics import measure_errors, score_losses
@@ -141,13 +141,14 @@ class UltraOptimizedSEOTrainer(Trainer):
             logger.info(f"{issue_type}: the weight decay is {self._weight_decay:.4g}, and is not raised any further")
             return
         logger.info(line)
-        before = self._param_groups[0][key]
-        for group in self._param_groups:
-            group[key] *= factor
-        if self.guard is not None:
-            message = f"{issue_type} from one epoch to the next: {key} {before:.4g} -> {before * factor:.4g}"
-            step = max(0, self.guard.num_steps - 1)
-            self.guard.note(Finding(kind=issue_type, severity=Severity.INFO, step=step, message=message))
+        reason = f"{issue_type} from one epoch to the next"
+        if self.guard is None:
+            for group in self._param_groups:
+                group[key] *= factor
+        elif key == "lr":
+            self.guard.scale_lr(factor, reason)
+        else:
+            self.guard.scale_weight_decay(factor, reason)
 
     def _was_answered(self, key: str) -> bool:
         """Whether the Guard has seen to it since the epoch before this one ended."""
