@@ -569,3 +569,14 @@ def test_that_no_microbatch_fails_again_is_told_once() -> None:
     assert cause is not None
     assert (cause.kind, cause.phase) == ("inf", "unknown")
     assert diagnose_captures(captures) == (None, None)
+
+
+def test_a_line_of_a_recipe_is_named_as_the_users_own_would_be() -> None:
+    from steadygrad.recipes.seo.model import UltraOptimizedSEOMetricsModule
+
+    model = UltraOptimizedSEOMetricsModule()
+    model.feature_std.zero_()
+    cause = diagnose(lambda x: model(x).sum(), torch.ones(2, len(model.feature_std)), model=model)
+    assert cause is not None
+    assert cause.op == "aten.div"
+    assert cause.source == "known = (features - self.feature_mean) / self.feature_std"

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 OURS = os.path.join(os.path.dirname(os.path.abspath(sys.modules["steadygrad"].__file__ or "")), "")
+RECIPES = os.path.join(OURS, "recipes", "")
+"""Programs that a person runs, and copies: their lines are named as the user's own are."""
 TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 LIBRARIES = tuple({os.path.join(path, "") for path in map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))})
 """Where code lives that the user did not write."""
@@ -149,6 +151,8 @@ class StackReader:
             return _Sort.END
         if path.startswith(TORCH):
             return _sort_torch(code, path)
+        if path.startswith(RECIPES):
+            return _Sort.USER
         if path.startswith(OURS) or code.co_filename.startswith("<frozen"):
             return _Sort.TORCH
         return _Sort.LIBRARY if path.startswith(LIBRARIES) else _Sort.USER
