@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded here
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -21,3 +22,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             item.add_marker(pytest.mark.filterwarnings("error:::steadygrad"))
             item.add_marker(pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> None:
+    """accelerate keeps its settings in the process: the Trainer of an earlier test must not set those of this one."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()

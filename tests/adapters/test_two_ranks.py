@@ -15,7 +15,7 @@ import steadygrad
 
 HERE = Path(__file__).parent
 START = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import conftest, torch
 torch.set_num_threads(1)
@@ -41,9 +41,14 @@ stats = callback.guard.stats()
 weights = [p.tolist() for p in module.parameters()]
 told = [stats["num_steps"], stats["num_skipped"], sorted({i.step for i in callback.guard.incidents})]
 (out / f"rank{rank}.json").write_text(json.dumps({"finite": is_finite(module), "told": told, "weights": weights}))
-if torch.distributed.is_initialized():  # gloo's threads at the end of an interpreter may abort it
+if torch.distributed.is_initialized():
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+# DDP still holds the group, and a thread of gloo that lets go of a tensor while the interpreter ends asks for the GIL,
+# is unwound, and aborts the process (pytorch issues 38228, 190489). So the interpreter does not end: the process does.
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
 """
 
 

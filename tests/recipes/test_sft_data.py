@@ -53,6 +53,7 @@ def test_the_made_model_starts_from_nothing_and_learns_faster_unless_told() -> N
         ({"lora_dropout": 1.0}, r"SftConfig.lora_dropout must be in \[0, 1\), got 1.0"),
         ({"long_prompts": "drop"}, r"SftConfig.long_prompts: must be one of cut_start, cut_end, got 'drop'"),
         ({"precision": "fp8"}, r"SftConfig.precision: must be one of bf16, fp16, fp32, got 'fp8'"),
+        ({"lora_targets": "q_proj"}, r"SftConfig.lora_targets must be a tuple of names, got 'q_proj'"),
         ({"protect": "no"}, r"SftConfig.protect must be True or False, got 'no'"),
         ({"lora_rank": 0, "base_precision": "fp16"}, r"base_precision is fp16 .*lora_rank=0.* Use fp32, or LoRA"),
     ],

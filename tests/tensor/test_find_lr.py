@@ -24,7 +24,9 @@ SMALL: dict[str, Any] = {"start": 1e-5, "end": 10.0, "steps": 40}
 class Training:
     """A small regression with all that a test could disturb: dropout, BatchNorm, moments, a schedule, an average."""
 
-    def __init__(self, run_dir: Path | None = None, *, own_generator: bool = False, num_workers: int = 0, **settings: Any):
+    def __init__(
+        self, run_dir: Path | None = None, *, own_generator: bool = False, num_workers: int = 0, **settings: Any
+    ):
         torch.manual_seed(3)
         random.seed(3)
         self.model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
@@ -204,7 +206,9 @@ def test_a_rate_that_gives_nan_is_an_edge_and_a_finding() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3), config=GuardConfig(clip=None))
-    curve = guard.find_lr(lambda x: model(x).exp().square().sum() + model(x).square().sum(), [torch.ones(4, 4)], **SMALL)
+    curve = guard.find_lr(
+        lambda x: model(x).exp().square().sum() + model(x).square().sum(), [torch.ones(4, 4)], **SMALL
+    )
 
     assert curve.edge is not None
     assert curve.suggested < curve.edge / 3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from steadygrad import Guard
-from steadygrad.measure.stale import NUM_STEPS
+from steadygrad.measure.stale import NUM_STEPS, StaleWatch
 
 Clear = Callable[[torch.optim.Optimizer], None]
 
@@ -60,3 +60,22 @@ def test_the_hooks_are_gone_after_the_first_steps() -> None:
         watched.append(bool(model.weight._post_accumulate_grad_hooks))
 
     assert watched == [True] * NUM_STEPS + [False] * 2
+
+
+def test_a_new_gradient_that_was_given_the_id_of_a_cleared_one_is_not_taken_for_it() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.zeros(2)
+    watch = StaleWatch([("weight", parameter)])
+    watch.after_step()
+    freed = id(parameter.grad)
+    parameter.grad = None
+
+    held = []  # the others stay, so that the freed place is given away sooner or later
+    while id(new := torch.zeros(2)) != freed:
+        held.append(new)
+        assert len(held) < 10_000
+    parameter.grad = new.add_(1)  # edited once, as a hook on the gradient may do
+    for hook in parameter._post_accumulate_grad_hooks.values():  # as a backward does
+        hook(parameter)
+
+    assert watch.take() == ()

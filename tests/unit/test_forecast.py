@@ -164,6 +164,25 @@ def test_memory_does_not_grow_with_the_run() -> None:
     assert count(long.state_dict()) == count(short.state_dict())
 
 
+@pytest.mark.parametrize("at", [1, 5, 20, 62, 90])
+def test_restored_indicators_go_on_to_the_last_bit(at: int) -> None:
+    """Told by values, not by state: what is left out of the state would be missing on both sides of a comparison."""
+    run = [
+        dataclasses.replace(one, adam_rms={"a": 1.0 + t}) if t % 7 == 0 else one for t, one in enumerate(breaks(120))
+    ]
+    run = [dataclasses.replace(one, loss_scale=2.0 ** (16 - t // 40), update_norm=0.1 + t) for t, one in enumerate(run)]
+    whole, first, second = Indicators(), Indicators(), Indicators()
+    for one in run[:at]:
+        whole.observe(one)
+        first.observe(one)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+
+    for one in run[at:]:
+        whole.observe(one)
+        second.observe(one)
+        assert second.values() == whole.values()
+
+
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +312,17 @@ def test_a_restart_changes_nothing(at: int) -> None:
     assert told == expected
     assert expected
     assert second.state_dict() == whole.state_dict()
+
+
+def test_a_restart_in_the_middle_of_patience_does_not_start_it_anew() -> None:
+    run, model = breaks(120), make_model("rate_rise", 0.2, patience=4)
+    (expected,) = tell(InstabilityForecast(ON, model), run)
+    first, second = InstabilityForecast(ON, model), InstabilityForecast(ON, model)
+
+    tell(first, run[: expected.step - 1])  # two of the four steps are seen
+    second.load_state_dict(first.state_dict())
+
+    assert tell(second, run[expected.step - 1 :]) == [expected]
 
 
 # --- what is done about it -------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ class AcceleratorDrive:
             if guard.num_microbatches:  # none: guard.step() has already been called for these gradients
                 guard.step()
 
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so it is: a scheduler need not warn of it
         self._patches.replace(self._accelerator, "backward", backward)
         for wrapped in self._wrapped:
             if _is_wrapper(wrapped):

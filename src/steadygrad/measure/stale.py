@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 NUM_STEPS = 3
 """Steps that are watched: a loop that forgets to clear its gradients forgets it from the start."""
@@ -24,7 +25,7 @@ class StaleWatch:
         self._named = named
         self._steps_left = NUM_STEPS
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._stale: dict[str, tuple[Tensor, int]] = {}
+        self._stale: dict[str, tuple[Tensor, TensorWeakRef]] = {}
 
     def after_step(self) -> None:
         """A step is over, and its gradients are the caller's to clear."""
@@ -34,17 +35,18 @@ class StaleWatch:
         for name, parameter in self._named:
             gradient = parameter.grad
             if gradient is not None and parameter.is_leaf and parameter.requires_grad:
-                self._watch(name, parameter, (id(gradient), gradient._version))
+                self._watch(name, parameter, TensorWeakRef(gradient), gradient._version)
 
-    def _watch(self, name: str, parameter: Tensor, before: tuple[int, int]) -> None:
+    def _watch(self, name: str, parameter: Tensor, used: TensorWeakRef, version: int) -> None:
+        """`used` is weak, so that a cleared gradient's memory is free; an id() would be given to another tensor."""
         fired = False
 
         def look(changed: Tensor) -> None:
             nonlocal fired
             if not fired and changed.grad is not None:
                 fired = True  # a second microbatch adds to the first one's gradient, as it should
-                if (id(changed.grad), changed.grad._version - 1) == before:
-                    self._stale[name] = (parameter, id(changed.grad))
+                if used() is changed.grad and changed.grad._version - 1 == version:
+                    self._stale[name] = (parameter, used)
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(look))
 
@@ -55,6 +57,7 @@ class StaleWatch:
         """
         for hook in self._hooks:
             hook.remove()
-        stale = tuple(name for name, (parameter, old) in self._stale.items() if id(parameter.grad) == old)
+        there = {name: (parameter.grad, used()) for name, (parameter, used) in self._stale.items()}
+        stale = tuple(name for name, (now, old) in there.items() if now is not None and now is old)
         self._hooks, self._stale = [], {}
         return stale

@@ -10,7 +10,15 @@ import enum
 from dataclasses import dataclass, field
 
 from steadygrad.config import Precision
-from steadygrad.config.checks import as_enum, is_number, require, require_booleans, require_positive, require_whole
+from steadygrad.config.checks import (
+    as_enum,
+    is_number,
+    require,
+    require_booleans,
+    require_positive,
+    require_whole,
+    set_names,
+)
 from steadygrad.errors import ConfigError
 
 LEARNING_RATE = 2e-4
@@ -162,7 +170,7 @@ class SftConfig:
             value = getattr(self, name)
             chosen = None if value is None else as_enum(Precision, value, f"SftConfig.{name}")
             object.__setattr__(self, name, chosen)
-        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))
+        set_names(self, "lora_targets", "q_proj")
 
     @property
     def rate(self) -> float:

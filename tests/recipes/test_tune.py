@@ -1,0 +1,343 @@
+"""steadygrad tune: what it chooses, that nothing is left changed, resuming, several workers, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import steadygrad
+from steadygrad import FixedNorm, GuardConfig
+from steadygrad.cli import main
+from steadygrad.config.plain import build
+from steadygrad.recipes.catalogue import find_recipe
+from steadygrad.tune import Tunable
+from steadygrad.tune.choose import choose
+from steadygrad.tune.ledger import Ledger
+from steadygrad.tune.plan import Plan, make_plan
+from steadygrad.tune.settings import Settings
+from steadygrad.tune.target import Target
+from steadygrad.tune.trial import TrialResult, run_trial
+from steadygrad.tune.tuning import Tuned, Tuning
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+def make(rate=1e-2):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(96, 6)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True)
+    return model, torch.optim.AdamW(model.parameters(), lr=rate), nn.functional.mse_loss, loader
+
+def make_far_too_high():
+    return make(10.0)
+
+def make_three():
+    return make()[:3]
+
+if __name__ == "__main__":
+    raise SystemExit("must not run")
+"""
+PLAN = Plan(range_steps=30, trial_steps=12, num_trials=0)
+
+
+def make_tunable(rate: float = 1e-3, **more: Any) -> Tunable:
+    """Regression with dropout, BatchNorm and Adam's moments from two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    x = torch.randn(96, 6)
+    for _ in range(2):
+        model(x[:8]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    settings = {"loss_fn": nn.functional.mse_loss, "val_loader": [(x[:32], x[:32].sum(1, keepdim=True))], **more}
+    return Tunable(model=model, optimizer=optimizer, loader=DataLoader(data, 8, shuffle=True), **settings)
+
+
+def tune(tunable: Tunable, folder: Path, search: tuple[str, ...] = (), plan: Plan = PLAN, **options: Any) -> Tuned:
+    folder.mkdir(exist_ok=True)
+    ledger = Ledger(folder, {"search": list(search)}, resume=options.pop("resume", False))
+    return Tuning(Target(name="test", tunable=tunable), plan, ledger).run(search, None, folder, **options)
+
+
+def copy_state(tunable: Tunable) -> dict[str, Any]:
+    (optimizer,) = tunable.optimizers
+    moments = {
+        f"{i}.{key}": value.clone()
+        for i, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    weights = {name: value.clone() for name, value in tunable.model.state_dict().items()}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    order = [batch[0] for batch in _peek(tunable.loader)]
+    return {**weights, **moments, "groups": groups, "random": torch.get_rng_state(), "order": torch.cat(order)}
+
+
+def _peek(loader: Any) -> list[Any]:
+    state = torch.get_rng_state()
+    batches = list(loader)
+    torch.set_rng_state(state)
+    return batches
+
+
+def assert_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name], name
+
+
+# --- what stays -----------------------------------------------------------------------------------------------------
+
+
+def test_a_tuning_with_a_search_leaves_the_training_bit_for_bit_as_it_was(tmp_path: Path) -> None:
+    tunable = make_tunable()
+    before = copy_state(tunable)
+    names = ("lr", "warmup", "clip", "weight_decay", "betas", "batch", "accumulation")
+    tuned = tune(tunable, tmp_path, names, Plan(range_steps=30, trial_steps=12, num_trials=4))
+    assert len(tuned.searched) == 4
+    assert len({one.settings.clip for one in tuned.searched}) > 1
+    assert_unchanged(before, copy_state(tunable))
+    assert all(module.training for module in tunable.model.modules())
+
+
+def test_trials_begin_alike_and_the_same_settings_give_the_same_losses(tmp_path: Path) -> None:
+    tunable = make_tunable()
+    tuning = Tuning(Target(name="test", tunable=tunable), PLAN, Ledger(tmp_path, {}, resume=False))
+    first, other, again = (tuning._try(tunable.given, order) for order in (0, 1, 0))
+    assert first.losses == again.losses
+    assert first.score == again.score
+    assert first.losses != other.losses
+
+
+def test_a_larger_batch_gets_as_much_data_and_fewer_steps(tmp_path: Path) -> None:
+    tunable = make_tunable(evaluate=lambda: 1.0)
+    seen: list[int] = []
+    loss_fn = tunable.loss_fn
+    tunable.loss_fn = lambda batch: (seen.append(len(batch[0])), loss_fn(tunable.model(batch[0]), batch[1]))[1]
+    tuning = Tuning(Target(name="test", tunable=tunable), PLAN, Ledger(tmp_path, {}, resume=False))
+    import dataclasses
+
+    result = tuning._try(dataclasses.replace(tunable.given, batch=16), 0)
+    assert (result.num_steps, sum(seen)) == (6, 96)
+    assert set(seen) == {16}
+    seen.clear()
+    result = tuning._try(dataclasses.replace(tunable.given, accumulation=2), 0)
+    assert (result.num_steps, sum(seen)) == (6, 96)
+
+
+# --- what it chooses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-4])
+def test_a_rate_far_too_low_is_raised(tmp_path: Path, rate: float) -> None:
+    tuned = tune(make_tunable(rate), tmp_path)
+    assert tuned.choice.changed == ("lr",)
+    assert tuned.choice.settings.lr > 5 * rate
+    assert "better in both orders" in tuned.choice.reason
+
+
+def test_a_rate_a_hundred_times_too_high_is_repaired_and_its_trial_ends_within_steps(tmp_path: Path) -> None:
+    tunable = make_tunable(optimizer_rate := 100.0, guard_config=GuardConfig(clip=None))
+    plan = Plan(range_steps=40, trial_steps=60, num_trials=0)
+    tuned = tune(tunable, tmp_path, plan=plan)
+    broken = tuned.compared[0]
+    assert broken.settings.lr == optimizer_rate
+    assert broken.why_ended
+    assert broken.num_steps < 15, "a diverging trial ends in steps"
+    assert tuned.choice.works
+    assert tuned.choice.settings.lr < 1.0
+    assert tuned.compared[-1].is_good
+
+
+def test_settings_that_are_not_better_in_both_orders_are_not_taken() -> None:
+    def result(score: float, lr: float, order: int) -> TrialResult:
+        return TrialResult(settings=Settings(lr=lr), score=score, num_steps=9, num_batches=9, losses=(), order=order)
+
+    given = [result(1.0, 0.1, 0), result(1.1, 0.1, 1)]
+    assert choose(given, [result(0.9, 0.2, 0), result(1.0, 0.2, 1)]).settings.lr == 0.2
+    assert choose(given, [result(0.9, 0.2, 0), result(1.2, 0.2, 1)]).settings.lr == 0.1
+
+
+def test_nothing_that_works_is_told_and_not_written_as_a_success(tmp_path: Path) -> None:
+    tunable = make_tunable(
+        loss_fn=lambda batch: (batch[0].sum() * float("nan")) * next(tunable.model.parameters()).sum()
+    )
+    tuned = tune(tunable, tmp_path)
+    assert not tuned.choice.works
+    assert "nothing that was tried works" in tuned.choice.reason
+
+
+def test_all_of_it_stays_a_tenth_of_the_training() -> None:
+    for num_steps in (800, 3000, 100_000):
+        for trials in (0, 20) if num_steps > 3500 else (0,):
+            assert make_plan(num_steps, trials=trials, steps=None).num_steps <= num_steps / 10
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return "train.py"
+
+
+def test_a_script_is_tuned_and_everything_is_written(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", f"{script}:make_far_too_high", "--run-dir", "out", "--steps", "20"]) == 0
+    told = capsys.readouterr().out
+    assert "Range test: up to 100 steps" in told
+    assert "lr: 10 -> " in told
+    values = yaml.safe_load(Path("out/tuned.yaml").read_text())
+    assert 0 < values["lr"] < 1.0
+    assert GuardConfig.from_dict(values["guard"]).clip == FixedNorm()
+    assert Path("out/tune.png").read_bytes().startswith(b"\x89PNG")
+    page = Path("out/tune.html").read_text()
+    assert "<h2>Evidence</h2>" in page
+    assert "range test" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert sorted(path.name for path in Path("out").iterdir()) == ["tune.html", "tune.json", "tune.png", "tuned.yaml"]
+
+
+SMALL = {
+    "seo": {"num_synthetic": 120, "hidden": 16, "text_dim": 8, "max_words": 16, "batch_size": 16},
+    "cod": {"num_made": 16, "batch_size": 2, "stage1_epochs": 1, "epochs": 2},
+    "mmdit": {"data.num_synthetic": 64, "model.hidden_size": 16, "model.num_layers": 1, "training.train_batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("recipe", list(SMALL))
+def test_a_recipe_is_tuned_into_a_config_that_train_takes(tmp_path: Path, recipe: str) -> None:
+    fields = [f"--set={name}={value}" for name, value in SMALL[recipe].items()]
+    assert main(["tune", recipe, "--quick", "--run-dir", str(tmp_path / "t"), "--steps", "12", *fields]) == 0
+    values = yaml.safe_load((tmp_path / "t" / "tuned.yaml").read_text())
+    config = build(find_recipe(recipe).load().Config, values)
+    flat = {**values, **values.get("data", {}), **values.get("training", {}), **values.get("model", {})}
+    assert all(flat[name.rpartition(".")[2]] == value for name, value in SMALL[recipe].items())
+    assert config is not None
+
+
+def test_a_tuned_seo_trains(tmp_path: Path) -> None:
+    fields = [f"--set={name}={value}" for name, value in {**SMALL["seo"], "epochs": 2, "learning_rate": 30.0}.items()]
+    assert main(["tune", "seo", "--quick", "--run-dir", str(tmp_path / "t"), "--steps", "12", *fields]) == 0
+    config = tmp_path / "t" / "tuned.yaml"
+    assert yaml.safe_load(config.read_text())["learning_rate"] < 1.0
+    assert main(["train", "seo", "--config", str(config), "--run-dir", str(tmp_path / "r")]) == 0
+
+
+def test_a_search_goes_on_where_it_was_and_repeats_nothing(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["tune", f"{script}:make", "--search", "lr,clip", "--run-dir", "out", "--steps", "12"]
+    assert main([*command, "--trials", "3"]) == 0
+    first = json.loads(Path("out/tune.json").read_text())
+    assert capsys.readouterr().out.count("Trial ") == 3
+
+    assert main([*command, "--trials", "5", "--resume"]) == 0
+    told = capsys.readouterr().out
+    assert [line.split(":")[0] for line in told.splitlines() if line.startswith("Trial ")] == ["Trial 3", "Trial 4"]
+    assert "Range test:" not in told
+    assert json.loads(Path("out/tune.json").read_text())["range"] == first["range"]
+    assert Path("out/tune.db").is_file()
+    assert "<h2>Search</h2>" in Path("out/tune.html").read_text()
+
+
+def test_a_worker_that_was_killed_leaves_a_trial_that_is_tried_again(script: str) -> None:
+    import optuna
+
+    command = ["tune", f"{script}:make", "--search", "lr", "--run-dir", "out", "--steps", "12"]
+    assert main([*command, "--trials", "1"]) == 0
+    study = optuna.load_study(study_name="steadygrad", storage="sqlite:///out/tune.db")
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    study.ask().set_user_attr("worker", f"{os.uname().nodename}:{gone.pid}")
+    assert main([*command, "--trials", "2", "--resume"]) == 0
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
+
+
+def test_two_workers_share_one_search(script: str, tmp_path: Path) -> None:
+    command = ["tune", f"{script}:make", "--search", "lr", "--trials", "6", "--steps", "12", "--run-dir", "out"]
+    paths = {"PYTHONPATH": str(Path(steadygrad.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    workers = []
+    for rank in ("0", "1"):
+        env = {**os.environ, **paths, "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
+        arguments = [sys.executable, "-m", "steadygrad", *command]
+        workers.append(
+            subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    told = [worker.communicate()[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], told
+    trials = [line for text in told for line in text.splitlines() if line.startswith("Trial ")]
+    numbers = sorted(int(line.split()[1].rstrip(":")) for line in trials)
+    assert numbers == list(range(len(numbers))), "no trial was tried twice"
+    assert 6 <= len(numbers) <= 7
+
+
+def test_without_optuna_a_search_says_what_to_install(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(["tune", f"{script}:make", "--search", "lr", "--run-dir", "out", "--steps", "12"]) == 2
+    assert "pip install 'steadygrad[tune]'" in capsys.readouterr().err
+    assert main(["tune", f"{script}:make", "--run-dir", "other", "--steps", "12"]) == 0, "the range test needs none"
+
+
+def test_wrong_input_is_told_with_where_and_what_to_do(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("used").mkdir()
+    Path("used/tune.json").write_text("{}")
+    for arguments, words in (
+        (["nothing.py:make"], ("there is no script nothing.py", "Give the path")),
+        ([f"{script}:absent"], ("no function 'absent'", "Write one that returns")),
+        ([f"{script}:make_three"], ("make_three() returned a tuple of 3", "Let it return")),
+        ([script], ("names no function", f"Write {script}:FUNCTION")),
+        (["soe"], ("no recipe 'soe'", "Did you mean seo?")),
+        (["sft"], ("transformers' Trainer runs its loop", "These can: seo, cod, mmdit")),
+        (["clip6d"], ("Lightning runs its loop", "script.py:function")),
+        (["seo", "--search", "lr,momentum"], ("momentum", "Use some of: lr,warmup")),
+        (["seo", "--quick", "--search", "betas"], ("betas", "Leave it out")),
+        (["seo", "--set", "learning_rte=1"], ("no field of the recipe seo", "Did you mean --learning-rate?")),
+        (["seo", "--set", "epochs"], ("--set got 'epochs'", "Write --set FIELD=VALUE")),
+        ([f"{script}:make", "--quick"], ("are for recipes", "Set it up inside")),
+        ([f"{script}:make", "--steps", "3"], ("at least 12", "got 3")),
+        ([f"{script}:make", "--run-dir", "used"], ("already holds a tuning", "--resume")),
+        ([f"{script}:make", "--run-dir", "used", "--resume"], ("cannot be read as a tuning", "Move it away")),
+    ):
+        assert main(["tune", *arguments]) == 2, arguments
+        told = capsys.readouterr().err
+        assert all(word in told for word in words), (arguments, told)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["tune", f"{script}:make"]) == 2
+    assert "Give them one by --run-dir" in capsys.readouterr().err
+
+
+def test_another_request_does_not_go_on_with_a_tuning(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", f"{script}:make", "--run-dir", "out", "--steps", "12"]) == 0
+    assert main(["tune", f"{script}:make_far_too_high", "--run-dir", "out", "--resume"]) == 2
+    assert "was tuned with target 'train.py:make'" in capsys.readouterr().err
+
+
+def test_a_trial_without_a_range_test_finds_its_own_start() -> None:
+    tunable = make_tunable(50.0, guard_config=GuardConfig(clip=None))
+    from steadygrad.guard import Guard
+    from steadygrad.guard.rehearsal import Rehearsal
+
+    rehearsal = Rehearsal(tunable.model, tunable.optimizers, tunable.loader, make_guard=Guard)
+    result = run_trial(tunable, rehearsal, tunable.given, steps=60, start=None)
+    assert result.num_steps <= 60
