@@ -269,6 +269,13 @@ def test_an_explosion_that_does_not_come_back_is_told_once_more() -> None:
     assert said[1].evidence["before"] == 1.0
 
 
+@pytest.mark.parametrize(("after", "kinds"), [(5.0, ["loss_explosion", "unrecovered_loss"]), (0.4, ["loss_explosion"])])
+def test_an_explosion_found_at_the_end_of_an_epoch_is_watched_too(after: float, kinds: list[str]) -> None:
+    facts: list[Fact] = [EpochEnd(step=9, epoch=0, train_loss=0.5), EpochEnd(step=19, epoch=1, train_loss=5.5)]
+    facts += [reading(t, loss=after) for t in range(20, 60)]
+    assert [f.kind for f in findings_of(rule_named("loss_explosion"), facts)] == kinds
+
+
 def test_an_explosion_that_comes_back_is_told_once() -> None:
     said = findings_of(rule_named("loss_explosion"), _exploding(comes_back=True))
     assert [f.kind for f in said] == ["loss_explosion"]

@@ -168,6 +168,9 @@ class LossExplosion(Remembering):
         self._epoch_loss = loss
         if before is not None and before > 0 and loss > self._ratio * before:
             yield self._tell(fact.step, before, loss)
+            if self._level is None:
+                self._level, self._told_at = before, fact.step
+                self._since.clear()
 
     def _tell(self, step: int, before: float, after: float) -> Finding:
         return Finding(
