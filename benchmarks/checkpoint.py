@@ -4,8 +4,8 @@ Model and AdamW state: 100M parameters on the CPU (1.2 GB), 1B on a GPU (12 GB).
 Durable: until the checkpoint is fsynced under its final name; ours also checks that all is finite and hashes it.
 Verified: until ours has been read back as well. The first save, which takes its host memory, is shown apart.
 The baseline writes beside its name, fsyncs, renames and fsyncs the folder, as anyone must to keep it. Medians.
-Run `python benchmarks/checkpoint.py --device cpu` or `cuda`; `--folder` chooses the disk; writes
-results/checkpoint_DEVICE.json.
+Run `python benchmarks/checkpoint.py --device cpu` or `cuda`; `--folder` chooses the disk, `--quick` is a twentieth of
+the size; writes results/checkpoint_DEVICE.json.
 """
 
 from __future__ import annotations
@@ -123,17 +123,18 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parameters", type=int, help="another size; nothing is written then")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the size, twice; nothing is written")
     parser.add_argument("--folder", type=Path, help="where to write; by default the system's temporary folder")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
-        size = arguments.parameters or SIZES[arguments.device]
-        found = measure(arguments.device, folder, size, arguments.repeats)
+        size = arguments.parameters or SIZES[arguments.device] // (20 if arguments.quick else 1)
+        found = measure(arguments.device, folder, size, 2 if arguments.quick else arguments.repeats)
     finally:
         shutil.rmtree(folder)
     show(found)
     if arguments.parameters is None:
-        print(write_results(f"checkpoint_{arguments.device}", found))
+        print("written:", write_results(f"checkpoint_{arguments.device}", found, quick=arguments.quick))
 
 
 if __name__ == "__main__":

@@ -295,10 +295,8 @@ def main() -> None:
     num_seeds = 3 if arguments.quick else 30
     results = {noise: compare(noise, num_seeds) for noise in NOISES}
     print(render(results))
-    if not arguments.quick:
-        print(
-            "\nwritten:", write_results("detectors", {"num_seeds": num_seeds, "num_steps": NUM_STEPS, "noise": results})
-        )
+    found = {"num_seeds": num_seeds, "num_steps": NUM_STEPS, "noise": results}
+    print("\nwritten:", write_results("detectors", found, quick=arguments.quick))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ overflows in the middle of the model, and a root at 0 that no sample is to blame
 costs most. The claim: at most 12 steps, and at most a tenth more memory than the
 step beside the batch.
 
-    python benchmarks/diagnosis.py [--device cuda|cpu] [--batch N] [--rounds N]
+    python benchmarks/diagnosis.py [--device cuda|cpu] [--batch N] [--rounds N] [--quick]
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MOST_MEMORY = 1.1
 class Loop:
     """One model, one optimizer, a healthy step and two broken ones."""
 
-    def __init__(self, device: str, batch: int) -> None:
-        name, context, heads = ("GPT-2 124M", 1024, 12) if device == "cuda" else ("10M", 128, 8)
+    def __init__(self, device: str, batch: int, *, quick: bool) -> None:
+        name, context, heads = ("GPT-2 124M", 1024, 12) if device == "cuda" else ("tiny" if quick else "10M", 128, 8)
         torch.manual_seed(0)
         self.device, self.vocabulary = device, SHAPES[name][2]
         self.model = GPT(*SHAPES[name], heads=heads, context=context).to(device)
@@ -111,9 +111,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--batch", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--quick", action="store_true", help="two samples, one round, on the CPU a tiny model; nothing is written"
+    )
     args = parser.parse_args()
-    batch = args.batch or (8 if args.device == "cuda" else 4)
-    loop = Loop(args.device, batch)
+    args.rounds = 1 if args.quick else args.rounds
+    batch = args.batch or (2 if args.quick else 8 if args.device == "cuda" else 4)
+    loop = Loop(args.device, batch, quick=args.quick)
     step_seconds, step_peak = measure(loop.step, args.device, args.rounds)
     results: dict[str, Any] = {"batch": batch, "step_ms": 1e3 * step_seconds, "step_bytes": step_peak}
     print(f"{describe_machine()}\nstep {1e3 * step_seconds:.1f} ms, {step_peak / 2**20:.0f} MiB")
@@ -138,7 +142,7 @@ def main() -> None:
         print(cause)
     results["parts_ms"] = time_parts(loop, args.rounds)
     print(results["parts_ms"])
-    print(write_results(f"diagnosis_{args.device}", results))
+    print("written:", write_results(f"diagnosis_{args.device}", results, quick=args.quick))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ CONTEXT, HEADS, BATCH = 128, 8, 2
 class Loop:
     """One model on this rank, and both ways of stepping it."""
 
-    def __init__(self, kind: str, run_dir: Path) -> None:
+    def __init__(self, kind: str, shape: str, run_dir: Path) -> None:
         torch.manual_seed(0)
-        self.model: nn.Module = GPT(*SHAPES["10M"], heads=HEADS, context=CONTEXT)
+        self.model: nn.Module = GPT(*SHAPES[shape], heads=HEADS, context=CONTEXT)
         if kind == "ddp":
             self.model = DistributedDataParallel(self.model)
         else:
@@ -45,7 +45,7 @@ class Loop:
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=1e-5)
         self.guard = Guard(self.model, self.optimizer, run_dir=run_dir)
-        self.ids = torch.randint(SHAPES["10M"][2], (BATCH, CONTEXT + 1))
+        self.ids = torch.randint(SHAPES[shape][2], (BATCH, CONTEXT + 1))
 
     def loss(self, ids: Tensor) -> Tensor:
         return self.model(ids)
@@ -60,8 +60,8 @@ class Loop:
         self.guard.step(self.loss, self.ids)
 
 
-def time_rank(kind: str, rounds: int, steps: int, run_dir: Path) -> dict[str, Any]:
-    loop = Loop(kind, run_dir)
+def time_rank(kind: str, shape: str, rounds: int, steps: int, run_dir: Path) -> dict[str, Any]:
+    loop = Loop(kind, shape, run_dir)
     ways: dict[str, Callable[[], None]] = {
         "clip_grad_norm_": loop.clipped,
         "clip_grad_norm_, again (noise)": loop.clipped,
@@ -94,20 +94,23 @@ def time_rank(kind: str, rounds: int, steps: int, run_dir: Path) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    rounds, steps = (3, 2) if parser.parse_args().quick else (9, 4)
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, two rounds of two steps; nothing is written"
+    )
+    quick = parser.parse_args().quick
+    shape, rounds, steps = ("tiny", 2, 2) if quick else ("10M", 9, 4)
     print(describe_machine())
     table: dict[str, Any] = {}
     for kind in ("ddp", "fsdp2"):
         with tempfile.TemporaryDirectory() as folder:
-            told = run_ranks(time_rank, 2, kind, rounds, steps, Path(folder) / "run", time_limit_seconds=900)[0]
+            told = run_ranks(time_rank, 2, kind, shape, rounds, steps, Path(folder) / "run", time_limit_seconds=900)[0]
         middle = {name: statistics.median(values) for name, values in told["times"].items()}
         # Way beside way of one round: what else runs on the machine slows both.
         base = told["times"]["clip_grad_norm_"]
         ratios = {
             name: statistics.median(v / b for v, b in zip(values, base)) for name, values in told["times"].items()
         }
-        print(f"\n{kind}, 2 ranks, 10M-parameter GPT, {BATCH} x {CONTEXT} tokens a rank")
+        print(f"\n{kind}, 2 ranks, {shape} GPT, {BATCH} x {CONTEXT} tokens a rank")
         for name, value in middle.items():
             print(f"  {name:32s} {value:9.2f} ms   {ratios[name]:6.3f}")
         print(f"  save {told['save_seconds']:.2f} s, resume {told['resume_seconds']:.2f} s, saved: {told['saved']}")
@@ -116,7 +119,7 @@ def main() -> None:
             "ratio": ratios,
             **{key: told[key] for key in ("save_seconds", "resume_seconds", "saved")},
         }
-    print("\nwritten to", write_results("distributed_cpu", table).name)
+    print("\nwritten:", write_results("distributed_cpu", table, quick=quick))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def measure_floor(num: int, device: str, step_ms: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller models")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller models; nothing is written")
     args = parser.parse_args()
     names = MODELS[args.device][: 2 if args.quick else None]
     table = {}
@@ -159,7 +159,7 @@ def main() -> None:
         print(f"\n{name}: {num / 1e6:.0f}M parameters, floor {floor:.3f} ms = {floor / stock:.2f} of stock")
         for way, value in times.items():
             print(f"  {way:38s} {value:9.3f} ms   {value / stock:5.2f} of clip + step")
-    print("\nwritten to", write_results(f"guarded_step_{args.device}", table).name)
+    print("\nwritten:", write_results(f"guarded_step_{args.device}", table, quick=args.quick))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Which learning rates train? Final loss against the rate, for ways of clipping, for two cures, and for a Guard.
 
-A small GPT on text of a second-order Markov chain (made here; its entropy is the floor), AdamW (0.9, 0.95), warm-up over
-the first 5 %, cosine to a tenth, rates 3e-4 ... 3e-1 as in arXiv 2309.14322. Every way has the same weights at first,
-the same batches and as many of them: what a rollback throws away is lost. A rate *trains* when it closes at least
+A small GPT on text of a Markov chain (made here; its entropy is the floor), AdamW (0.9, 0.95), warm-up over the first
+5 %, cosine to a tenth, rates 3e-4 ... 3e-1 as in arXiv 2309.14322. Every way has the same weights at first, the same
+batches and as many of them: what a rollback throws away is lost. A rate *trains* when it closes at least
 nine tenths of the way from the first loss to the lowest final loss in the table. The clip strategies are this
 library's, on a Guard that only watches (it still skips a step that is not finite); "no clip" and "clip at 1.0" are
 plain loops. "Guard" has every default.
@@ -60,8 +60,8 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(width=64, layers=2, heads=4, context=32, batch=16, steps=300, symbols=32, seeds=2, seconds=1200),
-    "cuda": Size(width=192, layers=4, heads=6, context=128, batch=64, steps=400, symbols=32, seeds=3, seconds=105),
+    "cpu": Size(width=64, layers=2, heads=4, context=32, batch=16, steps=300, symbols=32, seeds=1, seconds=1200),
+    "cuda": Size(width=192, layers=3, heads=6, context=64, batch=128, steps=240, symbols=32, seeds=2, seconds=112),
     "quick": Size(width=48, layers=2, heads=2, context=24, batch=16, steps=120, symbols=16, seeds=1, seconds=600),
 }
 
@@ -246,7 +246,8 @@ def summarise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         losses = [first if r["loss"] is None else min(first, r["loss"]) for r in own]
         columns[name] = {
             "loss": cells,
-            "share_that_trains": sum(loss <= bound for loss in losses) / len(losses),
+            "num_trained": sum(loss <= bound for loss in losses),
+            "num_runs": len(losses),
             "mean_excess_loss": sum(losses) / len(losses) - lowest,
         }
     return {"first_loss": first, "lowest_loss": lowest, "trains_below": bound, "columns": columns}
@@ -258,17 +259,18 @@ def render(summary: Mapping[str, Any]) -> str:
     rates = sorted({rate for one in columns.values() for rate in one["loss"]}, key=float)
     lines = ["| learning rate | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for rate in rates:
-        cells = [show_loss(one["loss"].get(rate), summary["trains_below"]) for one in columns.values()]
+        cells = [show_loss(one["loss"], rate, summary["trains_below"]) for one in columns.values()]
         lines.append(f"| {rate} | " + " | ".join(cells) + " |")
-    shares = " | ".join(f"{one['share_that_trains']:.2f}" for one in columns.values())
+    shares = " | ".join(f"{one['num_trained']} of {one['num_runs']}" for one in columns.values())
     excess = " | ".join(f"{one['mean_excess_loss']:.3f}" for one in columns.values())
-    return "\n".join([*lines, f"| share that trains | {shares} |", f"| mean loss above the lowest | {excess} |"])
+    return "\n".join([*lines, f"| runs that train | {shares} |", f"| mean loss above the lowest | {excess} |"])
 
 
-def show_loss(loss: float | None, bound: float) -> str:
-    """'1.243', in bold where it trained."""
+def show_loss(cells: Mapping[str, float | None], rate: str, bound: float) -> str:
+    """'1.243', in bold where it trained; '-' where there was no time to run it."""
+    loss = cells.get(rate)
     if loss is None:
-        return "NaN"
+        return "NaN" if rate in cells else "-"
     return f"**{loss:.3f}**" if loss <= bound else f"{loss:.3f}"
 
 
@@ -303,9 +305,10 @@ def main() -> int:
     print(f"\n{render(summary)}\n")
     print(f"first loss {summary['first_loss']:.3f}, no model can go below {entropy:.3f}; bold: trains", end="; ")
     print(f"{time.perf_counter() - begin:.0f} s")
-    if not args.quick and not args.only:
+    if not args.only:
         facts = {"size": asdict(size), "num_seeds": len({run["seed"] for run in runs}), "entropy": entropy}
-        print("written:", write_results(f"lr_sensitivity_{args.device}", {**facts, **summary, "runs": runs}))
+        results = {**facts, **summary, "runs": runs}
+        print("written:", write_results(f"lr_sensitivity_{args.device}", results, quick=args.quick))
     return 0
 
 

@@ -30,8 +30,13 @@ def describe_machine() -> dict[str, Any]:
     return facts
 
 
-def write_results(name: str, results: Any) -> Path:
-    """Write `results` beside the machine's description into benchmarks/results/NAME.json, or under $OUT."""
+def write_results(name: str, results: Any, *, quick: bool = False) -> Path | None:
+    """Write `results` beside the machine's description into benchmarks/results/NAME.json, or under $OUT.
+
+    Quick ones never take the place of measured ones: without $OUT they are not written, and None comes back.
+    """
+    if quick and not os.environ.get("OUT"):
+        return None
     folder = Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"

@@ -235,12 +235,12 @@ def time_call(call: Callable[[], Any], rounds: int = 5) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--quick", action="store_true", help="smaller batches, fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="smaller batches, fewer rounds; nothing is written")
     parser.add_argument("--tune", action="store_true", help="time tile sizes of the kernels, CUDA only")
     args = parser.parse_args()
     print(describe_machine())
     if args.tune:
-        print("\nwritten to", write_results("multiway_tiles", tune(args.device)).name)
+        print("\nwritten:", write_results("multiway_tiles", tune(args.device)))
         return
     if args.device == "cpu":
         sizes, dim, fibre = {"others": [4, 6], "ours": [4, 6, 8]}, 64, 256
@@ -252,7 +252,7 @@ def main() -> None:
     table = {"all": compare(sizes, dim, args.device, rounds)}
     table["fibre"] = {f"B={fibre}": compare_fibre(fibre, dim, args.device, rounds)}
     check(table)
-    print("\nwritten to", write_results(f"multiway_{args.device}", table).name)
+    print("\nwritten:", write_results(f"multiway_{args.device}", table, quick=args.quick))
 
 
 def check(table: dict[str, Any]) -> None:

@@ -159,8 +159,7 @@ def main() -> None:
             + "".join(f"{show(told[name]):>34}" for name in COLUMNS),
             flush=True,
         )
-    if not quick:
-        print(write_results("rescue", results))
+    print("written:", write_results("rescue", results, quick=quick))
 
 
 if __name__ == "__main__":

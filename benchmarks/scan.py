@@ -4,7 +4,7 @@ Both look at every element of the same file; scan also gives range, norm, zeros 
 rounds that take turns, with the file in the page cache ("warm") and after asking the system to drop it ("cold"). Memory
 is the peak of a process of its own, above what one needs that scans a tiny file.
 
-    python benchmarks/scan.py [--gib 2] [--rounds 5] [--folder DIR]
+    python benchmarks/scan.py [--gib 2] [--rounds 5] [--folder DIR] [--quick]
 """
 
 from __future__ import annotations
@@ -102,20 +102,22 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="size of the file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where the files are written; a temporary folder unless given")
+    parser.add_argument("--quick", action="store_true", help="an eighth of a GiB, two rounds; nothing is written")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
         WAYS[args.only[0]](Path(args.only[1]))
         print(read_peak())
         return
+    gib, rounds = (0.125, 2) if args.quick else (args.gib, args.rounds)
     print(describe_machine())
     table = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for dtype in (torch.float32, torch.bfloat16):
-            name = f"{args.gib:g} GiB {str(dtype).removeprefix('torch.')}"
+            name = f"{gib:g} GiB {str(dtype).removeprefix('torch.')}"
             print(f"\n{name}")
-            table[name] = measure(Path(folder), args.gib, dtype, args.rounds)
-    print("\nwritten to", write_results("scan", table).name)
+            table[name] = measure(Path(folder), gib, dtype, rounds)
+    print("\nwritten:", write_results("scan", table, quick=args.quick))
 
 
 if __name__ == "__main__":

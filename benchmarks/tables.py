@@ -1,50 +1,269 @@
-"""The results -> the number tables in README.md, between `<!-- numbers -->` and `<!-- /numbers -->`.
+"""Results files -> the number tables of README.md. Imports nothing but Python's own, so that a test can load it alone.
 
-Reads benchmarks/results/*.json and rounds; it computes nothing that a benchmark has not written. A test fails when the
-README shows other numbers than the results.
-
-    python benchmarks/tables.py [--check]
+Reads benchmarks/results/*.json and rounds; it computes nothing that a benchmark has not written, except counts and
+ratios of what is there. A file that is missing leaves its rows out. `publish.py` puts the text where it belongs;
+sections.py has the long tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
-MARKED = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
-STOCK = "clip_grad_norm_ + step"
+STOCK, QUIET = "clip_grad_norm_ + step", "Guard, norm below the threshold"
+PLAIN, GUARDED = "plain (no clip, no check)", "Guard, guard.step(fn, batch)"
 TRAINED = {
     "cuda": "GPT-2 124M, 1024 tokens, bf16 autocast, eager, fused AdamW, CUDA, B sequences a batch",
     "cpu": "a GPT of 10M parameters, 128 tokens, fp32, fused AdamW, CPU, B sequences a batch",
 }
 """What whole_step.py trains on each device."""
+Results = Mapping[str, Any]
+Row = tuple[str, str, str]
+"""What was measured, ours, and what it is to be seen beside."""
 
 
 def render_numbers(results: Path = RESULTS) -> str:
-    """All tables, as Markdown."""
-    sections = []
-    for device in ("cuda", "cpu"):
-        for name, render in (("guarded_step", render_guarded_step), ("whole_step", render_whole_step)):
-            path = results / f"{name}_{device}.json"
-            if path.is_file():
-                found = json.loads(path.read_text(encoding="utf-8"))
-                command = f"python benchmarks/{name}.py --device {device}"
-                source = describe(found["machine"], command)
-                sections.append(f"{render(found['results'], device)}\n\n{source}\n")
-    return "\n".join(sections)
+    """The README's numbers: one row a claim, then what a step costs on a GPU."""
+    sections = [render_summary(results)]
+    for name, render in (("whole_step", render_whole_step), ("guarded_step", render_guarded_step)):
+        found = read(results, f"{name}_cuda")
+        if found:
+            source = describe(found["machine"], find_command(f"{name}_cuda", found["results"]))
+            sections.append(f"{render(found['results'], 'cuda')}\n\n{source}\n")
+    return "\n".join(section for section in sections if section)
 
 
-def render_guarded_step(results: Mapping[str, Any], device: str) -> str:
+def read(results: Path, name: str) -> dict[str, Any] | None:
+    """One results file; None when there is none."""
+    path = results / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def render_peers(results: Path = RESULTS) -> str:
+    """The peers beside each other, with machine and command."""
+    found = read(results, "peers")
+    if found is None:
+        return "Not measured yet.\n"
+    source = describe(found["machine"], find_command("peers", found["results"]))
+    return f"{render_peer_table(found['results'])}\n\n{source}\n"
+
+
+def render_peer_table(results: Results) -> str:
+    """What each peer noticed, kept from the weights, survived and named, and what it costs."""
+    keys = ("noticed", "saved", "goes_on", "op", "line", "module", "sample")
+    header = ["", "from", "noticed", "weights saved", "goes on", "op", "line", "module", "sample", "a healthy step"]
+    rows = []
+    for name, one in results["peers"].items():
+        mark = "**" if name.startswith("steadygrad") else ""
+        cells = [name, *(str(one["counts"][key]) for key in keys), f"{one['cost']:.2f}x"]
+        shown = [f"{mark}{cell}{mark}" for cell in cells]
+        rows.append([shown[0], one["source"], *shown[1:]])
+    num = results["num_faults"]
+    note = f"Of {num} faults; line and module of {num - 1}, for one of the faults is in the data."
+    return f"{render_table(header, rows, left=(0, 1))}\n\n{note}"
+
+
+# --- one row a claim -------------------------------------------------------------------------------------------------
+
+
+def render_summary(results: Path) -> str:
+    """What was measured, ours, beside what, on which machine, by which command."""
+    rows, notes = [], []
+    for name, summarise in SUMMARIES.items():
+        found = read(results, name)
+        if found is None:
+            continue
+        place = describe_place(found["machine"])
+        if place not in notes:
+            notes.append(place)
+        command = find_command(name, found["results"]).removeprefix("python benchmarks/")
+        rows += [[*row, chr(ord("A") + notes.index(place)), f"`{command}`"] for row in summarise(found["results"])]
+    if not rows:
+        return ""
+    table = render_table(["", "steadygrad", "beside it", "on", "`python benchmarks/...`"], rows, left=(0, 1, 2, 3, 4))
+    places = "; ".join(f"{chr(ord('A') + i)}: {place}" for i, place in enumerate(notes))
+    return f"{table}\n\n{places}.\n"
+
+
+def summarise_whole_step(results: Results) -> list[Row]:
+    batch, found = list(results.items())[-1]
+    times, base = found["milliseconds"], found["base"]
+    if GUARDED not in times or "clip_grad_norm_" not in times:
+        return []
+    ratios = {way: times[way] / times[base] for way in times}
+    others = [f"{way.split('.')[-1].removeprefix('autograd ')} {ratios[way]:.2f}x" for way in WORTH if way in ratios]
+    model = "GPT-2 124M, GPU" if base == PLAIN else "a GPT of 10M parameters, CPU"
+    against = "the plain one" if base == PLAIN else "one with stock clipping"
+    return [
+        (f"A whole training step ({model}, {batch}), against {against}", f"{ratios[GUARDED]:.2f}x", ", ".join(others))
+    ]
+
+
+WORTH = ("clip_grad_norm_", "per-parameter checks and norms", "torch.autograd detect_anomaly")
+"""The ways that a guarded step is shown beside."""
+
+
+def summarise_guarded_step(results: Results) -> list[Row]:
+    ours, each = [], []
+    for model in results.values():
+        times = model["milliseconds"]
+        ours.append(times[QUIET] / times[STOCK])
+        each.append(times["isnan, isinf, norm of each parameter"] / times[STOCK])
+    what = "From `backward()` to the end of `optimizer.step()`, against `clip_grad_norm_` + step"
+    return [
+        (f"{what} ({', '.join(results)})", show_range(ours, "x"), f"checks of each parameter {show_range(each, 'x')}")
+    ]
+
+
+def summarise_zoo(results: Results) -> list[Row]:
+    told = results["summary"]
+    what = "Broken trainings whose op, line, module, kind and phase are all named right"
+    exact = told["anomaly_mode"]["exact"]
+    controls = f"{len(told['alarms'])} alarms on {told['controls']} healthy ones"
+    beside = f"detect_anomaly {exact} (op and line only)"
+    return [(what, f"{told['diagnose']} of {told['cases']}; {controls}", beside)]
+
+
+def summarise_peers(results: Results) -> list[Row]:
+    peers, num = results["peers"], results["num_faults"]
+    ours = peers["steadygrad Guard"]["counts"]
+    others = {name: one["counts"] for name, one in peers.items() if name != "steadygrad Guard"}
+    safe = [name for name, counts in others.items() if counts["goes_on"] == num]
+    most = max(others, key=lambda name: others[name]["line"])
+    survive = f"{len(safe)} of {len(others)} peers" + (f" ({', '.join(safe)})" if safe else "")
+    best = f"the best of {len(others)} peers: {others[most]['line']} ({most})"
+    return [
+        (f"{num} faults: none reaches a weight and training goes on", f"{ours['goes_on']} of {num}", survive),
+        ("... and the line that did it is named (the fourth is in the data)", f"{ours['line']} of {num - 1}", best),
+    ]
+
+
+def summarise_rescue(results: Results) -> list[Row]:
+    num = sum(len(story["Guard"]) for story in results.values())
+    saved = {way: sum(is_saved(run) for s in results.values() for run in s[way]) for way in RESCUERS}
+    beside = ", ".join(f"{way} {count}" for way, count in saved.items() if way != "Guard")
+    what = f"Trainings with a fault that end within 10 % of the clean run's loss ({len(results)} faults, {num} runs)"
+    return [(what, f"{saved['Guard']}", beside)]
+
+
+RESCUERS = ("Guard", "unguarded", "clip_grad_norm_", "ZClip")
+
+
+def is_saved(run: Results) -> bool:
+    """Whether a run of the rescue benchmark ended about where the clean one did."""
+    return not run["died"] and not run["halted"] and run["relative_loss"] is not None and run["relative_loss"] <= 1.1
+
+
+def summarise_lr_sensitivity(results: Results) -> list[Row]:
+    columns = results["columns"]
+    shown = {name: f"{one['num_trained']} of {one['num_runs']}" for name, one in columns.items()}
+    others = ", ".join(f"{name} {shown[name]}" for name in ("no clip", "clip at 1.0", "ZClip", "AdaGC", "qk-norm"))
+    return [("Learning rates from 3e-4 to 3e-1 that train a small GPT", shown["Guard"], others)]
+
+
+def summarise_detectors(results: Results) -> list[Row]:
+    found, false = {}, {}
+    for rules in results["noise"].values():
+        for name, one in rules.items():
+            found.setdefault(name, []).extend(one["found"].values())
+            false.setdefault(name, []).append(one["false_alarms_per_1000"])
+    shown = {
+        name: f"{sum(found[name]) / len(found[name]):.0%}, {sum(false[name]) / len(false[name]):.2f}" for name in found
+    }
+    beside = "; ".join(f"{name} {shown[name]}" for name in shown if name not in ("steadygrad", "median + 8 MAD"))
+    return [("Loss spikes found, and false alarms in 1000 steps", shown["steadygrad"], beside)]
+
+
+def summarise_diagnosis(results: Results) -> list[Row]:
+    cases = [results["one sample overflows"], results["no sample is to blame"]]
+    memory = f"{max(case['memory'] for case in cases):.2f} of a step's memory"
+    beside = f"a step of {results['step_ms']:.0f} ms"
+    return [
+        ("One diagnosis, only when a step broke", f"{show_range([c['steps'] for c in cases])} steps, {memory}", beside)
+    ]
+
+
+def summarise_crash(results: Results) -> list[Row]:
+    lost = results["num_restarts_before_a_confirmed_save"]
+    equal = "equal to the bit" if results["weights_equal"] else "NOT equal"
+    during = f"{results['num_kills_while_writing']} of them while a save was written"
+    what = f"`kill -9`, {results['num_kills']} times in one training: confirmed checkpoints lost, final weights"
+    return [(what, f"{lost}, {equal}", during)]
+
+
+def summarise_checkpoint(results: Results) -> list[Row]:
+    size = f"{results['state_bytes'] / 1e9:.1f} GB, {'GPU' if results['device'] == 'cuda' else 'CPU'}"
+    ours = f"{results['stall_median_seconds']:.2f} s ({results['stall_share']:.0%})"
+    return [
+        (
+            f"What training waits for a checkpoint ({size})",
+            ours,
+            f"torch.save {results['torch_save_median_seconds']:.2f} s",
+        )
+    ]
+
+
+def summarise_scan(results: Results) -> list[Row]:
+    name, found = next(iter(results.items()))
+    peaks = {way: size / 2**20 for way, size in found["peak_bytes"].items()}
+    theirs, ours = peaks
+    times = found["warm"]["seconds"]
+    return [
+        (
+            f"Looking at every number of a checkpoint ({name})",
+            f"{times[ours]:.2f} s, {peaks[ours]:.0f} MiB",
+            f"{theirs} {times[theirs]:.2f} s, {peaks[theirs]:.0f} MiB",
+        )
+    ]
+
+
+def summarise_multiway(results: Results) -> list[Row]:
+    size, row = next((size, row) for size, row in reversed(results["all"].items()) if len(row) > 3)
+    shown = {name: show_cost(found) for name, found in row.items()}
+    beside = "; ".join(f"{name} {cost}" for name, cost in shown.items() if "ours" not in name)
+    return [(f"The exact contrastive loss over six modalities, {size}, D=512", shown["ours"], beside)]
+
+
+def summarise_report(results: Results) -> list[Row]:
+    what = f"A report of {results['num_steps']:,} steps, as one file that opens offline"
+    return [(what, f"{results['report_seconds']:.0f} s, {results['report_megabytes']:.1f} MB", "")]
+
+
+def summarise_distributed(results: Results) -> list[Row]:
+    ratios = ", ".join(f"{kind.upper()} {one['ratio']['Guard']:.2f}x" for kind, one in results.items())
+    return [("A guarded step on two ranks (gloo, CPU), against stock clipping", ratios, "")]
+
+
+SUMMARIES: dict[str, Callable[[Results], list[Row]]] = {
+    "whole_step_cuda": summarise_whole_step,
+    "guarded_step_cuda": summarise_guarded_step,
+    "whole_step_cpu": summarise_whole_step,
+    "zoo": summarise_zoo,
+    "peers": summarise_peers,
+    "rescue": summarise_rescue,
+    "lr_sensitivity_cuda": summarise_lr_sensitivity,
+    "detectors": summarise_detectors,
+    "diagnosis_cuda": summarise_diagnosis,
+    "crash": summarise_crash,
+    "checkpoint_cuda": summarise_checkpoint,
+    "checkpoint_cpu": summarise_checkpoint,
+    "scan": summarise_scan,
+    "multiway_cuda": summarise_multiway,
+    "report": summarise_report,
+    "distributed_cpu": summarise_distributed,
+}
+
+
+# --- what a step costs -----------------------------------------------------------------------------------------------
+
+
+def render_guarded_step(results: Results, device: str) -> str:
     """Everything between backward() and the end of optimizer.step()."""
     ways = list(next(iter(results.values()))["milliseconds"])
-    rows = [[way, *(show(model["milliseconds"], way, STOCK) for model in results.values())] for way in ways]
+    rows = [[way, *(show_time(model["milliseconds"], way, STOCK) for model in results.values())] for way in ways]
     title = f"**From `backward()` to the end of `optimizer.step()`**, fp32 gradients, fused AdamW, {device.upper()}: "
     table = render_table(["", *results], rows)
     held = [model["memory"]["held_bytes"] for model in results.values() if model["memory"]]
@@ -52,49 +271,61 @@ def render_guarded_step(results: Mapping[str, Any], device: str) -> str:
     return f"{title}milliseconds (ratio to `{STOCK}`)\n\n{table}{memory}"
 
 
-def render_whole_step(results: Mapping[str, Any], device: str) -> str:
+def render_whole_step(results: Results, device: str) -> str:
     """Forward, backward and optimizer."""
     first = next(iter(results.values()))
     rows = [
-        [way, *(show(one["milliseconds"], way, one["base"]) for one in results.values())]
+        [way, *(show_time(one["milliseconds"], way, one["base"]) for one in results.values())]
         for way in first["milliseconds"]
     ]
     title = f"**A whole training step**, {TRAINED[device]}: milliseconds (ratio to `{first['base']}`)"
     return f"{title}\n\n{render_table(['', *results], rows)}"
 
 
-def show(milliseconds: Mapping[str, float], way: str, base: str) -> str:
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def show_time(milliseconds: Mapping[str, float], way: str, base: str) -> str:
     """'8.14 (0.56)'."""
     return f"{milliseconds[way]:.2f} ({milliseconds[way] / milliseconds[base]:.2f})"
 
 
-def render_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; numbers to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def show_range(values: Sequence[float], unit: str = "") -> str:
+    """'0.53x to 0.77x'."""
+    low, high = (f"{value:.2f}{unit}" if value < 10 else f"{value:.1f}{unit}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def show_cost(found: Results) -> str:
+    """'28.7 ms, 0.31 GiB', or that it did not fit."""
+    if found.get("out_of_memory"):
+        return "out of memory"
+    return f"{found['milliseconds']:.1f} ms, {found['peak_bytes'] / 2**30:.2f} GiB"
+
+
+def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """A Markdown table; numbers to the right, the columns in `left` to the left."""
+    rule = ["---" if i in left else "---:" for i in range(len(header))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *rows])
+
+
+def describe_place(machine: Mapping[str, Any]) -> str:
+    """The machine and its versions."""
+    place = machine.get("gpu") or f"{machine['cpu']}, {machine['num_cpus']} cores"
+    return f"{place}, torch {machine['torch']}, Python {machine['python']}"
 
 
 def describe(machine: Mapping[str, Any], command: str) -> str:
     """Where the numbers come from, and how to get them."""
-    place = machine.get("gpu") or f"{machine['cpu']}, {machine['num_cpus']} cores"
-    return f"{place}, torch {machine['torch']}, Python {machine['python']}: `{command}`"
+    return f"{describe_place(machine)}: `{command}`"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when README.md is out of date")
-    arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    before = readme.read_text(encoding="utf-8")
-    after, num_places = MARKED.subn(lambda match: f"{match[1]}\n{render_numbers()}\n{match[2]}", before)
-    if num_places != 1:
-        print(f"README.md has {num_places} places marked for the numbers, there must be one.", file=sys.stderr)
-        return 2
-    if arguments.check:
-        return int(after != before)
-    readme.write_text(after, encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def find_command(name: str, results: Results) -> str:
+    """What writes the results of that name."""
+    program, _, device = name.rpartition("_")
+    if device in ("cuda", "cpu") and program != "distributed":
+        return f"python benchmarks/{program}.py --device {device}"
+    if name == "scan":
+        return f"python benchmarks/scan.py --gib {next(iter(results)).split()[0]}"
+    special = {"distributed_cpu": "distributed.py", "peers": "peers/environment.py", "forecast": "forecast/compare.py"}
+    return f"python benchmarks/{special.get(name, f'{name}.py')}"

@@ -27,8 +27,8 @@ from steadygrad import Guard
 class Loop:
     """One model, one optimizer, one batch, and every way of stepping them."""
 
-    def __init__(self, device: str, batch: int) -> None:
-        name, context, heads = ("GPT-2 124M", 1024, 12) if device == "cuda" else ("10M", 128, 8)
+    def __init__(self, device: str, batch: int, *, quick: bool) -> None:
+        name, context, heads = ("GPT-2 124M", 1024, 12) if device == "cuda" else ("tiny" if quick else "10M", 128, 8)
         torch.manual_seed(0)
         self.device = device
         self.model = GPT(*SHAPES[name], heads=heads, context=context).to(device)
@@ -116,12 +116,14 @@ def time_ways(ways: dict[str, Callable[[], None]], device: str, rounds: int, ste
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds, on the CPU a tiny model; nothing is written"
+    )
     args = parser.parse_args()
     table: dict[str, Any] = {}
     print(describe_machine())
     for batch in (4, 16) if args.device == "cuda" else (2,):
-        loop = Loop(args.device, batch)
+        loop = Loop(args.device, batch, quick=args.quick)
         ways = {
             "plain (no clip, no check)": loop.plain,
             "plain, again (noise)": loop.plain,
@@ -148,7 +150,7 @@ def main() -> None:
             "milliseconds": middle,
             "ratio": {n: v / middle[base] for n, v in middle.items()},
         }
-    print("\nwritten to", write_results(f"whole_step_{args.device}", table).name)
+    print("\nwritten:", write_results(f"whole_step_{args.device}", table, quick=args.quick))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from truth import find_onset
 import rescue
 from steadygrad import Action, FixedNorm, GuardConfig, Policy
 from steadygrad.config import DetectConfig, ForecastConfig
+from steadygrad.facts import Incident
 
 ACTING = Policy(actions={"instability_forecast": Action.SCALE_LR})
 LOW = 0.25
@@ -52,7 +53,18 @@ def make_config(threshold: float | None, policy: Policy = ACTING) -> GuardConfig
 def run_acting(story: Story, threshold: float | None) -> Run:
     """The story on a Guard that also acts on the forecast."""
     batches = story.spoil(story.clean.order())
-    return train_guarded(story.faulty, make_config(threshold), batches=batches, meddle=story.meddle)
+    run = train_guarded(story.faulty, make_config(threshold), batches=batches, meddle=story.meddle)
+    FORECASTS.extend(i.step for i in run.guard.incidents if is_answered(i))
+    return run
+
+
+FORECASTS: list[int] = []
+"""Steps at which the last run's rate was lowered at a forecast."""
+
+
+def is_answered(incident: Incident) -> bool:
+    """Whether the rate was lowered at a forecast."""
+    return incident.finding.kind == "instability_forecast" and incident.outcome.action is Action.SCALE_LR
 
 
 WAYS: dict[str, Callable[[Story], Run]] = {
@@ -72,9 +84,11 @@ def tell_stories(stories: Sequence[Story], seeds: Sequence[int]) -> dict[str, An
             seeded = story.with_seed(seed)
             clean = train_plain(seeded.clean).loss
             for way in WAYS:
-                cells[way].append({"seed": seed, **rescue.measure(way, seeded, clean)})
+                FORECASTS.clear()
+                cells[way].append({"seed": seed, **rescue.measure(way, seeded, clean), "forecasts": list(FORECASTS)})
         results[story.name] = cells
-        print(f"{story.name:<31}" + "".join(f"{rescue.show(cells[way]):>34}" for way in WAYS), flush=True)
+        shown = (f"{rescue.show(cells[way])}, {sum(len(c['forecasts']) for c in cells[way])} acted" for way in WAYS)
+        print(f"{story.name:<31}" + "".join(f"{text:>34}" for text in shown), flush=True)
     return results
 
 
@@ -103,25 +117,25 @@ def choose_setups(folder: Path, num: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def train_again(setup: dict[str, Any], threshold: float | None, *, acts: bool) -> dict[str, Any]:
-    """One run with nothing but the forecast; its onset and the median of its last 16 losses (inf when it broke)."""
+    """One run with nothing but the forecast: its onset, the median of its last 16 losses (None when it broke), and how
+    often the rate was lowered before the onset."""
     forecast = ForecastConfig(enabled=acts, threshold=threshold)
+    answered: list[int] = []
+
+    def note(incident: Incident) -> None:
+        answered.extend([incident.step] if is_answered(incident) else [])
 
     def change(config: GuardConfig) -> GuardConfig:
         detect = dataclasses.replace(config.detect, forecast=forecast)
-        return dataclasses.replace(config, detect=detect, policy=ACTING if acts else Policy.observe())
+        policy = ACTING if acts else Policy.observe()
+        return dataclasses.replace(config, detect=detect, policy=policy, on_incident=note)
 
     rows = train(setup, change).astype(float)
     onset = find_onset(rows[:, 0], rows[:, 1], rows[:, 4])
     last = float(np.median(rows[-16:, 0]))
-    lowered = bool(acts and np.isfinite(last) and _was_lowered(setup, rows))
-    return {"onset": onset, "loss": last if math.isfinite(last) and onset is None else None, "lowered": lowered}
-
-
-def _was_lowered(setup: dict[str, Any], rows: np.ndarray) -> bool:
-    """Whether the rate was ever half of what it had been one step before, which no schedule here but `drop` does."""
-    rates = rows[:, 3]
-    ratio = rates[1:] / np.maximum(rates[:-1], 1e-30)
-    return bool(((ratio > 0.45) & (ratio < 0.55)).any())
+    in_time = [step for step in answered if onset is None or step < onset]
+    loss = last if math.isfinite(last) and onset is None else None
+    return {"onset": onset, "loss": loss, "num_lowered": len(in_time)}
 
 
 def compare_again(setups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -134,11 +148,13 @@ def compare_again(setups: list[dict[str, Any]]) -> dict[str, Any]:
         both = [(a["loss"], b["loss"]) for a, b in zip(alone, acted) if a["loss"] and b["loss"]]
         ratios = [after / before for before, after in both]
         results[way] = {
-            "num_lowered": sum(one["lowered"] for one in acted),
+            "num_runs_lowered": sum(one["num_lowered"] > 0 for one in acted),
             "num_unstable": sum(one["onset"] is not None for one in acted),
             "num_saved": sum(a["onset"] is not None and b["onset"] is None for a, b in zip(alone, acted)),
             "num_broken": sum(a["onset"] is None and b["onset"] is not None for a, b in zip(alone, acted)),
             "median_final_loss_ratio": round(statistics.median(ratios), 4) if ratios else None,
+            "worst_final_loss_ratio": round(max(ratios), 4) if ratios else None,
+            "num_pairs": len(ratios),
         }
     return results
 
@@ -147,23 +163,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="three stories, few runs, nothing written")
+    parser.add_argument("--part", choices=("all", "again", "stories"), default="all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--num-again", type=int, default=60, help="runs of held-out programs of each sort")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
-    num = 6 if arguments.quick else arguments.num_again
-    again = {}
-    for kind, setups in choose_setups(arguments.traces, num).items():
-        again[kind] = compare_again(setups)
-        print(f"held-out programs that {kind}: {again[kind]}", flush=True)
-    stories = [*make_clean_stories(), *rescue.make_stories(), *rescue.make_rate_stories()]
-    stories = [s for s in stories if not arguments.quick or s.name in rescue.QUICK]
-    print(f"{'story':<31}" + "".join(f"{way:>34}" for way in WAYS))
-    told = tell_stories(stories, range(1 if arguments.quick else arguments.seeds))
+    parts: dict[str, Any] = {}
+    if arguments.part != "stories":
+        num = 6 if arguments.quick else arguments.num_again
+        parts["acting_held_out"] = {}
+        for kind, setups in choose_setups(arguments.traces, num).items():
+            parts["acting_held_out"][kind] = compare_again(setups)
+            print(f"held-out programs that {kind}: {parts['acting_held_out'][kind]}", flush=True)
+    if arguments.part != "again":
+        stories = [*make_clean_stories(), *rescue.make_stories(), *rescue.make_rate_stories()]
+        stories = [s for s in stories if not arguments.quick or s.name in rescue.QUICK]
+        print(f"{'story':<31}" + "".join(f"{way:>34}" for way in WAYS))
+        parts["acting_stories"] = tell_stories(stories, range(1 if arguments.quick else arguments.seeds))
     if not arguments.quick:
-        print(add_results(acting={"stories": told, "held_out_programs": again}))
+        print(add_results(**parts))
 
 
 if __name__ == "__main__":

@@ -117,6 +117,23 @@ def vary_threshold(model: Model, probabilities: np.ndarray, steps: Steps, runs: 
     return rows
 
 
+def find_reasons(probabilities: np.ndarray, steps: Steps, runs: list[Run], horizon: int) -> dict[str, float]:
+    """AUROC on parts of the steps: what is hard about it."""
+    positive, unstable = steps.is_positive(horizon), np.isfinite(steps.left)
+    sudden = np.array([run.setup["schedule"] in ("jump", "restarts") for run in runs])[steps.run]
+    parts = {
+        "healthy steps of stable runs only": positive | ~unstable,
+        "steps of unstable runs only": unstable,
+        "without rates that jump": ~sudden,
+        "rates that jump only": sudden,
+        **{
+            f"onset {low} to {high} steps away": ~positive | ((steps.left >= low) & (steps.left <= high))
+            for low, high in ((1, 4), (5, 8), (9, 16), (17, 32))
+        },
+    }
+    return {name: round(measure_auroc(probabilities[part], positive[part]), 4) for name, part in parts.items()}
+
+
 def compare(runs: list[Run], horizon: int) -> dict[str, Any]:
     """Everything about one horizon."""
     model = read_model(horizon)
@@ -136,6 +153,7 @@ def compare(runs: list[Run], horizon: int) -> dict[str, Any]:
             **compare_rivals(known, new, steps, horizon),
         },
         "programs": compare_programs(model, probabilities, steps, new, model.threshold),
+        "auroc_of_parts": find_reasons(probabilities, steps, new, horizon),
         "thresholds": vary_threshold(model, probabilities, steps, new),
         "calibration": draw_calibration(probabilities, positive),
     }
@@ -153,6 +171,7 @@ def render(result: dict[str, Any]) -> str:
             f"| {name} | {row['auroc']:.3f} | {row['share_forecast']:.0%} of {row['num_onsets']} | {lead} "
             f"| {row['median_lead_steps_all']:.0f} | {row['false_alarms_per_1000']:.2f} |"
         )
+    lines += ["", *(f"AUROC, {name}: {value:.3f}" for name, value in result["auroc_of_parts"].items())]
     lines += ["\n| said | seen | steps |", "|---:|---:|---:|"]
     for point in result["calibration"]["curve"]:
         lines.append(f"| {point['said']:.3f} | {point['seen']:.3f} | {point['num_steps']} |")

@@ -25,6 +25,7 @@ from steadygrad.adapters.lightning import EnhancedTrainingMixin
 from steadygrad.cli import main
 from steadygrad.losses import StableLossFunctions, get_stable_loss_function, multiway_contrastive, safe_normalize
 from steadygrad.nn import ImprovedActivations, add_gradient_checkpointing
+from steadygrad.recipes.clip6d.check_setup import check_setup
 from steadygrad.recipes.clip6d.config import ACTIVATIONS, Clip6dConfig
 from steadygrad.recipes.clip6d.data import Batch, CaptionLoader, iterate_validation
 from steadygrad.recipes.clip6d.encoders import ResidualAttentionBlock
@@ -260,6 +261,55 @@ def test_activations_are_watched_where_that_is_asked_for(tmp_path: Path) -> None
     config = make_config(modalities=("en", "vector"), max_steps=2, enable_activation_monitoring=True)
     module, _ = train(config, tmp_path)
     assert "vector_encoder.up" in module.get_activation_statistics()["activations"]
+
+
+def test_the_check_of_the_setup_prints_what_the_seed_expects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_setup() == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "Testing Gradient Health Monitor",
+        "================================",
+        "✓ Gradient monitoring test passed!",
+    ]
+    assert re.fullmatch(r"  Global norm: \d+\.\d{4}", lines[3])
+    assert re.fullmatch(r"  Max norm: \d+\.\d{4}", lines[4])
+    assert re.fullmatch(r"  Min norm: \d\.\de-\d\d", lines[5])
+    assert lines[6:11] == [
+        "  Has NaN: False",
+        "  Has Inf: False",
+        "",
+        "Testing Stable Loss Functions",
+        "==============================",
+    ]
+    at = lines.index("✓ Norm-based (v1):")
+    assert lines[at + 1] == "  Shape: torch.Size([16, 16, 16])"
+    assert re.fullmatch(r"  Range: \[-?\d+\.\d{4}, -?\d+\.\d{4}\]", lines[at + 2])
+    assert re.fullmatch(r"  Mean: -?\d+\.\d{4}, Std: \d+\.\d{4}", lines[at + 3])
+    assert lines[at + 4 : at + 6] == ["  Valid: ✓", "  Backward pass: ✓"]
+    assert lines[-1] == "ALL TESTS COMPLETED!"
+
+
+def test_the_check_of_the_setup_fails_where_a_loss_is_not_finite(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = lambda **_: lambda *features: compute_plain_logits(0, features)  # noqa: E731
+    monkeypatch.setattr("steadygrad.recipes.clip6d.check_setup.get_stable_loss_function", plain)
+
+    assert check_setup() == 4
+
+    assert capsys.readouterr().out.splitlines()[-1] == "4 TESTS FAILED!"
+
+
+def test_large_norms_under_a_guard_are_worth_one_warning_an_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steadygrad.recipes.clip6d.module.EXPLODING", 1e-6)
+    config = make_config(modalities=("en", "vector"), num_synthetic=60, epochs=3)
+    train(config, tmp_path, corpus=open_shapes(config, num=60))
+
+    num_told = capsys.readouterr().out.count("Exploding gradients detected")
+    assert num_told == 2, "the first epoch has the monitor's own threshold"
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

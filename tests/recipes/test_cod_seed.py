@@ -46,7 +46,7 @@ def test_the_defaults_are_those_of_the_account() -> None:
     }
 
 
-def test_every_flag_of_the_account_is_taken_by_the_command(tmp_path: Path) -> None:
+def test_every_flag_of_the_account_is_taken_by_the_command() -> None:
     pytest.importorskip("click")
     from steadygrad.cli.recipe_fields import list_fields
     from steadygrad.cli.train import make_config, read_arguments
@@ -57,7 +57,7 @@ def test_every_flag_of_the_account_is_taken_by_the_command(tmp_path: Path) -> No
         "--accumulation-steps 4 --epochs 140 --stage1-epochs 30 --grad-clip 0.3"
     )
     request = read_arguments(arguments.split(), list(list_fields(cod.Config)), {}, "cod")
-    config = make_config(cod, request, tmp_path)
+    config = make_config(cod, request, {})
     assert request.options == {"resume": "./checkpoints/best_model.pth"}
     assert config == CodConfig(dataset_path="/path/to/COD10K", lr=0.000125, grad_clip=0.3)
 
@@ -94,6 +94,7 @@ def test_the_lines_of_the_account_are_printed_literally() -> None:
     assert words.spell_metrics(metrics).startswith("Loss: 2.3700 | IoU: 0.5845 | Dice: 0.7350")
     assert words.spell_norms(metrics) == "   Gradient norm - Avg: 0.381, Max: 0.498"
     assert words.spell_high_norm(2.5, 0.5) == "⚠️  High gradient norm detected: 2.50 (clipped to 0.5)"
+    assert words.ADVICE == "   Consider reducing --grad-clip to 0.3 or --lr by 50%."
     assert words.spell_bad_gradients(5, float("inf")) == [
         "❌ NaN/Inf detected in gradients at batch 5!",
         "   Gradient norm: inf",

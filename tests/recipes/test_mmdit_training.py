@@ -455,6 +455,18 @@ def test_the_documents_yaml_is_what_is_trained_with(tmp_path: Path) -> None:
     assert step["clip_coefficient"] * step["grad_norm"] == pytest.approx(0.5, rel=1e-3)  # clip divides by norm + 1e-6
 
 
+def test_a_warm_up_that_is_longer_than_the_training_is_told() -> None:
+    console = Lines()
+
+    program.warn_of_warmup(configure(warmup_steps=40), 1000, console)
+    program.warn_of_warmup(configure(warmup_steps=39), 1000, console)
+
+    assert console.told == [
+        "The warm-up takes 40 steps and the training has 40: lr never gets to 0.003. Lower --training.warmup-steps, "
+        "or train for longer."
+    ]
+
+
 def test_a_folder_that_is_not_there_is_told_with_what_to_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

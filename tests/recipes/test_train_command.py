@@ -13,7 +13,7 @@ import pytest
 
 from steadygrad import UsageError
 from steadygrad.cli import main
-from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value
+from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value, spell_value
 from steadygrad.cli.train import Request, make_config, read_arguments
 from steadygrad.recipes import seo
 from steadygrad.recipes.catalogue import RECIPES, Recipe
@@ -80,7 +80,7 @@ def test_words_become_values(words: list[str], values: dict[str, object]) -> Non
     [
         (["--inner.rte", "2"], "--inner.rte is no field of the recipe outer. Did you mean --inner.rate?"),
         (["--zzzz", "2"], "--zzzz is no field of the recipe outer. See them with --help."),
-        (["--size", "many"], "--size must be number, got 'many'. The default is 1."),
+        (["--size", "many"], "--size must be a number, got 'many'. The default is 1."),
         (["--size"], "--size stands without a value. Write --size VALUE."),
         (["--size", "--path", "x"], "--size stands without a value."),
         (["stray"], "'stray' stands alone after the recipe outer."),
@@ -109,13 +109,13 @@ def test_values_may_stand_under_dotted_names() -> None:
     assert nest({"a.b": 1, "a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
 
 
-def test_fields_win_over_the_file_the_file_over_quick_and_quick_over_defaults(tmp_path: Path) -> None:
+def test_fields_win_over_the_file_the_file_over_quick_and_quick_over_what_is_remembered(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("hidden: 48\nlearning_rate: 1e-2\n")
     request = Request(options={"config": str(tmp_path / "own.yaml")}, switches={"quick"}, values={"learning_rate": 0.5})
 
-    config = make_config(seo, request, tmp_path)
+    config = make_config(seo, request, {"patience": 7, "epochs": 99})
 
-    assert (config.learning_rate, config.hidden, config.epochs, config.patience) == (0.5, 48, seo.QUICK["epochs"], 10)
+    assert (config.learning_rate, config.hidden, config.epochs, config.patience) == (0.5, 48, seo.QUICK["epochs"], 7)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
@@ -148,17 +148,20 @@ def test_the_help_of_a_recipe_lists_every_field_with_its_default(capsys: pytest.
     told = capsys.readouterr().out
     assert "--predict PATH" in told
     for item in list_fields(seo.Config):
-        assert f"  {item.flag} {item.kind}  [default: {item.default}]" in told
+        assert f"  {item.flag} {item.kind}  [default: {spell_value(item.default)}]" in told
         assert item.help, item.path
 
 
-def test_the_help_of_a_recipe_does_not_load_torch() -> None:
+def test_the_help_of_the_recipes_does_not_load_torch() -> None:
+    names = [recipe.name for recipe in RECIPES]
     code = (
-        "import sys; from steadygrad.cli import main; code = main(['train', 'seo', '--help']); "
-        "sys.exit(code or 'torch' in sys.modules)"
+        "import sys; from steadygrad.cli import main; "
+        f"codes = [main(['train', name, '--help']) for name in {names}]; "
+        "sys.exit(any(codes) or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "--predict PATH       scores of an HTML page" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -166,13 +169,17 @@ def test_the_help_of_a_recipe_does_not_load_torch() -> None:
     [
         (["soe"], "there is no recipe 'soe' to train. Did you mean seo?"),
         (["seo", "--learning-rat", "1"], "--learning-rat is no field of the recipe seo. Did you mean --learning-rate?"),
-        (["seo", "--learning-rate", "-1"], "UltraOptimizedConfig.learning_rate must be a number above 0, got -1.0."),
+        (["seo", "--learning-rate", "-1"], "Error: --learning-rate must be a number above 0, got -1.0. Use 0.001."),
+        (["mmdit", "--lr", "0"], "Error: --optimizer.lr must be a number above 0, got 0.0."),
+        (["mmdit", "--lr", "0", "--training.max-steps", "0"], "  --training.max-steps must be a whole number"),
+        (["clip6d", "--modalities", "image"], "Error: --modalities must be two to 6, got 1: image."),
+        (["cod", "--epochs", "few"], "Error: --epochs must be a number, got 'few'. The default is 140."),
         (["seo", "--config", "none.yaml"], "none.yaml: no such file."),
         (["seo", "--resume", "nowhere"], "nowhere does not exist, so nothing can be resumed from it."),
         (["seo", "--resume", "latest"], "there is no run of seo in runs/."),
         (["seo", "--predict", "page.html"], "there is no run of seo in runs/."),
         (["seo", "--sample", "--run-dir", "x"], "the recipe seo cannot sample."),
-        (["seo", "--data", "nowhere"], "there is no nowhere to read pages from."),
+        (["seo", "--data", "nowhere"], "there is no file or folder nowhere to read pages from, seen from "),
     ],
 )
 def test_what_cannot_be_done_is_exit_code_2_and_told(
@@ -220,3 +227,91 @@ def test_a_resumed_run_has_the_settings_it_was_started_with_and_those_given_now(
     assert "Resumed at step 1." in told
     assert "Epoch 3/3" in told
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["config"]["num_synthetic"] == 40
+
+
+def test_values_are_spelled_in_the_help_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "clip6d", "--help"]) == 0
+    assert main(["train", "mmdit", "--help"]) == 0
+
+    told = capsys.readouterr().out
+    assert "--modalities text,...  [default: image,en,de,es,zh,vector]" in told
+    assert "--data text | none  [default: none]" in told
+    assert "--protect true/false  [default: true]" in told
+    assert "--training.dtype bf16|fp16|fp32  [default: bf16]" in told
+    assert max(len(line) for line in told.splitlines()) <= 100
+
+
+# --- one directory, one training --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    assert main(["train", "seo", *TINY, "--epochs", "2", "--run-dir", str(run)]) == 0
+    return run
+
+
+def test_a_second_training_in_a_run_directory_is_refused_and_changes_nothing(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+
+    assert main(["train", "seo", *TINY, "--run-dir", str(finished)]) == 2
+
+    assert f"{finished} already holds a training. Go on with it by steadygrad train seo --resume" in (
+        capsys.readouterr().err
+    )
+    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("words", [["--resume", "latest"], ["--predict", "leaf.jpg"]])
+def test_a_run_of_another_recipe_is_told(finished: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "cod", *words, "--run-dir", str(finished)]) == 2
+
+    assert f"{finished} holds a run of seo, not of cod. Give another --run-dir." in capsys.readouterr().err
+
+
+def test_a_training_that_cannot_begin_leaves_no_run_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "seo", *TINY]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+
+    assert main(["train", "seo", "--data", "nowhere"]) == 2
+    assert main(["train", "seo", *TINY, "--device", "nothing"]) == 2
+
+    assert list((tmp_path / "runs").iterdir()) == [run]
+    capsys.readouterr()
+    assert main(["train", "seo", "--resume", "latest"]) == 0
+    assert f"Training seo in {Path('runs') / run.name}" in capsys.readouterr().out
+
+
+def test_a_resume_that_cannot_begin_leaves_the_settings_as_they_were(finished: Path) -> None:
+    before = (finished / "recipe.json").read_text()
+
+    assert main(["train", "seo", "--resume", str(finished), "--data", "nowhere"]) == 2
+
+    assert (finished / "recipe.json").read_text() == before
+
+
+def test_the_best_checkpoint_can_be_resumed_from(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluations = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in evaluations] == [1, 2]
+    assert set(evaluations[0]) >= {"epoch", "stage", "val_loss", "val_r2"}
+    best = min(evaluations, key=lambda line: line["val_loss"])
+
+    assert main(["train", "seo", "--resume", "best", "--run-dir", str(finished)]) == 0
+
+    assert f"Resumed at step {best['step']}." in capsys.readouterr().out
+
+
+def test_without_protection_norms_and_report_are_left_out_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "seo", *TINY, "--no-protect", "--run-dir", str(tmp_path / "run")]) == 0
+
+    told = capsys.readouterr().out
+    assert "Epoch 1/1: loss=" in told
+    assert "nan" not in told
+    assert told.splitlines()[-1] == "There is no report: nothing was recorded. Without protection nothing is."

@@ -14,6 +14,7 @@ from steadygrad.facts import Action, GradientTable, Incident, Outcome, Reading
 from steadygrad.record.tally import Tally
 from steadygrad.view.advice import Advice, Seen, advise, find_peak, find_settled, see_run, see_tally
 from steadygrad.view.read.run import open_run
+from steadygrad.view.render.parts import render_parts
 from steadygrad.view.summary import summarise
 
 
@@ -199,3 +200,15 @@ def test_what_a_tally_remembers_of_updates_survives_a_resume_and_an_older_state(
     older.load_state_dict({name: value for name, value in state.items() if name != "ratios"})
     assert list(again.ratios) == [2e-5]
     assert list(older.ratios) == []
+
+
+def test_the_report_tells_it_in_a_part_of_its_own(tmp_path: Path) -> None:
+    for name, norms in (("settling", SETTLING), ("flat", FLAT)):
+        run = open_directory(tmp_path / name)
+        for step, norm in norms:
+            run.write_step(make_step(step, grad_norm=norm, clipped=norm > 1, learning_rates=(1e-3,)))
+        run.close()
+    told = render_parts(open_run(tmp_path / "settling").read_all())["advice"]
+    assert "For the next run" in told
+    assert "<strong>warm-up " in told
+    assert render_parts(open_run(tmp_path / "flat").read_all())["advice"] == ""

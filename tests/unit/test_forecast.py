@@ -47,6 +47,19 @@ def breaks(num: int = 120, at: int = 60, seed: int = 0) -> list[Reading]:
     return made
 
 
+def tell_everything(one: Reading) -> Reading:
+    """The same step with clips, skips, a loss scale that is told at first only, and what is measured now and then."""
+    t = one.step
+    if t % 11 == 4:
+        return poisoned(t, math.inf)
+    one = dataclasses.replace(
+        one, clip_coefficient=1.0 / (1 + t % 3), loss_scale=2.0 ** (16 - t // 8) if t < 50 else None
+    )
+    if t % 7:
+        return one
+    return dataclasses.replace(one, adam_rms={"a": 1.0 + t}, update_norm=0.1 + t, update_ratios={"a": 1e-3 * (1 + t)})
+
+
 def tell(rule: InstabilityForecast, facts: Iterable[Fact]) -> list[Finding]:
     return [finding for fact in facts for finding in rule.observe(fact)]
 
@@ -167,10 +180,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
 @pytest.mark.parametrize("at", [1, 5, 20, 62, 90])
 def test_restored_indicators_go_on_to_the_last_bit(at: int) -> None:
     """Told by values, not by state: what is left out of the state would be missing on both sides of a comparison."""
-    run = [
-        dataclasses.replace(one, adam_rms={"a": 1.0 + t}) if t % 7 == 0 else one for t, one in enumerate(breaks(120))
-    ]
-    run = [dataclasses.replace(one, loss_scale=2.0 ** (16 - t // 40), update_norm=0.1 + t) for t, one in enumerate(run)]
+    run = [tell_everything(one) for one in breaks(120)]
     whole, first, second = Indicators(), Indicators(), Indicators()
     for one in run[:at]:
         whole.observe(one)

@@ -32,11 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.Abort:
         print("Interrupted.", file=sys.stderr)
         return FAILED
-    except (SteadygradError, OSError) as error:
-        print(f"Error: {error}", file=sys.stderr)
+    except SteadygradError as error:
+        _tell_error(str(error))
+        return FAILED
+    except OSError as error:
+        _tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         return FAILED
     except ImportError as error:
-        print(f"Error: {error}. Run: pip install steadygrad, which brings what it needs.", file=sys.stderr)
+        _tell_error(f"{error}. Run: pip install steadygrad, which brings what it needs.")
         return FAILED
     except Exception:
         # A defect of ours. Python's own exit code for it is 1, which would read as "found something".
@@ -45,3 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return FAILED
     return code if isinstance(code, int) else DONE
+
+
+def _tell_error(text: str) -> None:
+    from steadygrad.cli.console import Console
+
+    Console(sys.stderr).say(f"Error: {text}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from steadygrad._version import __version__
+from steadygrad.cli.bench import bench
 from steadygrad.cli.clean import clean
 from steadygrad.cli.console import Console
 from steadygrad.cli.diagnose import diagnose
@@ -17,17 +18,59 @@ from steadygrad.cli.tune import tune
 from steadygrad.cli.view import view
 from steadygrad.cli.watch import watch
 
+SECTIONS = {
+    "Begin": {
+        "demo": "a training that a NaN kills, and the same one guarded",
+        "doctor": "what this machine and torch offer, and what to choose",
+    },
+    "Train": {
+        "run": "run a training script as it is, and keep bad steps from its weights",
+        "train": "run one of the five recipes: data, model, record, report",
+        "tune": "choose settings by how stable training is with them",
+    },
+    "Look": {
+        "watch": "follow a run in the terminal",
+        "view": "serve a page that lists the runs and follows them live",
+        "report": "write a run, or a comparison of several, as one HTML file",
+        "plot": "draw a run as a PNG, SVG or PDF picture",
+    },
+    "Find and mend": {
+        "diagnose": "replay the batch of an incident, and name the line that did it",
+        "scan": "say what is in a checkpoint, and whether it is finite",
+        "clean": "copy a checkpoint with every NaN and Inf replaced",
+    },
+    "Measure": {"bench": "run the benchmarks of a source checkout"},
+}
+"""What a newcomer sees first: each command in a line that an 80-column terminal can hold."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class Sections(click.Group):
+    """Lists the commands by what they are for; one that no section names comes last, under its own help."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Called by click for --help."""
+        named = {name for texts in SECTIONS.values() for name in texts}
+        others = {name: one.get_short_help_str() for name, one in self.commands.items() if name not in named}
+        width = max(map(len, self.commands))
+        for title, texts in {**SECTIONS, "Others": others}.items():
+            rows = [(name.ljust(width), text) for name, text in texts.items() if name in self.commands]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+@click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="steadygrad")
 def steadygrad() -> None:
     """Keep PyTorch training numerically healthy.
 
     \b
     Example:
-      steadygrad demo        a training that a NaN kills, and the same one guarded
-      steadygrad doctor      what this machine and torch offer, and what to choose
-      steadygrad scan PATH   what is in a checkpoint, and whether it is finite
+      steadygrad demo
+      steadygrad run train.py
+      steadygrad report runs/first
+
+    `steadygrad COMMAND --help` tells the rest. Exit code 0: it did its job; 1: it found something; 2: it could not.
     """
 
 
@@ -36,7 +79,7 @@ def steadygrad() -> None:
     "--run-dir",
     type=click.Path(file_okay=False),
     metavar="DIR",
-    help="Where the guarded run's record is written.  [default: runs/demo-<time>]",
+    help="Where both runs and their report are written.  [default: runs/demo-<time>]",
 )
 @click.option(
     "--device", metavar="NAME", help="Where to train: cpu, cuda, cuda:1.  [default: cuda where there is one, else cpu]"
@@ -68,6 +111,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
 
     \b
     Example:
+      steadygrad doctor
       steadygrad doctor --json
     """
     from steadygrad.cli.doctor import tell_machine
@@ -85,3 +129,4 @@ steadygrad.add_command(report)
 steadygrad.add_command(plot)
 steadygrad.add_command(watch)
 steadygrad.add_command(view)
+steadygrad.add_command(bench)

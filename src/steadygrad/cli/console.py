@@ -1,13 +1,15 @@
 """Console: lines, a table and a progress bar; with rich on a terminal, as plain text everywhere else.
 
-NO_COLOR is honoured (by rich). Plain text has no escape codes and no bar, and is never wrapped, so that it can be
-searched. A character that the terminal cannot show is replaced, not raised.
+NO_COLOR is honoured (by rich). On a terminal a long line is broken between words, and goes on below its own beginning.
+Plain text has no escape codes and no bar, and is never wrapped, so that it can be searched. A character that the
+terminal cannot show is replaced, not raised.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,12 +33,21 @@ class Console:
         """Whether a person is looking: bars move, and colours may show."""
         return self._rich is not None
 
-    def say(self, text: str = "", style: str = "") -> None:
-        """One line; `style` is rich's ('bold', 'red') and shows on a terminal only."""
+    @property
+    def width(self) -> int | None:
+        """Letters in a line of the terminal; None in plain text, which has no end on the right."""
+        return None if self._rich is None else self._rich.width
+
+    def say(self, text: str = "", style: str = "", hang: int | None = None) -> None:
+        """One line; `style` is rich's ('bold', 'red') and shows on a terminal only.
+
+        `hang`: how far in it goes on where the terminal is too narrow for it; as far as it begins unless given.
+        """
         if self._rich is not None:
             from rich.text import Text
 
-            self._rich.print(Text(text, style=style), soft_wrap=True)
+            shown = _break_lines(text, self._rich.width, hang)
+            self._rich.print(Text(shown, style=style), soft_wrap=True)
             return
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding), file=self._file, flush=True)
@@ -60,6 +71,18 @@ class Console:
         with Progress(*columns, console=self._rich, transient=True) as progress:
             task = progress.add_task("", total=total)
             yield lambda done, text: progress.update(task, completed=done, description=text)
+
+
+def _break_lines(text: str, width: int, hang: int | None) -> str:
+    """Every line of `text` broken between words; a path or another long word stays whole, for it may be copied."""
+    shown: list[str] = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) if hang is None else hang)
+        wrapped = textwrap.wrap(
+            line, max(len(indent) + 20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        shown += wrapped if len(line) > width else [line]
+    return "\n".join(shown)
 
 
 def _open_rich(file: TextIO) -> RichConsole | None:

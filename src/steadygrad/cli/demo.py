@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from steadygrad.cli.console import Advance, Console
-from steadygrad.cli.demo_words import describe_cause, describe_step, draw_losses, indent, shorten
+from steadygrad.cli.demo_words import CURVE_WIDTH, LEFT, WIDTH, describe_cause, describe_step, draw_losses, shorten
 from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.cli.run_folder import name_folder
 from steadygrad.config.switch import is_switched_off
@@ -50,6 +50,7 @@ class Teller:
 
     def __init__(self, console: Console) -> None:
         self._console, self._bars = console, contextlib.ExitStack()
+        self._width = min(WIDTH, console.width or WIDTH)
         self._told: set[int] = set()
         self._advance: Advance | None = None
         self._num_steps = 1
@@ -65,39 +66,39 @@ class Teller:
     def begin(self, name: str, num_steps: int) -> None:
         self._num_steps, self._is_lost = num_steps, False
         self._console.say()
-        self._console.say(TITLES[name], "bold")
+        self._console.say(TITLES[name], "bold", hang=3)
         self._advance = self._bars.enter_context(self._console.track(f"   {name}", num_steps))
 
     def fault(self, name: str, fault: Fault) -> None:  # noqa: ARG002
         self._faulty = fault.step
-        self._console.say(f"{describe_step(fault.step)}fault: {fault.what}", "bold magenta")
+        self._say(f"fault: {fault.what}", "bold magenta", step=fault.step)
 
     def step(self, name: str, step: int, loss: float) -> None:  # noqa: ARG002
         assert self._advance is not None
         self._advance(step + 1, f"loss {spell_number(loss)}")
         self._last_loss = loss
         if step % max(1, self._num_steps // NUM_LINES) == 0 and step != self._faulty and not self._is_lost:
-            self._console.say(f"{describe_step(step)}loss {spell_number(loss, 3)}", "dim")
+            self._say(f"loss {spell_number(loss, 3)}", "dim", step=step)
 
     def lose(self, name: str, step: int, what: str) -> None:
         if what == "weights":
             self._is_lost = True
             loss = f"the loss was {spell_number(self._last_loss, 3)}, a number like any other"
-            self._console.say(f"{describe_step(step)}{loss}; this optimizer step has made weights NaN", "bold red")
+            self._say(f"{loss}; this optimizer step has made weights NaN", "bold red", step=step)
         elif name == UNGUARDED:  # under a guard it is an incident, told as such
-            self._console.say(f"{describe_step(step)}the loss is NaN, and stays NaN", "bold red")
+            self._say("the loss is NaN, and stays NaN", "bold red", step=step)
 
     def incident(self, incident: Incident) -> None:
         finding, outcome = incident.finding, incident.outcome
         if outcome.action is Action.SKIP and incident.step in self._told:  # loss, gradient and input of one bad step
-            self._console.say(indent(shorten(f"also: {finding.kind}: {finding.message}")), "dim")
+            self._say(shorten(f"also: {finding.kind}: {finding.message}", self._width), "dim")
             return
-        self._console.say(f"{describe_step(finding.step)}{finding.kind}: {finding.message}", "yellow")
+        self._say(f"{finding.kind}: {finding.message}", "yellow", step=finding.step)
         if outcome.action not in (Action.NONE, Action.CLIP):
-            self._console.say(indent(f"done: {outcome.message}"), "bold green")
+            self._say(f"done: {outcome.message}", "bold green")
         if incident.cause is not None:
-            for line, style in describe_cause(incident.cause):
-                self._console.say(line, style)
+            for line, style in describe_cause(incident.cause, self._width):
+                self._console.say(line, style, hang=len(LEFT) + 6)
         if outcome.action is Action.SKIP:
             self._told.add(incident.step)
 
@@ -107,6 +108,10 @@ class Teller:
         if summary.first_bad_weight is not None:
             took += f", the last {len(summary.losses) - summary.first_bad_weight - 1} of them for nothing"
         self._console.say(f"{took}.")
+
+    def _say(self, text: str, style: str, *, step: int | None = None) -> None:
+        """A line beside the left column, which holds the step or nothing."""
+        self._console.say((LEFT if step is None else describe_step(step)) + text, style, hang=len(LEFT))
 
 
 def _tell_plan(console: Console, settings: DemoSettings) -> None:
@@ -120,22 +125,26 @@ def _tell_plan(console: Console, settings: DemoSettings) -> None:
     faults = settings.faults.list()
     width = max(len(fault.what) for fault in faults)
     for fault in faults:
-        console.say(f"{describe_step(fault.step)}{fault.what:<{width}}   ({fault.origin})", "magenta")
+        line = f"{describe_step(fault.step)}{fault.what:<{width}}   ({fault.origin})"
+        if console.width is not None and len(line) > console.width:
+            line = f"{describe_step(fault.step)}{fault.what}\n{LEFT}({fault.origin})"
+        console.say(line, "magenta", hang=len(LEFT))
 
 
 def _tell_end(console: Console, comparison: Comparison) -> None:
     runs = (comparison.unguarded, comparison.guarded)
+    width = min(CURVE_WIDTH, (console.width or WIDTH) - len(LEFT))
     console.say()
     console.say("The loss from the first step to the last; × is NaN", "bold")
-    for run, rows in zip(runs, draw_losses([run.losses for run in runs])):
+    for run, rows in zip(runs, draw_losses([run.losses for run in runs], width)):
         for title, row in zip(["", run.name], rows):
             console.say(f"   {title:<9}  {row}", "green" if run.weights_are_finite else "red")
         console.say()
-    console.say(f'The trained model goes on from "{PROMPT.strip()}"', "bold")
+    console.say(f'Its loss on unseen text, and how it goes on from "{PROMPT.strip()}"', "bold")
     for run in runs:
         said = run.written or "nothing: all its probabilities are NaN"
-        loss = f"loss on unseen text {spell_number(run.final_loss, 3)}"
-        console.say(f"   {run.name:<9}  {said:<55}  {loss}", "green" if run.written else "red")
+        loss = spell_number(run.final_loss, 3)
+        console.say(f"   {run.name:<9}  {loss:<6}  {said}", "green" if run.written else "red", hang=22)
     console.say()
     for text, fine in _conclude(comparison):
         console.say(text, "green" if fine else "red")
@@ -148,6 +157,8 @@ def _conclude(comparison: Comparison) -> Iterator[tuple[str, bool]]:
     else:
         yield "Unguarded did not die, so this demo has shown nothing.", False
     done = f"{_count(guarded.num_skipped, 'step')} skipped, {_count(guarded.num_rollbacks, 'rollback')}"
+    if guarded.num_left_out:
+        done += f" (which left out {_count(guarded.num_left_out, 'batch', 'batches')})"
     if comparison.guarded_survived:
         yield f"Guarded survived: {done}, and it went on learning after each fault.", True
     elif is_switched_off():
@@ -171,20 +182,20 @@ def _tell_report(console: Console, folder: Path) -> None:
     except SteadygradError as error:  # the charting library is an extra: the story is complete without it
         console.say(f"No report: {error}", "yellow")
     else:
-        console.say(f"Report      {folder / REPORT}  (open it in a browser; it needs no network)", "bold")
+        console.say(f"Report      {folder / REPORT}  (open it in a browser; it needs no network)", "bold", 12)
 
 
 def _tell_where_next(console: Console, folder: Path, comparison: Comparison) -> None:
     lines = [one.cause.line for one in comparison.incidents if one.cause is not None and one.cause.phase == "backward"]
     if lines:
-        console.say(f"The line    {folder / MODEL}:{lines[0]}  (its 1e-6 belongs inside of the root)")
+        console.say(f"The line    {folder / MODEL}:{lines[0]}  (its 1e-6 belongs inside of the root)", hang=12)
     if (folder / GUARDED / "run.json").is_file():
         console.say(f"Try         steadygrad watch {folder / GUARDED}")
         console.say(f"            grep ERROR {folder / GUARDED / 'train.log'}")
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, many: str = "") -> str:
+    return f"{number} {noun if number == 1 else many or noun + 's'}"
 
 
 def _choose_device(name: str | None) -> str:

@@ -14,6 +14,7 @@ from steadygrad.view.sparkline import BLOCKS
 LEFT = " " * 14
 """Where the text beside a step begins."""
 WIDTH = 110
+"""Of a text, at most: longer lines are hard to read."""
 CURVE_WIDTH = 72
 AROUND = 1
 """Lines of source shown before and after the one that did it."""
@@ -29,8 +30,8 @@ def indent(text: str) -> str:
     return LEFT + text
 
 
-def describe_cause(cause: Cause) -> Iterator[tuple[str, str]]:
-    """Who did it: lines, each with its style."""
+def describe_cause(cause: Cause, width: int = WIDTH) -> Iterator[tuple[str, str]]:
+    """Who did it: lines of at most `width` letters, each with its style."""
     if cause.phase == "input":
         yield indent(f"who:  the batch. {cause.name} held {cause.kind.replace('nan', 'NaN')} before any op ran"), "bold"
     else:
@@ -40,11 +41,11 @@ def describe_cause(cause: Cause) -> Iterator[tuple[str, str]]:
         "why": cause.explanation,
         "text": cause.samples_note,
         "mend": cause.fixes[0] if cause.fixes else "",
-        "kept": cause.batch or "",
+        "kept": f"the batch, as {cause.batch} of its run" if cause.batch else "",
     }
     for name, value in rows.items():
         if value:
-            yield from ((line, "") for line in _wrap(name, value))
+            yield from ((line, "") for line in _wrap(name, value, width))
 
 
 def _spell_place(cause: Cause) -> str:
@@ -68,11 +69,11 @@ def _quote_source(cause: Cause) -> Iterator[tuple[str, str]]:
         yield indent(f"    {'>' if guilty else ' '} {number:4d} | {text}"), "bold red" if guilty else "dim"
 
 
-def _wrap(name: str, text: str) -> list[str]:
+def _wrap(name: str, text: str, width: int) -> list[str]:
     first = f"{LEFT}{name + ':':<6}"
     return textwrap.wrap(
         text,
-        WIDTH,
+        width,
         initial_indent=first,
         subsequent_indent=" " * len(first),
         break_long_words=False,
@@ -80,9 +81,9 @@ def _wrap(name: str, text: str) -> list[str]:
     )
 
 
-def shorten(text: str) -> str:
-    """One line at most."""
-    return textwrap.shorten(text, WIDTH - len(LEFT), placeholder=" ...")
+def shorten(text: str, width: int = WIDTH) -> str:
+    """One line at most, beside the left column."""
+    return textwrap.shorten(text, width - len(LEFT), placeholder=" ...")
 
 
 def draw_losses(runs: Sequence[Sequence[float]], width: int = CURVE_WIDTH) -> list[list[str]]:

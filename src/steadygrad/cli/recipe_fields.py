@@ -10,6 +10,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import enum
 import inspect
 import re
 import textwrap
@@ -22,6 +23,8 @@ from typing import Any
 from steadygrad.errors import UsageError
 
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+ARTICLES = {"number": "a number", "true/false": "true or false"}
+"""Kinds of values as they stand in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,17 @@ def read_value(field: Field, text: str) -> Any:
         value = _convert(option, text)
         if value is not None:
             return value
-    raise UsageError(f"{field.flag} must be {field.kind}, got {text!r}. The default is {field.default}.")
+    wanted = " or ".join(ARTICLES.get(kind, kind) for kind in field.kind.split(" | "))
+    raise UsageError(f"{field.flag} must be {wanted}, got {text!r}. The default is {spell_value(field.default)}.")
+
+
+def spell_value(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, tuple | list):
+        return ",".join(spell_value(item) for item in value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value.value if isinstance(value, enum.Enum) else value)
 
 
 def _convert(option: Any, text: str) -> Any:
@@ -189,5 +202,7 @@ def _name_type(option: Any) -> str:
         return "none"
     if typing.get_origin(option) is tuple:
         return f"{_name_type((*typing.get_args(option), str)[0])},..."
+    if isinstance(option, type) and issubclass(option, enum.Enum):
+        return "|".join(str(one.value) for one in option)
     names = {bool: "true/false", int: "number", float: "number", str: "text"}
     return names.get(option, getattr(option, "__name__", str(option)))

@@ -13,7 +13,7 @@ def name_folder(parent: Path, name: str) -> Path:
     return next(parent / name for name in names if not (parent / name).exists())
 
 
-def find_newest(parent: Path, name: str) -> Path | None:
-    """The last folder that `name_folder` has named, by its time."""
-    folders = sorted(path for path in parent.glob(f"{name}-[0-9]*") if path.is_dir())
+def find_newest(parent: Path, name: str, *, holding: str = "") -> Path | None:
+    """The last folder that `name_folder` has named, by its time, of those that have a folder `holding` inside."""
+    folders = sorted(path for path in parent.glob(f"{name}-[0-9]*") if (path / holding).is_dir())
     return folders[-1] if folders else None

@@ -6,8 +6,7 @@ and settings in `recipe.json`; a resume starts from those.
 
 from __future__ import annotations
 
-import json
-import textwrap
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +17,12 @@ import click
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.cli.recipe_fields import Field, find_field, list_fields, merge, nest, read_value, set_path
-from steadygrad.cli.run_folder import find_newest, name_folder
+from steadygrad.cli.recipe_folder import choose_folder, is_recorded, read_settings, remember_settings, require_new
+from steadygrad.cli.recipe_help import describe_recipe, describe_recipes
 from steadygrad.config.plain import build, read_mapping, to_plain
 from steadygrad.errors import ConfigError, SteadygradError, TrainingHalted, UsageError
-from steadygrad.recipes.catalogue import RECIPES, Recipe, find_recipe
+from steadygrad.recipes.catalogue import Recipe, find_recipe
 
-RUNS = Path("runs")
-SETTINGS = "recipe.json"
 TAKES_VALUE = ("config", "resume", "run-dir", "predict")
 SWITCHES = ("quick", "sample")
 
@@ -38,7 +36,7 @@ def train(context: click.Context, arguments: tuple[str, ...]) -> None:
     """Run one of the five trainings; `steadygrad train RECIPE --help` lists its fields."""
     console = Console()
     if not arguments or arguments[0] in ("-h", "--help"):
-        for line in _describe_recipes():
+        for line in describe_recipes():
             console.say(line)
         context.exit(DONE if arguments else FAILED)
     recipe = find_recipe(arguments[0])
@@ -117,37 +115,40 @@ def _take(words: list[str], flag: str) -> str:
 def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console) -> int:
     """Train, predict or sample; the exit code."""
     uses_run = "predict" in request.options or "sample" in request.switches
-    run_dir = _choose_folder(recipe.name, request, must_exist=uses_run or "resume" in request.options)
-    config = make_config(package, request, run_dir)
     if uses_run:
-        return _use_run(recipe, package, request, config, run_dir, console)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    settings = {"recipe": recipe.name, "config": to_plain(config)}
-    (run_dir / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    console.say(f"Training {recipe.name} in {run_dir}", "bold")
+        return _use_run(recipe, package, request, console)
+    run_dir, resume = choose_folder(recipe.name, request.options, uses_run=False), request.options.get("resume")
+    config = make_config(package, request, read_settings(run_dir, recipe.name) if resume is not None else {})
+    if resume is None:
+        require_new(run_dir, recipe.name)
     try:
-        code: int = package.train(config, run_dir=run_dir, resume=request.options.get("resume"), console=console)
+        with remember_settings(run_dir, recipe.name, to_plain(config)):
+            console.say(f"Training {recipe.name} in {run_dir}", "bold")
+            code: int = package.train(config, run_dir=run_dir, resume=resume, console=console)
     except TrainingHalted as halted:
         console.say(f"Training was halted: {halted}", "red")
         code = FAILED
-    write_report_of(run_dir, console)
+    if is_recorded(run_dir):
+        write_report_of(run_dir, console)
+    else:
+        console.say("There is no report: nothing was recorded. Without protection nothing is.", "yellow")
     return code
 
 
-def _use_run(recipe: Recipe, package: Any, request: Request, config: Any, run_dir: Path, console: Console) -> int:
+def _use_run(recipe: Recipe, package: Any, request: Request, console: Console) -> int:
     verb = "predict" if "predict" in request.options else "sample"
     call = getattr(package, verb, None)
     if call is None:
         raise UsageError(f"the recipe {recipe.name} cannot {verb}. Leave out --{verb}.")
+    run_dir = choose_folder(recipe.name, request.options, uses_run=True)
+    config = make_config(package, request, read_settings(run_dir, recipe.name))
     where = (request.options["predict"],) if verb == "predict" else ()
     return int(call(config, *where, run_dir=run_dir, console=console))
 
 
-def make_config(package: Any, request: Request, run_dir: Path) -> Any:
+def make_config(package: Any, request: Request, remembered: Mapping[str, Any]) -> Any:
     """Defaults, what the run remembers, `--quick`, the file, the fields: what comes later wins."""
-    values: dict[str, Any] = {}
-    if (run_dir / SETTINGS).is_file():
-        values = json.loads((run_dir / SETTINGS).read_text(encoding="utf-8"))["config"]
+    values = dict(remembered)
     if "quick" in request.switches:
         values = merge(values, nest(package.QUICK))
     if "config" in request.options:
@@ -156,29 +157,22 @@ def make_config(package: Any, request: Request, run_dir: Path) -> Any:
             values = merge(values, nest(read_mapping(path)))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-    return build(package.Config, merge(values, request.values))
+    try:
+        return build(package.Config, merge(values, request.values))
+    except ConfigError as error:
+        raise ConfigError(name_flags(str(error), package.Config.__name__)) from None
 
 
-def _choose_folder(name: str, request: Request, *, must_exist: bool) -> Path:
-    """Where the run is written, or lies."""
-    if "run-dir" in request.options:
-        return Path(request.options["run-dir"])
-    resume = request.options.get("resume")
-    if resume not in (None, "latest"):
-        return _find_run(Path(str(resume)))
-    if not must_exist:
-        return name_folder(RUNS, name)
-    newest = find_newest(RUNS, name)
-    if newest is None:
-        raise UsageError(f"there is no run of {name} in {RUNS}/. Train one first, or say where it is with --run-dir.")
-    return newest
+def name_flags(message: str, config: str) -> str:
+    """`UltraOptimizedConfig: UltraOptimizedConfig.epochs must be ...` as a person wrote it: `--epochs must be ...`."""
 
+    def spell(found: re.Match[str]) -> str:
+        path = found["field"] if found["where"] == config else f"{found['where']}.{found['field']}"
+        return f"--{path.replace('_', '-')}"
 
-def _find_run(path: Path) -> Path:
-    """The run directory that `path` is, or is a checkpoint of."""
-    if not path.exists() and not (path.parent.name == "checkpoints" and path.parent.exists()):
-        raise UsageError(f"{path} does not exist, so nothing can be resumed from it. Give a run directory.")
-    return path.parent.parent if path.parent.name == "checkpoints" else path
+    head, *wrong = message.split("\n  ")
+    wrong = [re.sub(r"^(?P<where>[\w.]+): \w+\.(?P<field>\w+)", spell, line) for line in wrong]
+    return wrong[0] if len(wrong) == 1 else "\n  ".join([head, *wrong])
 
 
 def write_report_of(run_dir: Path, console: Console) -> None:
@@ -192,44 +186,3 @@ def write_report_of(run_dir: Path, console: Console) -> None:
         console.say(f"No report was written: {error}", "yellow")
         return
     console.say(f"The report is in {target}", "bold")
-
-
-# --- help -----------------------------------------------------------------------------------------------------------
-
-
-def _describe_recipes() -> list[str]:
-    width = max(len(recipe.name) for recipe in RECIPES)
-    return [
-        "Usage: steadygrad train RECIPE [OPTIONS]",
-        "",
-        "  Run one of the five trainings, guarded, with its record, checkpoints and report.",
-        "",
-        "Recipes:",
-        *(f"  {recipe.name.ljust(width)}  {recipe.summary}" for recipe in RECIPES),
-        "",
-        "steadygrad train RECIPE --help lists the fields of one.",
-        "",
-        "Example:",
-        "  steadygrad train seo --quick",
-        "  steadygrad train seo --config my.yaml --learning-rate 1e-4 --run-dir runs/mine",
-        "  steadygrad train seo --resume latest",
-    ]
-
-
-def describe_recipe(recipe: Recipe, package: Any, fields: Sequence[Field]) -> list[str]:
-    """The help of one recipe: how it is called, and every field with type and default."""
-    verbs = [verb for verb in ("predict", "sample") if hasattr(package, verb)]
-    lines = [f"Usage: steadygrad train {recipe.name} [OPTIONS]", "", f"  {recipe.summary}", "", "Options:"]
-    lines += [
-        "  --config FILE        fields from a YAML or TOML file",
-        "  --resume WHERE       go on exactly: latest, a run directory, or one of its checkpoints",
-        "  --run-dir DIR        where the run is written  [default: runs/" + recipe.name + "-<time>]",
-        "  --quick              smaller: " + ", ".join(f"{name}={value}" for name, value in package.QUICK.items()),
-    ]
-    lines += ["  --predict PATH       use the trained model of a run on PATH"] if "predict" in verbs else []
-    lines += ["  --sample             draw samples from the trained model of a run"] if "sample" in verbs else []
-    lines += ["", "Fields:"]
-    for item in fields:
-        lines.append(f"  {item.flag} {item.kind}  [default: {item.default}]")
-        lines += textwrap.wrap(item.help, 92, initial_indent="      ", subsequent_indent="      ")
-    return [*lines, "", "Example:", f"  steadygrad train {recipe.name} --quick"]

@@ -57,7 +57,7 @@ RUNS = Path("runs")
 )
 @click.option("--resume", is_flag=True, help="Go on with the tuning in --run-dir, or join it as one more worker.")
 @click.pass_context
-def tune(context: click.Context, **options: Any) -> None:
+def tune(context: click.Context, /, **options: Any) -> None:
     """Choose settings by how stable training is with them.
 
     First a range test: steps at rising learning rates, watched by the guard's rules. Then the given settings against

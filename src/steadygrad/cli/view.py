@@ -11,16 +11,31 @@ from steadygrad.cli.console import Console
 
 @click.command()
 @click.argument("runs_dir", default="runs", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Any other address needs the token it prints.")
-@click.option("--port", default=8765, show_default=True, type=click.IntRange(0, 65535), help="0: any that is free.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Where to listen. Any other address than the default needs the token that is printed.",
+)
+@click.option(
+    "--port",
+    default=8765,
+    show_default="8765",
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    help="The port; 0: any that is free.",
+)
 def view(runs_dir: Path, host: str, port: int) -> None:
     """Serve a page that lists the runs in RUNS_DIR and follows them live.
 
-    It listens on this machine only, shows and never writes, and reads nothing outside of RUNS_DIR. Ctrl-C ends it.
+    RUNS_DIR is `runs` unless given. The page listens on this machine only, shows and never writes, and reads nothing
+    outside of the folder. Ctrl-C ends it.
 
     \b
     Example:
       steadygrad view runs
+      steadygrad view runs --port 0
     """
     from steadygrad.view.serve.listen import PageServer
 

@@ -11,13 +11,15 @@ import click
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Print one screen and end; so it does anyway where there is no terminal.")
 def watch(run: Path, once: bool) -> None:
-    """Follow a run on the full screen: loss, norm, largest gradients, incidents. q quits.
+    """Follow a run on the full screen: loss, norm, incidents; q quits.
 
-    It only reads the run directory, from any terminal, while the run goes on or long after.
+    It shows the largest gradients too. It only reads the run directory, from any terminal, while the run goes on or
+    long after. Exit code 0: it was shown; 2: there is no such run.
 
     \b
     Example:
       steadygrad watch runs/first
+      steadygrad watch runs/first --once
     """
     from steadygrad.view.watch import watch_run
 

@@ -3,7 +3,7 @@
 The model is a few boosted trees in `forecast_model.json`, with the calibration that turns their sum into a probability;
 benchmarks/forecast/ makes it from thousands of short trainings. Reading it takes no learning library. It only looks: a
 policy may act on the Finding, and its verdict then names it. Probabilities hold for runs like those it was made from,
-a third of which became unstable; in a run that is set up well they are too high, which the threshold allows for.
+half of which became unstable; in a run that is set up well they are probably too high.
 """
 
 from __future__ import annotations

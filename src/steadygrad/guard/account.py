@@ -18,6 +18,7 @@ def tell_summary(parts: Parts) -> str:
         parts.judgement.tally,
         parts.judgement.incidents,
         max_norm=getattr(parts.config.clip, "max_norm", None),
+        rate=max(parts.learning_rates(), default=None),
         extra=[rate, f"snapshots  {parts.snapshots.describe()}"],
     )
 

@@ -62,8 +62,11 @@ class EdgeWatch:
         """Level and spread of the first losses; None while they are not there."""
         return None if self._level is None else (self._level, self._spread)
 
-    def observe(self, reading: Reading, findings: Sequence[Finding]) -> str | None:
-        """Why it has broken at this step; None: it has not."""
+    def observe(self, reading: Reading, findings: Sequence[Finding], change: float | None = None) -> str | None:
+        """Why it has broken at this step; None: it has not.
+
+        `change`: how much the loss differs from what the same batch gave at the start, where that is known.
+        """
         if any(finding.kind == "nonfinite_input" and _matters(finding) for finding in findings):
             return None
         if reading.loss_is_nonfinite:
@@ -77,16 +80,19 @@ class EdgeWatch:
         severe = [f for f in keep_telling(findings) if f.severity.rank >= Severity.ERROR.rank]
         if severe:
             return severe[0].message
-        return None if reading.loss is None else self._look_at_loss(reading.loss)
+        if reading.loss is None:
+            return None
+        fair = reading.loss if change is None or self._level is None else self._level + change
+        return self._look_at_loss(reading.loss, fair)
 
-    def _look_at_loss(self, loss: float) -> str | None:
+    def _look_at_loss(self, loss: float, fair: float) -> str | None:
         if len(self._first) < self._num_first:
             self._first.append(loss)
             if len(self._first) == self._num_first:
                 self._level = statistics.median(self._first)
                 self._spread = MAD_TO_SIGMA * statistics.median(abs(x - self._level) for x in self._first)
             return None
-        self._last.append(loss)
+        self._last.append(fair)
         assert self._level is not None
         limit = self._level + max(RISE_SCORE * self._spread, RISE_SHARE * abs(self._level))
         now = statistics.median(self._last)

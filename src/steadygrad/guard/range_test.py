@@ -1,7 +1,9 @@
 """A guard's training, tried at rising learning rates -> a RateCurve; the training is left bit for bit as it was.
 
 Each step is measured, clipped and judged by the guard's own rules at a rate that grows by the same factor every step,
-until training breaks or the range ends. Groups keep their proportions, and no scheduler moves meanwhile.
+until training breaks or the range ends. A few batches come again and again, each with the random numbers that it came
+with first: what it gave then, at the smallest rates, is subtracted, and with it the noise of data and dropout. Groups
+keep their proportions, and no scheduler moves meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.config import GuardConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Reading, Severity
@@ -26,6 +29,8 @@ from steadygrad.guard.rehearsal import MakeGuard, Rehearsal, draw_batches
 
 KIND = "learning_rate_test"
 MIN_STEPS = 10
+MIN_FIRST = 5
+"""Batches that come again and again, at least; else a tenth of the steps."""
 MAX_FACTOR = 2.0
 """From one step to the next: what grows faster is a restart to the rules, after which a loss may rise."""
 
@@ -84,32 +89,58 @@ def run_range(
     check_range(start, end, steps, microbatches)
     config = dataclasses.replace(config, measure=dataclasses.replace(config.measure, parameters_every=1))
     rates, points, why = RateSetter(rehearsal.optimizers), [], ""
-    watch = EdgeWatch(num_first=max(5, steps // 10))
+    num_first = max(MIN_FIRST, steps // 10)
+    watch = EdgeWatch(num_first=num_first)
     with rehearsal.attempt(config, scaler) as guard:
         if clip is not None and guard._parts.clipper is not None:
             guard._parts.clipper.load_state_dict(clip)
-        for rate, reading, found in _ramp(
-            guard, rates, fn, rehearsal.loader, spread_rates(start, end, steps), microbatches
-        ):
-            points.append(make_point(rate, reading, found))
+        batches = Repeated(draw_batches(rehearsal.loader), num_first, microbatches, guard._parts.devices)
+        for rate in spread_rates(start, end, steps):
+            rates.set(rate)
+            num_found = len(guard.findings)
+            reading = make_step(guard, fn, batches.draw())
+            change = batches.compare(reading.loss)
+            found = guard.findings[num_found:]
+            points.append(make_point(rate, reading, change, found))
             if tell is not None:
                 tell(points[-1])
-            why = watch.observe(reading, found) or ""
+            why = watch.observe(reading, found, change) or ""
             if why:
                 break
         findings = keep_telling(guard.findings)
     return read_curve(points, base_rate=rates.base, why_ended=why, start=watch.start, findings=findings)
 
 
-def _ramp(
-    guard: Any, rates: RateSetter, fn: Callable[[Any], Any], loader: Iterable[Any], wanted: Sequence[float], micro: int
-) -> Iterator[tuple[float, Reading, list[Finding]]]:
-    batches = draw_batches(loader)
-    for rate in wanted:
-        rates.set(rate)
-        before = len(guard.findings)
-        reading = make_step(guard, fn, islice(batches, micro))
-        yield rate, reading, guard.findings[before:]
+class Repeated:
+    """The first batches of a loader, again and again, each with the same random numbers."""
+
+    def __init__(
+        self, batches: Iterator[Any], num_first: int, microbatches: int, devices: Sequence[torch.device]
+    ) -> None:
+        self._source, self._num_first, self._microbatches = batches, num_first, microbatches
+        self._devices = devices
+        self._kept: list[tuple[list[Any], dict[str, Any]]] = []
+        self._losses: list[float | None] = []
+        self._count = 0
+
+    def draw(self) -> list[Any]:
+        """The batches of the next step; the random generators are set for it."""
+        if self._count < self._num_first:
+            batches = list(islice(self._source, self._microbatches))
+            self._kept.append((batches, capture_random(self._devices)))
+        batches, state = self._kept[self._count % self._num_first]
+        restore_random(state)
+        return batches
+
+    def compare(self, loss: float | None) -> float | None:
+        """What the step of the batches that were drawn last gave, less what they gave at first."""
+        place, self._count = self._count % self._num_first, self._count + 1
+        if len(self._losses) < self._num_first:
+            self._losses.append(loss)
+        first = self._losses[place]
+        if loss is None or first is None or not math.isfinite(first) or not math.isfinite(loss):
+            return None
+        return loss - first
 
 
 def make_step(guard: Any, fn: Callable[[Any], Any], batches: Iterable[Any]) -> Reading:
@@ -122,12 +153,13 @@ def make_step(guard: Any, fn: Callable[[Any], Any], batches: Iterable[Any]) -> R
     return reading
 
 
-def make_point(rate: float, reading: Reading, findings: Sequence[Finding]) -> RatePoint:
+def make_point(rate: float, reading: Reading, change: float | None, findings: Sequence[Finding]) -> RatePoint:
     """What stays of one step."""
     ratios = [ratio for ratio in (reading.update_ratios or {}).values() if math.isfinite(ratio)]
     return RatePoint(
         rate=rate,
         loss=reading.loss,
+        change=change,
         grad_norm=reading.grad_norm,
         update_ratio=statistics.median(ratios) if ratios else None,
         clipped=reading.clipped,

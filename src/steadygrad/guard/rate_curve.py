@@ -14,14 +14,19 @@ from typing import Any
 
 from steadygrad.facts import Finding
 from steadygrad.record.encode import to_plain
+from steadygrad.stats import MAD_TO_SIGMA
 from steadygrad.view.rate_plot import plot_rates
 
 BELOW_EDGE = 4.0
 """The suggestion stays this factor below the edge: the edge of a ramp is found late, by weights that have adapted."""
 BELOW_FINDING = 2.0
 """... and this factor below the first finding."""
-LEAST_FALL = 2.0
-"""Standard deviations of the first losses by which the loss must fall for its slope to mean something."""
+LEAST_FALL = 3.0
+"""Standard deviations of the noise by which the loss must fall for its slope to mean something."""
+USUAL_FACTOR = 1.2
+"""Growth of the rate from step to step that the suggestion is made for: 100 steps from 1e-7 to 10. On a faster ramp the
+weights have come less far when a rate is reached, and the loss falls fastest at a higher one; in proportion to the
+logarithm of the factor, because the rates up to r sum up to r / log(factor)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,8 @@ class RatePoint:
 
     rate: float
     loss: float | None
+    change: float | None
+    """How much the loss differs from what the same batch, with the same random numbers, gave at the start."""
     grad_norm: float
     update_ratio: float | None
     """Update / weight of the median parameter."""
@@ -45,7 +52,7 @@ class RateCurve:
 
     points: tuple[RatePoint, ...] = field(repr=False)
     smoothed: tuple[float, ...] = field(repr=False)
-    """Of each point the loss, smoothed over its neighbours; NaN where there was none."""
+    """Of each point the level at the start plus the change since, smoothed over neighbours; NaN where there is none."""
     base_rate: float
     """The rate that the optimizer was made with."""
     largest_quiet: float
@@ -95,13 +102,16 @@ def read_curve(
     findings: Sequence[Finding] = (),
 ) -> RateCurve:
     """What the points say; with `why_ended` the last one is the edge."""
-    smoothed = smooth([p.loss for p in points])
+    level = 0.0 if start is None else start[0]
+    smoothed = smooth([p.loss if p.change is None else level + p.change for p in points])
     edge = points[-1].rate if why_ended else None
     loud = next((i for i, p in enumerate(points) if p.kinds or (why_ended and i == len(points) - 1)), None)
     largest_quiet = points[-1].rate if loud is None else points[max(0, loud - 1)].rate
     last = len(points) - (1 if why_ended else 0)
     steepest = find_steepest(points[:last], smoothed[:last], start)
-    suggested, reason = suggest_rate(base_rate, steepest, largest_quiet, edge, is_quiet=loud is None)
+    factor = points[1].rate / points[0].rate if len(points) > 1 else USUAL_FACTOR
+    good = None if steepest is None else steepest * math.log(USUAL_FACTOR) / math.log(factor)
+    suggested, reason = suggest_rate(base_rate, good, largest_quiet, edge, is_quiet=loud is None)
     return RateCurve(
         points=tuple(points),
         smoothed=tuple(smoothed),
@@ -131,10 +141,9 @@ def find_steepest(
     """Rate where the smoothed loss falls fastest per factor of the rate; None when it does not fall beyond noise."""
     if len(points) < 5 or start is None:
         return None
-    level, spread = start
-    num = len(smoothed)
+    level, num = start[0], len(smoothed)
     known = [x for x in smoothed if math.isfinite(x)]
-    if not known or level - min(known) < max(LEAST_FALL * spread / math.sqrt(3), 1e-3 * abs(level)):
+    if not known or level - min(known) < max(LEAST_FALL * measure_noise(points), 1e-3 * abs(level)):
         return None
     lowest = min(range(num), key=lambda i: smoothed[i] if math.isfinite(smoothed[i]) else math.inf)
     half = max(2, round(num / 20))
@@ -146,8 +155,18 @@ def find_steepest(
     return points[min(falling, key=lambda i: falling[i])].rate if falling else points[lowest].rate
 
 
+def measure_noise(points: Sequence[RatePoint]) -> float:
+    """Spread of what a batch gives when it comes the second time, at rates that are still small."""
+    num_first = sum(point.change == 0.0 for point in points[: len(points) // 2])
+    second = [p.change for p in points[num_first : 2 * num_first] if p.change is not None and math.isfinite(p.change)]
+    if len(second) < 3:
+        return 0.0
+    middle = statistics.median(second)
+    return MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in second)
+
+
 def suggest_rate(
-    base: float, steepest: float | None, largest_quiet: float, edge: float | None, *, is_quiet: bool
+    base: float, good: float | None, largest_quiet: float, edge: float | None, *, is_quiet: bool
 ) -> tuple[float, str]:
     """The rate to train with, and why."""
     bounds = [
@@ -156,14 +175,14 @@ def suggest_rate(
     if edge is not None:
         bounds.append((edge / BELOW_EDGE, f"a {BELOW_EDGE:g}th of the rate at which training broke"))
     bound, why = min(bounds, key=lambda one: one[0])
-    if steepest is None:
+    if good is None:
         rate = min(base, bound)
         if rate == base:
             return rate, "the loss did not fall beyond its noise in the test, so the rate stays as it is"
         return rate, f"the loss did not fall beyond its noise in the test; {why}"
-    if steepest <= bound:
-        return steepest, "the loss fell fastest there, and nothing was found up to it"
-    return bound, f"{why}; the loss fell fastest at {steepest:.3g}"
+    if good <= bound:
+        return good, "where the loss fell fastest, for a ramp of the usual length, and nothing was found up to it"
+    return bound, f"{why}; the loss fell fastest at {good:.3g}, for a ramp of the usual length"
 
 
 def _median(values: Sequence[float]) -> float:
@@ -191,6 +210,7 @@ def restore_curve(values: Mapping[str, Any]) -> RateCurve:
             **{
                 **point,
                 "loss": None if point["loss"] is None else float(point["loss"]),
+                "change": None if point["change"] is None else float(point["change"]),
                 "grad_norm": float(point["grad_norm"]),
                 "kinds": tuple(point["kinds"]),
             }

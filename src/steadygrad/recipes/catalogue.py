@@ -2,7 +2,8 @@
 
 A recipe is a package beside this file that offers `Config` (a frozen dataclass with documented fields), `QUICK` (what
 `--quick` changes) and `train(config, *, run_dir, resume, console) -> int`; if it can, `predict(config, path, *,
-run_dir, console)` and `sample(config, *, run_dir, console)`. `ALIASES` gives a field a second name on the command line.
+run_dir, console)` and `sample(config, *, run_dir, console)`. `ALIASES` gives a field a second name on the command line,
+`PREDICT` is the help of `--predict`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from steadygrad.facts import NUM_COLUMNS, Action, Outcome, Reading
 
 MAX_NORMS = 4096
 """Norms remembered for quantiles."""
+MAX_RATIOS = 512
+"""Update ratios remembered."""
 
 
 class Tally:
@@ -21,6 +24,8 @@ class Tally:
         self.num_steps = self.num_skipped = self.num_clipped = self.num_dropped_microbatches = self.num_measured = 0
         self.norm_sum = self.norm_max = 0.0
         self.norms: deque[float] = deque(maxlen=MAX_NORMS)
+        self.ratios: deque[float] = deque(maxlen=MAX_RATIOS)
+        """Update / weight of the median parameter, at the steps at which that was measured."""
         self.dominated: Counter[str] = Counter()
         """Parameter -> clipped steps in which its gradient was the largest."""
         self.nonfinite: Counter[str] = Counter()
@@ -41,6 +46,8 @@ class Tally:
         self.norm_sum += reading.grad_norm
         self.norm_max = max(self.norm_max, reading.grad_norm)
         self.norms.append(reading.grad_norm)
+        if reading.update_ratios:
+            self.ratios.append(statistics.median(reading.update_ratios.values()))
         if reading.clipped and reading.gradients:
             norms = reading.gradients.cells[::NUM_COLUMNS]
             self.dominated[reading.gradients.names[norms.index(max(norms))]] += 1
@@ -70,6 +77,7 @@ class Tally:
             "norm_sum": self.norm_sum,
             "norm_max": self.norm_max,
             "norms": list(self.norms),
+            "ratios": list(self.ratios),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -79,3 +87,4 @@ class Tally:
         for name in ("dominated", "nonfinite", "actions"):
             setattr(self, name, Counter(state[name]))
         self.norms = deque(state["norms"], maxlen=MAX_NORMS)
+        self.ratios = deque(state.get("ratios", ()), maxlen=MAX_RATIOS)

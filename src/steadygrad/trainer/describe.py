@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +12,12 @@ from steadygrad.measure.scan import find_nonfinite
 
 
 def describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """Losses and validation, mean and maximum of the gradient norm, the learning rate, skipped steps."""
+    """Losses and validation, mean and maximum of the gradient norm where it was measured, the rate, skipped steps."""
     losses = {name: value for name, value in metrics.items() if name == "loss" or name.startswith("val_")}
     skipped = f", skipped={metrics['num_skipped']:.0f}" if metrics["num_skipped"] else ""
-    norms = f"grad avg={metrics['grad_norm_mean']:.4g} max={metrics['grad_norm_max']:.4g}"
-    return f"{spell_numbers(losses)}, {norms}, lr={metrics['learning_rate']:.4g}{skipped}"
+    norms = f", grad avg={metrics['grad_norm_mean']:.4g} max={metrics['grad_norm_max']:.4g}"
+    norms = "" if math.isnan(metrics["grad_norm_mean"]) else norms  # no step was measured: nothing is, unguarded
+    return f"{spell_numbers(losses)}{norms}, lr={metrics['learning_rate']:.4g}{skipped}"
 
 
 def spell_numbers(numbers: Mapping[str, Any], prefix: str = "") -> str:

@@ -7,6 +7,7 @@ Values that are not finite are replaced before a save and after a load, and told
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,9 @@ from steadygrad.errors import UsageError
 from steadygrad.measure.check import check_nan_inf
 
 logger = logging.getLogger("steadygrad.trainer")
+
+METRICS = "metrics.jsonl"
+"""Every evaluation, in the run directory; after a resume a step may be there twice, and the later line counts."""
 
 
 @torch.no_grad()
@@ -91,9 +95,11 @@ def load_model(
 
 
 def find_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint | None:
-    """The newest good checkpoint of the run, or what `path` is or holds; None when the run has none yet."""
-    if path is None and run_dir is None:
+    """The newest good checkpoint of the run, its `best`, or what `path` is or holds; None when it has none yet."""
+    if path in (None, "best") and run_dir is None:
         raise UsageError("there is no run directory to resume from. Give the Trainer a run_dir, or a path.")
+    if path == "best":
+        path = find_best(Path(str(run_dir)) / FOLDER)
     folder = Path(path) if path is not None else Path(str(run_dir))
     folder = folder / FOLDER if path is None or (folder / FOLDER).is_dir() else folder
     is_one = (folder / NAME).is_file()
@@ -105,6 +111,25 @@ def find_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint
     if found is not None and "trainer" not in found.state.get("extras", {}):
         raise CheckpointError(f"{found.info.path} was not saved by a Trainer. Resume it with guard.resume().")
     return found
+
+
+def find_best(folder: str | Path) -> Path:
+    """Of a folder of checkpoints the one with the lowest validation loss."""
+    best = None
+    if Path(folder).is_dir():
+        store = CheckpointStore(Path(folder))
+        best = store.best
+        store.close()
+    if best is None:
+        raise UsageError(f"{folder} holds no checkpoint that was evaluated. Resume with latest, or give a checkpoint.")
+    return best.path
+
+
+def append_metrics(run_dir: Path, line: Mapping[str, Any]) -> None:
+    """One evaluation, as a line of `metrics.jsonl`."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / METRICS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dict(line)) + "\n")
 
 
 def load_trained(run_dir: str | Path, model: nn.Module) -> int:

@@ -32,7 +32,7 @@ from steadygrad.measure.loss import find_loss
 from steadygrad.record import Sink
 from steadygrad.trainer.batches import move_batch
 from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
-from steadygrad.trainer.files import find_checkpoint, load_model, save_model
+from steadygrad.trainer.files import append_metrics, find_checkpoint, load_model, save_model
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.setup import (
     choose_device,
@@ -265,6 +265,9 @@ class Trainer:
         if "loss" in metrics:
             guard.validate(metrics["loss"])
         self._progress.evaluated, self._progress.last_metrics = guard.num_steps, metrics
+        if self.run_dir is not None:
+            where = {"step": guard.num_steps, "epoch": guard.epoch, "stage": self.stage.name}
+            append_metrics(self.run_dir, where | {f"val_{name}": value for name, value in metrics.items()})
         return metrics
 
     @contextlib.contextmanager
@@ -324,7 +327,7 @@ class Trainer:
     # --- going on ---------------------------------------------------------------------------------------------------
 
     def resume(self, path: str | Path | None = None) -> int | None:
-        """Let `train()` go on from the newest good checkpoint of the run directory, or of `path`; its step.
+        """Let `train()` go on from the newest good checkpoint of the run directory, its `best`, or `path`; its step.
 
         None when the run directory holds none yet: `train()` then starts anew.
         """

@@ -14,8 +14,9 @@ TRIAL_STEPS = (12, 200)
 """Least and most steps of a trial."""
 NUM_COMPARED = 4
 """Trials beside the search: the given settings and the chosen ones, each in two orders of the data."""
-SPAN = 1000.0
-"""The range test goes from the given rate divided by this to the given rate times this."""
+BELOW, ABOVE = 1e4, 300.0
+"""The range test goes from the given rate divided by the one to the given rate times the other: one that is a hundred
+times too high must leave room for a start at which nothing happens yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

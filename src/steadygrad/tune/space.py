@@ -18,6 +18,8 @@ WARMUPS = (0.0, 0.02, 0.05, 0.1, 0.2)
 BETA1 = (0.8, 0.9, 0.95)
 BETA2 = (0.9, 0.95, 0.98, 0.99, 0.999)
 DECAYS = (1e-5, 0.3)
+LOWER, HIGHER = 10.0, 4.0
+"""Factors around the suggested rate; less above it: what wins in a short trial is often too high for a long run."""
 
 
 class Drawer(Protocol):
@@ -100,14 +102,14 @@ def make_space(target: Target, names: Sequence[str], curve: RateCurve) -> Space:
     """The space of a target; UsageError for a setting that it has not."""
     given, tunable = target.given, target.tunable
     check_search(target, names)
-    high = curve.suggested * 10 if curve.edge is None else min(curve.suggested * 10, curve.edge / 1.5)
+    high = curve.suggested * HIGHER if curve.edge is None else min(curve.suggested * HIGHER, curve.edge / 2)
     norms = sorted(point.grad_norm for point in curve.points if not point.skipped) or [1.0]
     middle = statistics.median(norms)
     precisions = tunable.list_precisions()
     return Space(
         names=tuple(names),
         given=given,
-        rates=(curve.suggested / 10, max(high, curve.suggested)),
+        rates=(curve.suggested / LOWER, max(high, curve.suggested)),
         norms=(max(middle / 10, 1e-6), max(middle * 4, 1e-5)),
         clips=("fixed_norm",) if target.is_recipe else ("fixed_norm", "zclip", "autoclip", "none"),
         precisions=tuple(dict.fromkeys([*precisions, given.precision or "fp32"])),

@@ -19,15 +19,15 @@ from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.guard.rehearsal import Rehearsal
 from steadygrad.tune.choose import Choice, choose, gather_evidence
 from steadygrad.tune.ledger import Ledger
-from steadygrad.tune.plan import SPAN, Plan
+from steadygrad.tune.plan import ABOVE, BELOW, Plan
 from steadygrad.tune.search import Search
 from steadygrad.tune.settings import Settings
 from steadygrad.tune.space import make_space
 from steadygrad.tune.target import Target
 from steadygrad.tune.trial import Report, TrialResult, describe_trial, make_scaler, run_trial
 
-NUM_LOWER = 3
-"""Rates that are tried when the suggested one breaks, each a quarter of the one before."""
+NUM_LOWER = 5
+"""Rates that are tried where the given one breaks, each a quarter of the one before, as long as that helps."""
 NUM_CONFIRMED = 3
 """Best trials of a search that are tried in a second order of the data until one holds."""
 Advance = Callable[[int, str], None]
@@ -97,15 +97,15 @@ class Tuning:
 
     def _run_range(self) -> RateCurve:
         tunable, given, steps = self._target.tunable, self._target.given, self._plan.range_steps
-        self._tell(f"Range test: up to {steps} steps from a rate of {given.lr / SPAN:.3g} to {given.lr * SPAN:.3g}")
+        self._tell(f"Range test: up to {steps} steps from a rate of {given.lr / BELOW:.3g} to {given.lr * ABOVE:.3g}")
         with self._track("range test", steps) as advance:
             done = _count_up()
             return run_range(
                 self._rehearsal,
                 lambda batch: tunable.compute_loss(batch) / tunable.accumulation_steps,
                 tunable.configure(given),
-                start=given.lr / SPAN,
-                end=given.lr * SPAN,
+                start=given.lr / BELOW,
+                end=given.lr * ABOVE,
                 steps=steps,
                 microbatches=tunable.accumulation_steps,
                 scaler=make_scaler(tunable, given),
@@ -136,7 +136,7 @@ class Tuning:
             with self._track(name, self._plan.trial_steps) as advance:
                 result = self._try(settings, order, _show(advance, self._plan.trial_steps))
             self._ledger.keep_trial(result)
-        self._tell(f"{name}, order {order}: {describe_trial(result)}")
+            self._tell(f"{name}, rate {settings.lr:.3g}, order {order} of the data: {describe_trial(result)}")
         return result
 
     def _try_orders(self, settings: Settings, name: str) -> list[TrialResult]:
@@ -166,19 +166,33 @@ class Tuning:
 
     def _decide(self, curve: RateCurve) -> tuple[Choice, list[TrialResult]]:
         given = self._try_orders(self._target.given, "Given settings")
-        for settings in self._list_candidates(curve):
+        candidates = self._list_best() or [self._descend(curve, can_stay=all(one.is_good for one in given))]
+        other: list[TrialResult] = []
+        for settings in candidates:
             other = self._try_orders(settings, "Suggested settings")
             if all(one.is_good for one in other):
-                return choose(given, other), [*given, *other]
+                break
         return choose(given, other), [*given, *other]
 
-    def _list_candidates(self, curve: RateCurve) -> list[Settings]:
-        lower = [
-            dataclasses.replace(self._target.given, lr=float(f"{curve.suggested / 4**i:.4g}")) for i in range(NUM_LOWER)
-        ]
+    def _list_best(self) -> list[Settings]:
+        """The best of a search."""
         good = [] if self._search is None else [one for one in self._search.results if one.is_good]
-        best = sorted(good, key=lambda one: one.score if one.score is not None else 0.0)[:NUM_CONFIRMED]
-        return [*(one.settings for one in best), *lower]
+        best = sorted(good, key=lambda one: one.score if one.score is not None else 0.0)
+        return [one.settings for one in best[:NUM_CONFIRMED]]
+
+    def _descend(self, curve: RateCurve, *, can_stay: bool) -> Settings:
+        """The suggested rate; where that or the given one breaks, the best of lower and lower ones."""
+        best: TrialResult | None = None
+        for i in range(NUM_LOWER):
+            settings = dataclasses.replace(self._target.given, lr=float(f"{curve.suggested / 4**i:.4g}"))
+            result = self._try_once(settings, 0, "Suggested settings")
+            if result.score is not None and result.is_good:
+                if best is not None and best.score is not None and result.score >= best.score:
+                    break
+                best = result
+                if can_stay:
+                    break
+        return settings if best is None else best.settings
 
 
 def _spread(names: tuple[str, ...]) -> list[str]:

@@ -49,12 +49,19 @@ def judge_run(run: RunReader) -> Headline:
         text = f"The loss has not been finite {since}.{_tell_cause(run)}"
         return Headline(tone=Tone.BAD, word="Lost", text=text)
     serious = incidents.num_at_least(Severity.WARNING)
+    if not serious and not steps.num_skipped and steps.num_nonfinite:
+        text = (
+            f"{spell_count(steps.num_nonfinite, 'step').capitalize()} of {steps.num_steps:,} not finite, none skipped."
+        )
+        return Headline(tone=Tone.WARNING, word="Unwell", text=f"{text}{_tell_loss(run)}")
     if not serious and not steps.num_skipped:
         text = f"{spell_count(steps.num_steps, 'step').capitalize()}, none skipped, nothing above info."
         return Headline(tone=Tone.GOOD, word="Healthy", text=f"{text}{_tell_loss(run)}")
     skipped = f"{spell_count(steps.num_skipped, 'step').capitalize()} of {steps.num_steps:,} skipped"
     told = skipped if steps.num_steps else "No step was written"
-    text = f"{told}, {spell_count(serious, 'incident')}.{_tell_loss(run)}{_tell_cause(run)}"
+    num_rollbacks = incidents.num_actions("rollback")
+    back = f", {spell_count(num_rollbacks, 'rollback')}" if num_rollbacks else ""
+    text = f"{told}{back}, {spell_count(serious, 'incident')}.{_tell_loss(run)}{_tell_cause(run)}"
     if steps.num_skipped > MANY * steps.num_steps or _loss_rose(run):
         return Headline(tone=Tone.BAD, word="Unwell", text=text)
     return Headline(tone=Tone.WARNING, word="Survived", text=text)

@@ -33,10 +33,28 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
     axes = figure.subplots(len(what), 1, squeeze=False, height_ratios=heights)[:, 0]
     for name, axis in zip(what, axes):
         PANELS[name](run, axis)
-        axis.set_xlabel("step")
-    figure.suptitle(_spell(run.name), fontsize=11)
-    figure.savefig(target, dpi=150)
+        _finish(run, axis)
+    axes[-1].set_xlabel("step")
+    figure.suptitle(_spell(run.name), fontsize=12, fontweight="bold")
+    try:
+        figure.savefig(target, dpi=150)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror or error}. Give another place.") from None
     return target
+
+
+def choose_panels(path: str | Path) -> list[str]:
+    """What is drawn of a run when nobody has said: the loss, and the norm where there is one."""
+    run = open_run(path).read_all()
+    return ["loss", "norm"] if run.steps.curves["grad_norm"] else ["loss"]
+
+
+def _finish(run: RunReader, axis: Any) -> None:
+    """The same steps at the same place in every panel, whole numbers below them, no frame."""
+    pad = max(0.5, 0.01 * run.steps.last_step)
+    axis.set_xlim(-pad, run.steps.last_step + pad)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _plot_loss(run: RunReader, axis: Any) -> None:
@@ -83,6 +101,8 @@ def _plot_rate(run: RunReader, axis: Any) -> None:
     _need(steps, "a learning rate", run)
     axis.plot(steps, rates, color="#0b8a7d", linewidth=1.1, drawstyle="steps-post")
     axis.set_ylabel("learning rate")
+    if min(rates) > 0 and max(rates) / min(rates) > 100:  # one jump must not flatten the rest
+        axis.set_yscale("log")
     _mark(run, axis)
 
 
@@ -93,7 +113,8 @@ def _plot_share(run: RunReader, axis: Any) -> None:
     axis.fill_between(steps, run.steps.skipped.points()[1], step="mid", color="#c2570c", alpha=0.8, label="skipped")
     axis.set_ylabel("share of steps")
     axis.set_ylim(0, 1)
-    axis.legend(fontsize=7)
+    axis.grid(alpha=0.25, linewidth=0.5)
+    axis.legend(fontsize=7, loc="upper right", framealpha=0.7)
 
 
 def _plot_layers(run: RunReader, axis: Any) -> None:
@@ -117,10 +138,9 @@ def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) ->
     shown = numpy.where(bad | empty, numpy.nan, cells)
     edges = [*table.steps, table.steps[-1] + max(1, table.steps[-1] - table.steps[-2] if len(table.steps) > 1 else 1)]
     mesh = axis.pcolormesh(edges, range(len(rows) + 1), shown, cmap="coolwarm", vmin=centre - 4, vmax=centre + 4)
-    places = numpy.argwhere(bad)
-    if len(places):
-        middles = [(edges[column] + edges[column + 1]) / 2 for _, column in places]
-        axis.plot(middles, [row + 0.5 for row, _ in places], "s", color="#8b2fc9", markersize=4)
+    if bad.any():
+        only = import_extra("view", "matplotlib.colors", what="a plot", error=UsageError).ListedColormap(["#8b2fc9"])
+        axis.pcolormesh(edges, range(len(rows) + 1), numpy.where(bad, 1.0, numpy.nan), cmap=only)
     every = -(-len(rows) // 30)
     names = list(rows)
     axis.set_yticks([i + 0.5 for i in range(0, len(names), every)], [_spell(n) for n in names[::every]], fontsize=6)
@@ -142,9 +162,12 @@ PANELS: dict[str, Callable[[RunReader, Any], None]] = {
 
 def _mark(run: RunReader, axis: Any) -> None:
     """Where steps were bad, ticks at the bottom; where something was done, lines."""
-    for share, color in ((run.steps.nonfinite, "#c8242f"), (run.steps.skips, "#c2570c")):
+    ticks = {"skip": (run.steps.skips, "#c2570c", 0.03), "nonfinite": (run.steps.nonfinite, "#c8242f", 0.09)}
+    for name, (share, color, height) in ticks.items():
         steps = [step for step, _ in share.hits()]
-        axis.plot(steps, [0.02] * len(steps), "|", color=color, transform=axis.get_xaxis_transform(), markersize=7)
+        if steps:
+            place = {"transform": axis.get_xaxis_transform(), "linestyle": "", "markersize": 6}
+            axis.plot(steps, [height] * len(steps), marker="|", color=color, label=MARKS[name], **place)
     for action, color in MARK_COLORS.items():
         marks = run.incidents.marks.get(action)
         for i, (step, _) in enumerate(marks.hits()[:60] if marks is not None else ()):

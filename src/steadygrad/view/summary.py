@@ -6,15 +6,24 @@ from collections.abc import Sequence
 
 from steadygrad.facts import Action, Incident
 from steadygrad.record.tally import Tally
+from steadygrad.view.advice import advise, see_tally
 
 SHOWN = 8
 """Incidents listed; the rest are counted."""
 
 
 def summarise(
-    tally: Tally, incidents: Sequence[Incident], *, max_norm: float | None = None, extra: Sequence[str] = ()
+    tally: Tally,
+    incidents: Sequence[Incident],
+    *,
+    max_norm: float | None = None,
+    rate: float | None = None,
+    extra: Sequence[str] = (),
 ) -> str:
-    """The whole run in a few lines: steps, clipping, what was done, worst layers, the incidents."""
+    """The whole run in a few lines: steps, clipping, what was done, worst layers, advice, the incidents.
+
+    `rate` is the learning rate that the run has now.
+    """
     steps = max(1, tally.num_steps)
     lines = [
         f"steps      {tally.num_steps}, {tally.num_skipped} skipped ({tally.num_skipped / steps:.1%})"
@@ -28,6 +37,8 @@ def summarise(
         worst = ", ".join(f"{name} ({count}x)" for name, count in tally.nonfinite.most_common(3))
         lines.append(f"non-finite {worst}")
     lines += extra
+    seen = see_tally(tally, incidents, max_norm=max_norm, rate=rate)
+    lines += [f"next run   {advice}" for advice in advise(seen)]
     lines += _list_incidents(incidents)
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ is never touched, so any number of people may watch it.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -18,16 +19,24 @@ from steadygrad.view.headline import Tone, judge_run, list_numbers
 from steadygrad.view.read.incident_log import find_action, find_step, look
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.run import RunReader, open_run
+from steadygrad.view.render.charts import MARKS
 from steadygrad.view.sparkline import draw_bars
 from steadygrad.view.words import make_printable, spell_duration, spell_number
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 PAUSE_SECONDS = 0.5
 SLICE_SECONDS = 0.4
 MAX_EXTRA = 6
 """Numbers of the program's own beside the others."""
+WIDE = 90
+"""Letters from which the two tables stand side by side."""
+BORDER = 2
+"""Lines that a frame takes."""
+GAP = "   "
+"""Between two numbers."""
 STYLES = {Tone.GOOD: "green", Tone.WARNING: "yellow", Tone.BAD: "bold red", Tone.EMPTY: "dim"}
 SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
@@ -41,7 +50,7 @@ def watch_run(path: str | Path, *, once: bool = False, console: Console | None =
     run = open_run(path)
     if once or not console.is_terminal:
         run.read_all()
-        console.print(draw_screen(run, console.width, 40))
+        console.print(draw_screen(run, console.width, 40, keys=""))
         return
     screen = Live(console=console, screen=True, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), _read_keys() as pressed, screen as live:
@@ -52,68 +61,87 @@ def watch_run(path: str | Path, *, once: bool = False, console: Console | None =
             key = pressed(PAUSE_SECONDS if run.progress >= 1 else 0.0)
 
 
-def draw_screen(run: RunReader, width: int, height: int) -> RenderableType:
-    """The whole screen, as large as the terminal is."""
+def draw_screen(run: RunReader, width: int, height: int, *, keys: str = " · q quits") -> RenderableType:
+    """The whole screen, as large as the terminal is; `keys` stands in a corner."""
     from rich.console import Group
 
     inner = max(20, width - 4)
+    head = _write_head(run, inner)
     bars = max(2, (height - 20) // 3)
+    left = height - 1 - (len(head.wrap(_plain_console(inner), inner)) + BORDER) - 2 * (bars + BORDER)
     return Group(
-        _draw_head(run),
-        _draw_curve(run, "loss", inner, bars, log=False),
-        _draw_curve(run, "grad_norm", inner, bars, log=True),
-        _draw_tables(run, wide=width >= 90, rows=max(3, height - (16 if run.steps.last_extra else 15) - 2 * bars)),
+        _frame_head(run, head, keys),
+        _draw_curve(run, "loss", inner, bars),
+        _draw_curve(run, "grad_norm", inner, bars),
+        _draw_tables(run, left, wide=width >= WIDE),
     )
 
 
-def _draw_head(run: RunReader) -> RenderableType:
-    from rich.panel import Panel
+def _write_head(run: RunReader, width: int) -> Text:
+    """The verdict, and the numbers in lines that end between two of them."""
     from rich.text import Text
 
     headline = judge_run(run)
     text = Text.assemble((f"{headline.word}. ", STYLES[headline.tone]), make_printable(headline.text))
-    numbers = list_numbers(run)
-    text.append("\n")
-    for name, value in numbers.items():
-        text.append(f"{name} ", style="dim")
-        text.append(f"{value}   ")
-    rate = run.steps.last.get("learning_rate")
-    text.append("lr ", style="dim")
-    text.append(spell_number(rate))
-    for i, (name, number) in enumerate(list(run.steps.last_extra.items())[:MAX_EXTRA]):
-        text.append(f"{'   ' if i else chr(10)}{make_printable(name)} ", style="dim")
-        text.append(spell_number(number))
+    numbers = {**list_numbers(run), "lr": spell_number(run.steps.last.get("learning_rate"))}
+    extra = list(run.steps.last_extra.items())[:MAX_EXTRA]
+    for pairs in (numbers, {make_printable(name): spell_number(number) for name, number in extra}):
+        room = 0
+        for name, value in pairs.items():
+            is_first = len(name) + len(value) + 1 + len(GAP) > room
+            room = (width if is_first else room - len(GAP)) - len(name) - len(value) - 1
+            text.append("\n" if is_first else GAP)
+            text.append(f"{name} ", style="dim")
+            text.append(value)
+    return text
+
+
+def _frame_head(run: RunReader, head: Text, keys: str) -> RenderableType:
+    from rich.panel import Panel
+
     reading = "" if run.progress >= 1 else f", reading {run.progress:.0%}"
-    foot = f"written {spell_duration(run.written, time.time())}{reading} · q quits"
-    return Panel(text, title=make_printable(run.name), title_align="left", subtitle=foot, subtitle_align="right")
+    foot = f"written {spell_duration(run.written, time.time())}{reading}{keys}"
+    return Panel(head, title=make_printable(run.name), title_align="left", subtitle=foot, subtitle_align="right")
 
 
-def _draw_curve(run: RunReader, name: str, width: int, height: int, *, log: bool) -> RenderableType:
+def _plain_console(width: int) -> Console:
+    """For measuring: how many lines a text takes."""
+    from rich.console import Console
+
+    return Console(width=width, file=io.StringIO())
+
+
+def _draw_curve(run: RunReader, name: str, width: int, height: int) -> RenderableType:
+    """Norms on a logarithmic scale, and a loss whose largest would flatten all the rest."""
     from rich.panel import Panel
     from rich.text import Text
 
     spans = run.steps.curves[name].spans()
-    label = "loss" if name == "loss" else "gradient norm, logarithmic"
-    last = run.steps.last.get(name)
-    title = f"{label}   now {spell_number(last)}"
+    low, high = min((one for one, _ in spans), default=0.0), max((one for _, one in spans), default=0.0)
+    log = name == "grad_norm" or (low > 0 and high / low > 100)
+    label = "loss" if name == "loss" else "gradient norm"
+    title = f"{label}{', logarithmic' if log else ''}   now {spell_number(run.steps.last.get(name))}"
     if spans:
-        title += f"   {spell_number(min(low for low, _ in spans))} to {spell_number(max(high for _, high in spans))}"
-    rows = draw_bars([high for _, high in spans], width, height, log=log) or ["nothing yet"]
+        title += f"   {spell_number(low)} to {spell_number(high)}"
+    rows = draw_bars([one for _, one in spans], width, height, log=log) or ["nothing yet"]
     style = "blue" if name == "loss" else "magenta"
     return Panel(Text("\n".join(rows), style=style, no_wrap=True), title=title, title_align="left")
 
 
-def _draw_tables(run: RunReader, *, wide: bool, rows: int) -> RenderableType:
+def _draw_tables(run: RunReader, height: int, *, wide: bool) -> RenderableType:
+    """Side by side where there is room; else the incidents above, which take what they need up to two thirds."""
     from rich.console import Group
     from rich.table import Table
 
-    layers, incidents = _draw_layers(run, rows), _draw_incidents(run, rows)
     if not wide:
-        return Group(incidents, layers)
+        rows = max(2, height - 2 * BORDER)
+        num_incidents = max(1, min(len(run.incidents.shown()), rows * 2 // 3))
+        return Group(_draw_incidents(run, num_incidents), _draw_layers(run, max(1, rows - num_incidents)))
+    rows = max(3, height - BORDER)
     side_by_side = Table.grid(expand=True)
     side_by_side.add_column(ratio=2)
     side_by_side.add_column(ratio=3)
-    side_by_side.add_row(layers, incidents)
+    side_by_side.add_row(_draw_layers(run, rows), _draw_incidents(run, rows))
     return side_by_side
 
 
@@ -127,7 +155,7 @@ def _draw_layers(run: RunReader, rows: int) -> RenderableType:
         text.append("   NaN/Inf" if bad else f"{10**exponent:10.3g}", style="bold red" if bad else "magenta")
         text.append(f"  {make_printable(name)}\n")
     text.rstrip()
-    return Panel(text or Text("not recorded yet", style="dim"), title="largest gradients", title_align="left")
+    return Panel(text or Text("not recorded", style="dim"), title="largest gradients", title_align="left")
 
 
 def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
@@ -143,8 +171,10 @@ def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
         if rank is not None:
             text.append(f"rank {rank} ", style="bold")
         text.append(make_printable(str(kind)), style=SEVERITY_STYLES.get(severity, ""))
-        text.append(f" {make_printable(str(message))}")
-        text.append(f"  {make_printable(find_action(incident))}\n", style="green")
+        action = find_action(incident)
+        if action != "none":  # before the message: what was done must not be cut off
+            text.append(f"  {make_printable(MARKS.get(action, action))}", style="green")
+        text.append(f"  {make_printable(str(message))}\n")
     text.rstrip()
     title = f"incidents: {run.incidents.count:,}"
     return Panel(text or Text("none", style="green"), title=title, title_align="left")

@@ -13,6 +13,7 @@ from steadygrad.recipes.clip6d.config import Clip6dConfig
 
 Config = Clip6dConfig
 ALIASES = {"lr": "learning_rate"}
+PREDICT = "what a trained run finds nearest to a picture, or to a text: --predict 'a red circle'"
 QUICK = {
     "batch_size": 8,
     "epochs": 8,

@@ -54,8 +54,10 @@ def _train(config: Clip6dConfig, run_dir: Path, resume: str | None, console: Any
 def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
     """The data that the config names, or a set made in the run directory; rows that are left out are told."""
     if config.data is None:
+        is_new = not (run_dir / "data").is_dir()
         folder = write_synthetic(run_dir / "data", num=config.num_synthetic, seed=config.seed)
-        console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
+        if is_new:
+            console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
     else:
         folder = Path(config.data)
     corpus = read_corpus(config, folder)

@@ -8,7 +8,6 @@ that a resumed run is the uninterrupted one. It steps nothing and judges nothing
 # ruff: noqa: ARG002 - the arguments of a hook are Lightning's
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from steadygrad.recipes.clip6d.config import Clip6dConfig
 from steadygrad.recipes.clip6d.data import CaptionLoader, Corpus
 from steadygrad.recipes.clip6d.evaluate import evaluate
 from steadygrad.recipes.clip6d.storing import StoreIO
+from steadygrad.trainer.files import append_metrics
 from steadygrad.trainer.progress import Progress
 from steadygrad.view.progress import describe_step
 
@@ -132,8 +132,7 @@ class RunKeeper(Callback):  # type: ignore[misc]
         self._progress.evaluated = step
         self._progress.last_metrics = evaluate(pl_module, self._corpus, self._config)
         line = {"step": step, "epoch": trainer.current_epoch, **self.metrics}
-        with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_metrics(self._run_dir, line)
         if self.guard is not None:
             self.guard.validate(self.metrics["val_loss"])
             trainer.should_stop = trainer.should_stop or self.guard.should_stop

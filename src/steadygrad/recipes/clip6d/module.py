@@ -28,6 +28,8 @@ LightningModule: Any = import_extra(
 
 SIMILARITIES = ("mip", "norm", "cosine", "distance")
 """`stable_loss_version` -> the similarity of `multiway_contrastive`."""
+EXPLODING = 100.0
+"""The monitor's own threshold of a norm that is worth a warning."""
 
 
 class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # type: ignore[misc]
@@ -145,6 +147,13 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
                 step=self.global_step, apply_clipping=not guarded, max_grad_norm=self.gradient_clip_value
             )
             self.log("grad", stats["global_grad_norm"], prog_bar=True)
+            if guarded and self.gradient_monitor is not None and stats["global_grad_norm"] > EXPLODING:
+                self.gradient_monitor.exploding_threshold = math.inf  # clipped: one warning an epoch, not one a step
+
+    def on_train_epoch_start(self) -> None:
+        """Large norms are worth a warning again."""
+        if self.gradient_monitor is not None:
+            self.gradient_monitor.exploding_threshold = EXPLODING
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW; the rate climbs for `warmup_steps`, then follows a cosine to zero over all steps."""

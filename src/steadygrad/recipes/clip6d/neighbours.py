@@ -19,6 +19,8 @@ from steadygrad.recipes.clip6d.module import EnhancedLightningCLIPModule
 from steadygrad.recipes.clip6d.tokens import encode_batch
 from steadygrad.trainer.files import load_trained
 
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+"""A query that ends so is a file, and no text."""
 SHOWN = 3
 """Neighbours that are told for each modality."""
 
@@ -55,6 +57,8 @@ def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6d
                 "Give a picture that Pillow reads, and a run that was trained on images."
             )
         return IMAGE, module.image_encoder(pixels.unsqueeze(0))[0]
+    if path.suffix.lower() in PICTURES:
+        raise UsageError(f"there is no picture {path}. Give the path of an image, or a text.")
     if not module.texts:
         raise UsageError(f"{path} is no file, and this model knows no language. Give the path of an image.")
     return "text", module.text_encoder(encode_batch([query], config.model.context))[0]

@@ -1,4 +1,4 @@
-"""The loss as it was before it was made stable, kept to show how it fails: never used unless use_stable_loss is False.
+"""A loss without the stable pieces, made to show how such losses fail: never used unless use_stable_loss is False.
 
 Logits for every one of B^M combinations, and a cross entropy along each axis with ones on the diagonal, averaged over
 the whole tensor. B of its B^(M-1) rows have a label, so loss and gradients shrink by B^(M-2): 65536 at B=16, M=6. The

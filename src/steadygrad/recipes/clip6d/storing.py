@@ -18,6 +18,7 @@ from steadygrad.checkpoint.refusals import NonFiniteStateError
 from steadygrad.checkpoint.run import FOLDER
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad.trainer.files import find_best
 
 logger = logging.getLogger("steadygrad")
 
@@ -57,10 +58,10 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
 
 
 def find_checkpoint(resume: str | None, run_dir: Path) -> Checkpoint | None:
-    """The newest good checkpoint of this run (`latest`) or of another's folder, or the one that `resume` is."""
+    """The newest good checkpoint of this run (`latest`), its `best`, of another's folder, or the one `resume` is."""
     if resume is None:
         return None
-    place = run_dir if resume == "latest" else Path(resume)
+    place = run_dir if resume == "latest" else find_best(run_dir / FOLDER) if resume == "best" else Path(resume)
     if (place / "manifest.json").is_file():
         return CheckpointStore(place.parent).load(path=place)
     if not place.is_dir():

@@ -1,22 +1,30 @@
 """Two-stage segmentation of camouflaged objects: what `steadygrad train cod` loads.
 
-`Config` and `QUICK` need no torch; `train` and `predict` are loaded when they are first asked for.
+torch is imported when something is trained or predicted, so that the command line can list the fields without it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from steadygrad.recipes.cod.config import QUICK, CodConfig
 
 Config = CodConfig
+PREDICT = "masks of a picture, or of a folder of them, by a trained run; written into its predictions"
 
-__all__ = ["QUICK", "CodConfig", "Config", "predict", "train"]
+__all__ = ["PREDICT", "QUICK", "CodConfig", "Config", "predict", "train"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("train", "predict"):
-        from steadygrad.recipes.cod import recipe
+def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
+    """Train both stages, or go on with them; the exit code."""
+    from steadygrad.recipes.cod import recipe
 
-        return getattr(recipe, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return recipe.train(config, run_dir=run_dir, resume=resume, console=console)
+
+
+def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any) -> int:
+    """Write the masks of the pictures at `path`; the exit code."""
+    from steadygrad.recipes.cod import recipe
+
+    return recipe.predict(config, path, run_dir=run_dir, console=console)

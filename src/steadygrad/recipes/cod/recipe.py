@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steadygrad.checkpoint import CheckpointStore
 from steadygrad.checkpoint.run import FOLDER
 from steadygrad.errors import UsageError
 from steadygrad.recipes.cod.config import CodConfig
@@ -19,6 +18,7 @@ from steadygrad.recipes.cod.model import CamouflageNet
 from steadygrad.recipes.cod.pictures import encode_png
 from steadygrad.recipes.cod.trainer import CodTrainer, choose_place
 from steadygrad.trainer import load_trained
+from steadygrad.trainer.files import find_best as find_best_checkpoint
 
 LEFT_OUT = "left_out.txt"
 BEST = ("best", "best_model.pth")
@@ -70,9 +70,10 @@ def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any)
 @torch.no_grad()
 def _find_mask(model: CamouflageNet, file: Path, size: int, device: str) -> Tensor:
     """Probabilities at the picture's own size: [1, H, W]."""
+    pixels = read_picture(file, size)[None].to(device)
     with import_pillow("reading pictures").open(file) as picture:
         width, height = picture.size
-    logits = model(read_picture(file, size)[None].to(device))
+    logits = model(pixels)
     assert isinstance(logits, Tensor)
     return F.interpolate(logits, size=(height, width), mode="bilinear", align_corners=False)[0].sigmoid().cpu()
 
@@ -82,15 +83,7 @@ def find_best(resume: str, run_dir: Path) -> str:
     path = Path(resume)
     if path.name not in BEST:
         return resume
-    folder = run_dir / FOLDER if resume == "best" else path.parent
-    best = None
-    if folder.is_dir():
-        store = CheckpointStore(folder)
-        best = store.best
-        store.close()
-    if best is None:
-        raise UsageError(f"{folder} holds no checkpoint that was evaluated. Resume with latest, or give a checkpoint.")
-    return str(best.path)
+    return str(find_best_checkpoint(run_dir / FOLDER if resume == "best" else path.parent))
 
 
 def _choose_shown(config: CodConfig, test_set: Any) -> list[tuple[str, Sample]]:
@@ -116,8 +109,9 @@ def _tell_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir:
 
 def _tell_end(stats: dict[str, Any], console: Any) -> None:
     last = stats["val_history"][-1]
-    skipped = stats.get("num_skipped") or 0
+    num_steps = stats.get("num_steps")  # none are counted where there is no guard
+    skipped = f"; {stats['num_skipped']} of {num_steps} steps skipped" if num_steps else ""
     console.say(
         f"Done: IoU {last['iou']:.4f}, Dice {last['dice']:.4f}, MAE {last['mae']:.4f}, "
-        f"S-measure {last['s_measure']:.4f}; {skipped} of {stats.get('num_steps')} steps skipped."
+        f"S-measure {last['s_measure']:.4f}{skipped}."
     )

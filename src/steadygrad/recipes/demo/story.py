@@ -83,6 +83,8 @@ class RunSummary:
     num_skipped: int = 0
     """Steps whose gradients were kept from the weights; those that a rollback leaves out are not counted."""
     num_rollbacks: int = 0
+    num_left_out: int = 0
+    """Batches that the rollbacks left out."""
     first_bad_loss: int | None = None
     """The first step whose loss was not finite."""
     first_bad_weight: int | None = None
@@ -262,14 +264,17 @@ class _Watch:
 
     def end(self, unseen: Tensor, guard: Guard | None) -> RunSummary:
         incidents = guard.incidents if guard is not None else []
+        num_bad = len({one.step for one in incidents if one.outcome.action is Action.SKIP})
+        num_left_out = int(guard.stats()["num_skipped"] or 0) - num_bad if guard is not None else 0
         summary = RunSummary(
             name=self._name,
             losses=tuple(self._losses),
             final_loss=evaluate(self._model, unseen),
             written=write_sentence(self._model, unseen.device),
             weights_are_finite=weights_are_finite(self._model),
-            num_skipped=len({one.step for one in incidents if one.outcome.action is Action.SKIP}),
+            num_skipped=num_bad,
             num_rollbacks=sum(one.outcome.action is Action.ROLLBACK for one in incidents),
+            num_left_out=num_left_out,
             first_bad_loss=self._first_bad_loss,
             first_bad_weight=self._first_bad_weight,
             seconds=time.perf_counter() - self._started,

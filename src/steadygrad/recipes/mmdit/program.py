@@ -7,6 +7,7 @@ most; one that is resumed later keeps that rate, unless another is asked for.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -49,6 +50,7 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
     config = check_precision(config, console)
     trainer = _start(config, corpus, run_dir, resume, console)
     loaders = make_loaders(config, corpus)
+    warn_of_warmup(config, len(loaders[0]), console)
     baseline = measure_baseline(trainer.model, corpus.train, loaders[1], config)
     trainer = train_with_recovery(trainer, corpus, loaders, console)
     tell_end(trainer, baseline, console)
@@ -113,6 +115,19 @@ def check_precision(config: MMDiTConfig, console: Teller) -> MMDiTConfig:
         return config
     console.say(f"{dtype.value} does not work on this CPU: training in fp32", "yellow")
     return dataclasses.replace(config, training=dataclasses.replace(config.training, dtype=Precision.FP32))
+
+
+def warn_of_warmup(config: MMDiTConfig, num_batches: int, console: Teller) -> None:
+    """A word where the learning rate never gets to what was asked for: little data, and a warm-up meant for much."""
+    training = config.training
+    num_steps = training.epochs * math.ceil(num_batches / training.gradient_accumulation_steps)
+    num_steps = min(num_steps, training.max_steps or num_steps)
+    if training.warmup_steps >= num_steps:
+        console.say(
+            f"The warm-up takes {training.warmup_steps} steps and the training has {num_steps}: lr never gets to "
+            f"{config.optimizer.lr:g}. Lower --training.warmup-steps, or train for longer.",
+            "yellow",
+        )
 
 
 def _set_rate(config: MMDiTConfig, rate: float) -> MMDiTConfig:

@@ -12,6 +12,8 @@ from typing import Any
 from steadygrad.recipes.seo.config import UltraOptimizedConfig
 
 Config = UltraOptimizedConfig
+ALIASES = {"lr": "learning_rate"}
+PREDICT = "scores of an HTML page, or of a folder of them, by a trained run"
 QUICK = {"epochs": 12, "num_synthetic": 400, "hidden": 64, "text_dim": 32, "num_buckets": 2048}
 
 

@@ -26,8 +26,9 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
         console.say("There is no checkpoint yet: training starts anew." if step is None else f"Resumed at step {step}.")
     stats = trainer.train(*data.make_loaders(config.batch_size))
     if stats["best"] is not None:
+        step, loss = stats["best"]
         console.say(
-            f"Best validation loss {stats['best'][1]:.4f} at step {stats['best'][0]}; 1.0 is the mean of the scores."
+            f"Best validation loss {loss:.4f}, after {step + 1} steps. Guessing the mean of the scores gives 1.0."
         )
     return 0
 

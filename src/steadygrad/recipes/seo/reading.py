@@ -52,7 +52,8 @@ def read_rows(path: str | Path) -> Rows:
     path = Path(path)
     if not path.exists():
         raise UsageError(
-            f"there is no {path} to read pages from. Give --data a folder of HTML pages, or a CSV or JSONL file."
+            f"there is no file or folder {path} to read pages from, seen from {Path.cwd()}. Give --data a folder of "
+            "HTML pages, or a CSV or JSONL file."
         )
     read = _read_folder(path) if path.is_dir() else _read_table(path)
     if not read.rows:

@@ -23,7 +23,7 @@ def predict_page(config: UltraOptimizedConfig, path: str, *, run_dir: Path, cons
     model = UltraOptimizedSEOMetricsModule(config, num_features=len(names.features), metrics=names.metrics)
     step = load_trained(run_dir, model)
     model.eval()
-    console.say(f"Scores by {run_dir} at step {step}:", "bold")
+    console.say(f"Scores by {run_dir}, trained for {step} steps:", "bold")
     for page in pages:
         scores = score_page(page.read_text(encoding="utf-8", errors="replace"), model, names, config)
         console.say(f"{page}: " + ", ".join(f"{name}={value:.1f}" for name, value in scores.items()))

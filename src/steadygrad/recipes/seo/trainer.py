@@ -33,6 +33,8 @@ ANSWERS = {
     "overfitting": ("weight_decay", 1.5, "Increasing weight decay to handle overfitting"),
 }
 """What is done about each sort of instability: which rate, times what, and the line in the log."""
+ERROR = "val_mae_"
+"""How the errors of single metrics begin in an epoch's numbers."""
 LOWERS_RATE = (Action.SCALE_LR, Action.ROLLBACK)
 MOST_WEIGHT_DECAY = 1.5**10
 """Times the weight decay of the config: noise alone raises it again and again."""
@@ -76,6 +78,14 @@ class UltraOptimizedSEOTrainer(Trainer):
             return
         logger.info(f"Gradient norm before clipping: {record.grad_norm:.6f}")
         logger.info(f"Gradient norm after clipping: {record.grad_norm * record.clip_coefficient:.6f}")
+
+    def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
+        """The line of every Trainer, and below it how far the scores are off."""
+        errors = {name.removeprefix(ERROR): value for name, value in metrics.items() if name.startswith(ERROR)}
+        line = super().describe_epoch({name: value for name, value in metrics.items() if not name.startswith(ERROR)})
+        if not errors:
+            return line
+        return f"{line}\n   Mean error - " + ", ".join(f"{name}: {value:.1f}" for name, value in errors.items())
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
         """Compare this epoch with the one before."""
@@ -141,6 +151,7 @@ class UltraOptimizedSEOTrainer(Trainer):
             logger.info(f"{issue_type}: the weight decay is {self._weight_decay:.4g}, and is not raised any further")
             return
         logger.info(line)
+        before = self._param_groups[0][key]
         reason = f"{issue_type} from one epoch to the next"
         if self.guard is None:
             for group in self._param_groups:
@@ -149,6 +160,7 @@ class UltraOptimizedSEOTrainer(Trainer):
             self.guard.scale_lr(factor, reason)
         else:
             self.guard.scale_weight_decay(factor, reason)
+        self._tell(f"   {line}: {before:.4g} -> {self._param_groups[0][key]:.4g}")
 
     def _was_answered(self, key: str) -> bool:
         """Whether the Guard has seen to it since the epoch before this one ended."""

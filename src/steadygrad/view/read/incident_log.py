@@ -89,6 +89,10 @@ class IncidentLog:
         """Incidents of this severity or a worse one."""
         return sum(n for name, n in self.severities.items() if _rank(name) >= severity.rank)
 
+    def num_actions(self, action: str) -> int:
+        """How often this was done."""
+        return sum(total.actions.get(action, 0) for total in self.kinds.values())
+
 
 def look(row: Any, *path: str) -> Any:
     """The value at a path of keys; None where there is none."""

@@ -31,6 +31,8 @@ class RunReader:
 
     def __init__(self, path: str | Path, *, within: Path | None = None, max_buckets: int = MAX_BUCKETS) -> None:
         self.path = Path(path)
+        self.name = self.path.resolve().name or str(self.path)
+        """What a view calls it: the folder's name, or more of its path where several are shown."""
         self._within, self._max_buckets = within, max_buckets
         names = (None, *FILES[1:]) if self.path.is_file() else FILES
         self._tails = [Tail(self.path if name is None else self.path / name, within=within) for name in names]
@@ -128,11 +130,6 @@ class RunReader:
     # --- what it is -------------------------------------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.path.resolve().name or str(self.path)
-
-    @property
     def progress(self) -> float:
         """Share of the bytes that were read; 1 when there is nothing more, half a last line aside."""
         total = sum(tail.num_bytes for tail in self._tails)
@@ -187,13 +184,28 @@ class RunReader:
 def open_run(path: str | Path, *, max_buckets: int = MAX_BUCKETS) -> RunReader:
     """A reader of what a person named; an error that says what to name when there is no run there."""
     path = Path(path)
-    if path.is_file() or (path.is_dir() and is_run(path)):
+    if path.is_file():
+        _check_log(path)
+        return RunReader(path, max_buckets=max_buckets)
+    if path.is_dir() and is_run(path):
         return RunReader(path, max_buckets=max_buckets)
     if path.is_dir():
-        runs = [one.name for one in find_runs(path)]
+        runs = [str(one) for one in find_runs(path)]
         inside = f"It holds runs: {', '.join(runs[:5])}. Name one of them." if runs else "Name a run directory."
         raise UsageError(f"{path} is no run directory: it has neither run.json nor steps.jsonl. {inside}")
-    raise UsageError(f"There is no {path}. Name a run directory, which holds steps.jsonl, or a file of JSON lines.")
+    what = "a run directory, which holds steps.jsonl, or a file of JSON lines"
+    raise UsageError(f"There is no file or folder {path}. Name {what}.")
+
+
+def _check_log(path: Path) -> None:
+    """A file that begins with something else than JSON is named by mistake; an empty one may still be written to."""
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start and not start.startswith(b"{"):
+        raise UsageError(
+            f"{path} is no file of JSON lines: it begins with {start[:12]!r}. Name a run directory, or a log with a "
+            'line such as {"loss": 1.5} for each step.'
+        )
 
 
 def is_run(path: Path) -> bool:

@@ -84,6 +84,8 @@ class StepLog:
         steps = self._number(found["step"])
         skipped, clipped = ([value is True for value in found[name]] for name in ("skipped", "clipped"))
         columns = {name: _as_numbers(found[name]) for name in ("loss", "grad_norm", "loss_scale", "time_seconds")}
+        if any(skipped):
+            columns["grad_norm"] = _drop_unmeasured(columns["grad_norm"], skipped)
         columns["learning_rate"] = _take_largest(found["learning_rates"])
         columns["applied_norm"] = _multiply(columns["grad_norm"], _as_numbers(found["clip_coefficient"]), clipped)
         self._draw(steps, columns)
@@ -203,6 +205,11 @@ def _take_largest(values: Sequence[Any]) -> Numbers:
     several = (value if type(value) is list else [value] for value in values)
     known = ([rate for one in rates if (rate := as_number(one)) is not None] for rates in several)
     return [max(rates, default=None) for rates in known]
+
+
+def _drop_unmeasured(norms: Numbers, skipped: list[bool]) -> Numbers:
+    """A batch that was left out after a rollback had no backward: its norm of 0 is no measurement."""
+    return [None if is_skipped and norm == 0 else norm for norm, is_skipped in zip(norms, skipped)]
 
 
 def _multiply(norms: Numbers, coefficients: Numbers, where: list[bool]) -> Numbers:

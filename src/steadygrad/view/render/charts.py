@@ -29,7 +29,7 @@ ABOUT = {
     "extra": "What the program told beside the loss; a click on a name hides it.",
     "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
     "rate": "The largest of the parameter groups.",
-    "share": "Of the steps in each stretch of the run.",
+    "share": "In each stretch of the run.",
     "layers": "Powers of ten. Blue is far below this run's middle, red far above; purple held NaN or Inf.",
     "ratios": "Powers of ten; about -3 is healthy. Blue hardly moves, red moves too fast.",
     "scale": "What the GradScaler multiplied the loss by.",
@@ -42,7 +42,9 @@ MARKS = {
     "scale_weight_decay": "weight decay changed",
     "rollback": "rolled back",
     "halt": "halted",
+    "clip": "clipped",
 }
+"""What was done, in a word."""
 
 
 def describe_charts(run: RunReader) -> dict[str, Any]:

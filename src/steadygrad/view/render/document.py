@@ -55,10 +55,11 @@ def make_head(title: str) -> list[Html]:
     ]
 
 
-def render_top(title: str, *more: Html) -> Html:
-    """The bar at the top of every page."""
+def render_top(title: str, *more: Html, has_charts: bool = True) -> Html:
+    """The bar at the top of every page; without charts there is nothing that the keys could move."""
     theme = tag("button", "Light / dark", type="button", id="theme", title="Key: t")
-    keys = tag("span", "n, p: next and previous incident · l: logarithmic loss · t: light or dark", class_="keys")
+    hint = "n, p: next and previous incident · l: logarithmic loss · t: light or dark"
+    keys = tag("span", hint, class_="keys") if has_charts else None
     skip = tag("a", "To the content", href="#main", class_="skip")
     return tag("header", skip, tag("h1", title), *more, keys, theme)
 

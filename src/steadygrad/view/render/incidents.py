@@ -5,6 +5,7 @@ Every field of a cause that the record holds is shown, also one that this versio
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 from steadygrad.view.read.incident_log import IncidentLog, KindTotal, find_action, find_step, look
@@ -105,7 +106,7 @@ def _render_cause(cause: dict[str, Any]) -> Html:
         tag("h4", "Cause"),
         _render_place(cause),
         tag("p", str(cause["explanation"]), class_="explanation") if cause.get("explanation") else None,
-        _render_list("What to change", cause.get("fixes"), "ul"),
+        _render_fixes(cause.get("fixes")),
         _render_list("Its inputs", cause.get("inputs"), "ul"),
         _render_list("Terms of the loss", cause.get("terms"), "ul"),
         _render_list("From where it was born to where it hurts", cause.get("chain"), "ol"),
@@ -128,6 +129,22 @@ def _render_list(title: str, items: Any, kind: str) -> Html | None:
         return None
     lines = items if isinstance(items, list) else [items]
     return join([tag("h5", title), tag(kind, *(tag("li", spell_value(one)) for one in lines))])
+
+
+def _render_fixes(fixes: Any) -> Html | None:
+    """Those that are code look like it."""
+    if not isinstance(fixes, list) or not fixes:
+        return _render_list("What to change", fixes, "ul")
+    items = (tag("li", tag("code", str(one)) if is_code(str(one)) else str(one)) for one in fixes)
+    return join([tag("h5", "What to change"), tag("ul", *items)])
+
+
+def is_code(text: str) -> bool:
+    """Whether a person would type it: an expression that is more than a word."""
+    try:
+        return not isinstance(ast.parse(text, mode="eval").body, ast.Name | ast.Constant)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # words, or a file that wants to do harm
+        return False
 
 
 def _spell_field(key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A run -> the parts of its page: headline, tiles, notes, charts, pictures, ranks, incidents, settings.
+"""A run -> the parts of its page: headline, tiles, notes, charts, advice, pictures, ranks, incidents, settings.
 
 Report and live page share them; the live page sends a part again when its text has changed.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from steadygrad.view.headline import judge_run, list_numbers
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.render.about import render_about
+from steadygrad.view.render.advice import render_advice
 from steadygrad.view.render.charts import ABOUT, CHARTS, summarise_chart
 from steadygrad.view.render.html import Html, join, tag
 from steadygrad.view.render.incidents import render_incidents
@@ -23,6 +24,7 @@ def render_parts(run: RunReader) -> dict[str, Html]:
         "headline": _render_headline(run),
         "tiles": _render_tiles(run),
         "notes": _render_notes(run),
+        "advice": render_advice(run),
         "pictures": render_pictures(run.pictures),
         "ranks": render_ranks(run.ranks),
         "incidents": _render_incidents(run),
@@ -44,6 +46,7 @@ def render_run(run: RunReader, key: str, *, level: str = "h2") -> Html:
         place("tiles"),
         place("notes"),
         tag("div", *(_render_chart(run, key, chart) for chart in CHARTS), class_="charts"),
+        place("advice"),
         place("pictures"),
         place("ranks"),
         tag("section", tag("h3", "Incidents"), place("incidents"), id=f"{key}-incidents", tabindex="-1"),

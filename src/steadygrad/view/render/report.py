@@ -24,8 +24,8 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     if not target.parent.is_dir():
         raise UsageError(f"There is no folder {target.parent} to write {target.name} to. Make it, or name another.")
     runs = [open_run(path) for path in paths]
-    for run in runs:
-        run.read_all()
+    for run, name in zip(runs, tell_apart([run.path for run in runs])):
+        run.read_all().name = name
     text = render_report(runs, plotly)
     aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
@@ -44,6 +44,16 @@ def render_report(runs: Sequence[RunReader], plotly: str) -> str:
     body = join([_compare(runs, keys) if len(runs) > 1 else None, *map(render_run, runs, keys)])
     scripts = (plotly, read_asset("page.js"))
     return make_document(f"{title} · steadygrad", body, data=to_script_json(data), scripts=scripts)
+
+
+def tell_apart(paths: Sequence[Path]) -> list[str]:
+    """Each run's name, with as many folders before it as it takes to know it from the others."""
+    whole = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, whole))):
+        names = ["/".join(parts[-length:]) for parts in whole]
+        if len(set(names)) == len(set(whole)):
+            return names
+    return [str(path) for path in paths]
 
 
 def _compare(runs: Sequence[RunReader], keys: Sequence[str]) -> Html:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -70,6 +71,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)  # an unknown name has -2
         raise UsageError(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port, or --port 0 for any."
+            f"Cannot listen on {host}:{port}: {why}. Choose another --port, or --port 0 for any."
         ) from error

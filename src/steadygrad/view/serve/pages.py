@@ -27,7 +27,7 @@ def make_run_page(reader: RunReader, name: str) -> str:
     back = tag("a", "all runs", href="/")
     events = f"/events/{quote(name)}"
     return _make_page(
-        reader.name, render_run(reader, KEY), events=events, scripts=("plotly.js", "page.js", "live.js"), top=back
+        name, render_run(reader, KEY), events=events, scripts=("plotly.js", "page.js", "live.js"), top=back
     )
 
 
@@ -57,7 +57,7 @@ def _make_page(title: str, *content: Html, events: str, scripts: tuple[str, ...]
         tag("link", rel="stylesheet", href="/assets/page.css"),
         *(tag("script", src=f"/assets/{name}", defer=True) for name in scripts),
     ]
-    bar = render_top(title, *([top] if top is not None else []))
+    bar = render_top(title, *([top] if top is not None else []), has_charts="plotly.js" in scripts)
     body = tag(
         "body", tag("div", id="reading"), bar, tag("main", *content, id="main"), render_foot(), data_events=events
     )

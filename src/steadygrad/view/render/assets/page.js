@@ -34,6 +34,8 @@ const steadygrad = (() => {
     return positive.length < values.length ? 1 : Math.max(...positive) / Math.min(...positive);
   };
 
+  const isLogLoss = (losses) => (logLoss === null ? losses.some((loss) => spread(loss.y) > 100) : logLoss);
+
   function layout(height, more) {
     const [grid, border, soft] = [color("--grid"), color("--line"), color("--soft")];
     const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: border, tickcolor: border };
@@ -70,7 +72,7 @@ const steadygrad = (() => {
     if (!has(loss) && run.marks.length === 0) return null;
     const rows = run.marks.map((m) => m.name);
     const share = rows.length ? Math.min(0.5, 0.07 * rows.length + 0.02) : 0;
-    const log = logLoss === null ? has(loss) && spread(loss.y) > 100 : logLoss;
+    const log = has(loss) && isLogLoss([loss]);
     const traces = has(loss) ? [line(loss, "loss", "--blue")] : [];
     for (const mark of run.marks) {
       const [symbol, paint] = MARKS[mark.kind] || ["circle", "--soft"];
@@ -126,7 +128,9 @@ const steadygrad = (() => {
   function drawSteps(run, points, name, paint, yaxis) {
     if (!has(points)) return null;
     const steps = { color: color(paint), width: 1.4, shape: "hv" };
-    const more = { lastStep: run.last_step, yaxis: { exponentformat: "power", automargin: true, ...yaxis } };
+    const wide = spread(points.y) > 100; // one jump must not flatten the rest
+    const scale = { type: wide ? "log" : "linear", dtick: wide ? 1 : undefined, exponentformat: "power" };
+    const more = { lastStep: run.last_step, yaxis: { ...scale, automargin: true, ...yaxis } };
     return [[line(points, name, paint, { line: steps })], layout(230, more)];
   }
 
@@ -179,11 +183,11 @@ const steadygrad = (() => {
     })];
   }
 
-  function drawAll(curve, log) {
+  function drawAll(curve, isLog) {
     const all = Object.values(runs).filter((run) => has(run.curves[curve]));
     if (!all.length) return null;
     const traces = all.map((run, i) => line(run.curves[curve], run.name, ROUND[i % ROUND.length]));
-    const type = log || traces.some((trace) => spread(trace.y) > 100) ? "log" : "linear";
+    const type = isLog(traces) ? "log" : "linear";
     const lastStep = Math.max(...all.map((run) => run.last_step));
     return [traces, layout(320, { showlegend: true, lastStep, yaxis: { type }, margin: { ...MARGIN, t: 32 } })];
   }
@@ -194,7 +198,7 @@ const steadygrad = (() => {
     scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple", { type: "log" }),
     layers: (run) => drawCells(run.norms, "norm", null, run.last_step),
     ratios: (run) => drawCells(run.ratios, "ratio", -3, run.last_step),
-    compare_loss: () => drawAll("loss", logLoss === true), compare_norm: () => drawAll("grad_norm", true),
+    compare_loss: () => drawAll("loss", isLogLoss), compare_norm: () => drawAll("grad_norm", () => true),
   };
 
   function draw(figure) {
@@ -260,6 +264,12 @@ const steadygrad = (() => {
     if (next) reveal(next);
   }
 
+  function turnLoss() { // away from what is shown, which was chosen by the numbers until now
+    const shown = document.querySelector('figure[data-chart$="loss"] .js-plotly-plot');
+    logLoss = logLoss === null ? !(shown && shown.layout.yaxis.type === "log") : !logLoss;
+    drawEverything();
+  }
+
   const drawEverything = () => document.querySelectorAll("figure.chart").forEach(draw);
 
   function turnTheme() {
@@ -300,7 +310,7 @@ const steadygrad = (() => {
       if (event.key === "t") turnTheme();
       else if (event.key === "n") stepIncident(1);
       else if (event.key === "p") stepIncident(-1);
-      else if (event.key === "l") { logLoss = !logLoss; drawEverything(); }
+      else if (event.key === "l") turnLoss();
     });
     document.getElementById("theme").addEventListener("click", turnTheme);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawEverything);

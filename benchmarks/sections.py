@@ -1,0 +1,263 @@
+"""Results files -> docs/benchmarks.md: a section for each benchmark, with its table, its machine and its command.
+
+The words of a section are its program's own docstring; only tables are made here. Nothing is computed that tables.py
+would not: rounding, counting, ratios.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tables import (
+    RESCUERS,
+    RESULTS,
+    Results,
+    describe,
+    find_command,
+    is_saved,
+    read,
+    render_guarded_step,
+    render_peer_table,
+    render_table,
+    render_whole_step,
+    show_cost,
+)
+
+HERE = Path(__file__).parent
+
+
+def render_sections(results: Path = RESULTS) -> str:
+    """Every section that has results, in order."""
+    parts = []
+    for title, (program, files) in SECTIONS.items():
+        found = [(name, read(results, name)) for name in files]
+        tables = [
+            f"{render(told['results'])}\n\n{describe(told['machine'], find_command(name, told['results']))}"
+            for (name, told), render in zip(found, files.values())
+            if told is not None
+        ]
+        if tables:
+            parts.append("\n\n".join([f"## {title}", read_words(HERE / program), *tables]))
+    return "\n\n".join(parts) + "\n"
+
+
+def read_words(program: Path) -> str:
+    """What a program says about itself: its docstring up to the lines that say how it is called."""
+    words = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
+    kept = []
+    for line in words.splitlines():
+        if line.startswith(("    python", "    PYTHONPATH", "Run `")):
+            break
+        kept.append(line.replace("[B]^", "\\[B\\]^"))
+    return "\n".join(kept).strip()
+
+
+def render_zoo(results: Results) -> str:
+    told = results["summary"]
+    modes = told["anomaly_mode"]
+    cases = results["cases"].values()
+    rows = [
+        [f"`diagnose`: {part}", f"{sum(c['parts'][part] for c in cases)}"]
+        for part in ("kind", "phase", "op", "module", "line")
+    ]
+    rows += [["`diagnose`: all five", f"{told['diagnose']}"]]
+    rows += [[f"`detect_anomaly`: {word}", f"{modes[word]}"] for word in modes]
+    rows += [[f"alarms of `diagnose` on {told['controls']} healthy controls", f"{len(told['alarms'])}"]]
+    return render_table(["", f"of {told['cases']} cases"], rows)
+
+
+def render_more_of_peers(results: Results) -> str:
+    """The README's table, and what else was seen."""
+    notes = []
+    if results["missing"]:
+        notes.append(f"Not installed when this was measured: {', '.join(results['missing'])}.")
+    symile = results.get("symile")
+    if symile:
+        ours, theirs = symile["steadygrad"], symile["symile"]
+        notes.append(
+            f"`symile` over {symile['num_modalities']} modalities, all combinations, batch {symile['batch']}: loss "
+            f"{theirs['loss']:.5f} in {theirs['milliseconds']:.1f} ms; `multiway_contrastive`: {ours['loss']:.5f} in "
+            f"{ours['milliseconds']:.1f} ms (forward and backward)."
+        )
+    return "\n\n".join([render_peer_table(results), *notes])
+
+
+def render_rescue(results: Results) -> str:
+    ways = [*RESCUERS, "own policy", "own policy, clip=None"]
+    rows = [
+        [f"{story}{'*' if told['own_policy'] else ''}", *(show_runs(told[way]) for way in ways)]
+        for story, told in results.items()
+    ]
+    num = sum(len(told["Guard"]) for told in results.values())
+    counts = [str(sum(is_saved(run) for told in results.values() for run in told[way])) for way in ways]
+    rows.append([f"**within 1.1 of the clean loss, of {num}**", *(f"**{count}**" for count in counts)])
+    return render_table(["", *ways], rows)
+
+
+def show_runs(runs: list[dict[str, Any]]) -> str:
+    """What died, what was halted, the middle loss of the others against the clean run's and the worst, steps lost."""
+    lived = [run["relative_loss"] for run in runs if not (run["died"] or run["halted"]) and run["relative_loss"]]
+    parts = [f"{sum(run[key] for run in runs)} {key}" for key in ("died", "halted") if any(run[key] for run in runs)]
+    if lived:
+        parts.append(f"{statistics.median(lived):.3g} (worst {max(lived):.3g})")
+    lost = statistics.median(run["num_steps_lost"] for run in runs)
+    return ", ".join([*parts, *([f"{lost:.0f} lost"] if lost else [])])
+
+
+def render_lr_sensitivity(results: Results) -> str:
+    columns = results["columns"]
+    rates = sorted({rate for one in columns.values() for rate in one["loss"]}, key=float)
+    rows = [
+        [rate, *(show_loss(one["loss"], rate, results["trains_below"]) for one in columns.values())] for rate in rates
+    ]
+    rows.append(["runs that train", *(f"{one['num_trained']} of {one['num_runs']}" for one in columns.values())])
+    rows.append(["mean loss above the lowest", *(f"{one['mean_excess_loss']:.3f}" for one in columns.values())])
+    size = results["size"]
+    seeds = f"{results['num_seeds']} seed{'' if results['num_seeds'] == 1 else 's'}"
+    facts = (
+        f"{size['layers']} blocks of width {size['width']}, {size['steps']} steps of {size['batch']} x "
+        f"{size['context']} symbols, {seeds}; first loss {results['first_loss']:.3f}, no model can go below "
+        f"{results['entropy']:.3f}. Bold: trains, {results['trains_below']:.3f} or less; -: not run."
+    )
+    return f"{facts}\n\n{render_table(['learning rate', *columns], rows)}"
+
+
+def show_loss(cells: Results, rate: str, bound: float) -> str:
+    """'1.243', in bold where it trained."""
+    loss = cells.get(rate)
+    if loss is None:
+        return "NaN" if rate in cells else "-"
+    return f"**{loss:.3f}**" if loss <= bound else f"{loss:.3f}"
+
+
+def render_detectors(results: Results) -> str:
+    tables = []
+    for noise, rules in results["noise"].items():
+        events = list(next(iter(rules.values()))["found"])
+        rows = [
+            [
+                name,
+                *(f"{share:.2f}" for share in one["found"].values()),
+                show_delay(one),
+                f"{one['false_alarms_per_1000']:.2f}",
+            ]
+            for name, one in rules.items()
+        ]
+        tables.append(render_table([f"noise: {noise}", *events, "delay", "false / 1000"], rows))
+    return "\n\n".join(tables)
+
+
+def show_delay(one: Results) -> str:
+    return "-" if one["mean_delay_steps"] is None else f"{one['mean_delay_steps']:.1f}"
+
+
+def render_diagnosis(results: Results) -> str:
+    rows = [
+        [name, f"{results[name]['ms']:.0f}", f"{results[name]['steps']:.1f}", f"{results[name]['memory']:.2f}"]
+        for name in ("one sample overflows", "no sample is to blame")
+    ]
+    rows += [[f"a step, batch {results['batch']}", f"{results['step_ms']:.0f}", "1.0", "1.00"]]
+    return render_table(["", "milliseconds", "steps", "memory"], rows)
+
+
+def render_checkpoint(results: Results) -> str:
+    plain = results["torch_save_median_seconds"]
+    rows = [["torch.save, fsynced: all of it stall", f"{plain:.3f}", "1.00"]]
+    for key, words in (("stall", "training waits"), ("durable", "durable"), ("verified", "read back and verified")):
+        taken = results[f"{key}_median_seconds"]
+        rows.append([f"steadygrad: {words}", f"{taken:.3f}", f"{taken / plain:.2f}"])
+    rows.append(["steadygrad: training waits, first save", f"{results['first_save_seconds']['stall']:.3f}", ""])
+    size = f"{results['num_parameters'] / 1e6:.0f}M parameters, {results['state_bytes'] / 1e9:.1f} GB"
+    return render_table([size, "seconds", "of torch.save"], rows)
+
+
+def render_facts(results: Results) -> str:
+    """Names and numbers, as they are."""
+    return render_table(["", ""], [[name.replace("_", " "), show_plain(value)] for name, value in results.items()])
+
+
+def show_plain(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value).lower()
+
+
+def render_scan(results: Results) -> str:
+    rows = []
+    for name, found in results.items():
+        for way in found["peak_bytes"]:
+            times = [f"{found[kind]['seconds'][way]:.2f}" for kind in ("warm", "cold")]
+            rows.append([f"{name}: {way}", *times, f"{found['peak_bytes'][way] / 2**20:.0f}"])
+    return render_table(["", "seconds, warm", "cold", "MiB"], rows)
+
+
+def render_multiway(results: Results) -> str:
+    sizes = results["all"]
+    ways = list(dict.fromkeys(way for row in sizes.values() for way in row))
+    rows = [[way, *(show_cost(row[way]) if way in row else "-" for row in sizes.values())] for way in ways]
+    table = render_table(["all combinations", *sizes], rows)
+    (size, fibre), *_ = results["fibre"].items()
+    rows = [[way, show_cost(found)] for way, found in fibre.items()]
+    return f"{table}\n\n{render_table([f'one vector exchanged, {size}', ''], rows)}"
+
+
+def render_distributed(results: Results) -> str:
+    ways = list(next(iter(results.values()))["milliseconds"])
+    rows = [[way, *(f"{k['milliseconds'][way]:.0f} ({k['ratio'][way]:.2f})" for k in results.values())] for way in ways]
+    rows += [
+        [f"{key}, seconds", *(f"{k[f'{key}_seconds']:.2f}" for k in results.values())] for key in ("save", "resume")
+    ]
+    return render_table(["milliseconds (ratio)", *(kind.upper() for kind in results)], rows)
+
+
+def render_forecast(results: Results) -> str:
+    told = results["foreseeing"]
+    rows = [
+        [
+            name,
+            f"{one['auroc']:.3f}",
+            f"{one['share_forecast']:.0%} of {one['num_onsets']}",
+            f"{one['median_lead_steps']:.0f}",
+            f"{one['false_alarms_per_1000']:.2f}",
+        ]
+        for name, one in told["rules"].items()
+    ]
+    header = ["programs never trained on", "AUROC", "onsets forecast", "median lead, steps", "false alarms / 1000"]
+    return render_table(header, rows)
+
+
+Render = Callable[[Results], str]
+SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
+    "A whole training step": (
+        "whole_step.py",
+        {f"whole_step_{device}": lambda r, d=device: render_whole_step(r, d) for device in ("cuda", "cpu")},
+    ),
+    "The guarded optimizer step": (
+        "guarded_step.py",
+        {f"guarded_step_{device}": lambda r, d=device: render_guarded_step(r, d) for device in ("cuda", "cpu")},
+    ),
+    "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
+    "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
+    "Rescue": ("rescue.py", {"rescue": render_rescue}),
+    "Learning rates that train": (
+        "lr_sensitivity.py",
+        {"lr_sensitivity_cuda": render_lr_sensitivity, "lr_sensitivity_cpu": render_lr_sensitivity},
+    ),
+    "Loss spikes": ("detectors.py", {"detectors": render_detectors}),
+    "The forecast": ("forecast/compare.py", {"forecast": render_forecast}),
+    "What a diagnosis costs": ("diagnosis.py", {"diagnosis_cuda": render_diagnosis, "diagnosis_cpu": render_diagnosis}),
+    "Checkpoints": ("checkpoint.py", {"checkpoint_cuda": render_checkpoint, "checkpoint_cpu": render_checkpoint}),
+    "Killed while saving": ("crash.py", {"crash": render_facts}),
+    "Scanning a checkpoint": ("scan.py", {"scan": render_scan}),
+    "The multiway loss": ("multiway.py", {"multiway_cuda": render_multiway}),
+    "Two ranks": ("distributed.py", {"distributed_cpu": render_distributed}),
+    "Reports": ("report.py", {"report": render_facts}),
+}
+"""Title: the program, and its results files with what renders each."""
+UNPUBLISHED = {
+    "story": "the README's picture",
+    "multiway_tiles": "how the kernels' tile sizes were chosen",
+}
+"""Results files that have no section, and what they are for."""

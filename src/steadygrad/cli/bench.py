@@ -1,0 +1,177 @@
+"""`steadygrad bench`: the benchmark programs of a source checkout, listed, run one after the other, and summed up.
+
+A program is a file of benchmarks/ that takes `--quick`. Each runs in a process of its own and writes its results into a
+folder that is ours; they come into benchmarks/results only when the program ended well and was not quick, so that a run
+that was broken off or made small never takes the place of a measured one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+import steadygrad
+from steadygrad.cli.console import Console
+from steadygrad.cli.exit_codes import DONE, FAILED
+from steadygrad.errors import UsageError
+
+MARK = '"--quick"'
+"""What a program's source must have to be one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One benchmark: what it is called, and what it says it measures."""
+
+    name: str
+    path: Path
+    about: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of one program."""
+
+    name: str
+    exit_code: int
+    seconds: float
+    results: dict[str, Any]
+    """What it wrote, by the file's name."""
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--list", "only_list", is_flag=True, help="Only say which there are.")
+@click.option("--quick", is_flag=True, help="Small sizes, minutes in all; changes nothing in benchmarks/results.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; what the programs say goes to stderr.")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where the programs are.  [default: benchmarks/ of the checkout]",
+)
+@click.pass_context
+def bench(
+    context: click.Context, names: tuple[str, ...], only_list: bool, quick: bool, as_json: bool, folder: Path | None
+) -> None:
+    """List and run the benchmarks of a source checkout.
+
+    Each prints its own table; the last one says what became of them. Without --quick their results go to
+    benchmarks/results. Exit code 0: all did their job; 2: one of them did not.
+
+    \b
+    Example:
+      steadygrad bench --list
+      steadygrad bench --quick
+      steadygrad bench detectors zoo
+    """
+    folder = find_folder(folder)
+    programs = choose(find_programs(folder), names)
+    if only_list:
+        tell_programs(Console(), programs, as_json=as_json)
+        return
+    console = Console(sys.stderr if as_json else None)
+    runs = list(run_programs(programs, folder, console, quick=quick))
+    if as_json:
+        print(json.dumps({"quick": quick, "programs": [asdict(run) for run in runs]}))
+    else:
+        tell_runs(console, runs)
+    context.exit(FAILED if any(run.exit_code for run in runs) else DONE)
+
+
+def find_folder(given: Path | None) -> Path:
+    """The programs' folder: the one given, else the checkout's that this package lies in."""
+    folder = given or Path(steadygrad.__file__).parents[2] / "benchmarks"
+    if not (folder / "machine.py").is_file():
+        raise UsageError(
+            f"there are no benchmarks in {folder}: they are part of the source, not of the installed package. "
+            "Clone the repository and run `steadygrad bench` there, or say where they are: --folder DIR."
+        )
+    return folder
+
+
+def find_programs(folder: Path) -> list[Program]:
+    """Every program, by name; one that has a folder of its own is its compare.py."""
+    found = {}
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/compare.py")]):
+        source = path.read_text(encoding="utf-8")
+        if MARK in source:
+            name = path.relative_to(folder).with_suffix("").as_posix().removesuffix("/compare")
+            about = source.lstrip("'\"").partition("\n")[0].rstrip("'\"")
+            found[name] = Program(name=name, path=path, about=about)
+    return list(found.values())
+
+
+def choose(programs: Sequence[Program], names: Sequence[str]) -> Sequence[Program]:
+    """Those that are named, in that order; all when none is."""
+    known = {program.name: program for program in programs}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"there is no benchmark {', '.join(map(repr, unknown))}. Use one of {', '.join(known)}.")
+    return [known[name] for name in dict.fromkeys(names)] or programs
+
+
+def run_programs(programs: Sequence[Program], folder: Path, console: Console, *, quick: bool) -> Iterator[Run]:
+    """Run one after the other, and let its output through."""
+    for number, program in enumerate(programs, 1):
+        console.say(f"\n[{number}/{len(programs)}] {program.name}: {program.about}", "bold")
+        with tempfile.TemporaryDirectory() as scratch:
+            run = run_program(program, folder, Path(scratch), console, quick=quick)
+            if not quick and run.exit_code == DONE:
+                for name in run.results:
+                    shutil.copy(Path(scratch) / f"{name}.json", folder / "results")
+        console.say(f"{program.name}: {describe(run)}", "red" if run.exit_code else "green")
+        yield run
+
+
+def run_program(program: Program, folder: Path, scratch: Path, console: Console, *, quick: bool) -> Run:
+    """One program in a process of its own, its results in `scratch`."""
+    paths = [str(folder), str(Path(steadygrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OUT": str(scratch), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if quick:  # small sizes gain nothing from threads, and lose much where others use the cores too
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-u", str(program.path), *(["--quick"] if quick else [])]
+    start = time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            console.say(f"  {line.rstrip()}")
+    seconds = round(time.perf_counter() - start, 1)
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(scratch.glob("*.json"))}
+    return Run(name=program.name, exit_code=process.returncode, seconds=seconds, results=results)
+
+
+def tell_programs(console: Console, programs: Sequence[Program], *, as_json: bool) -> None:
+    """What there is."""
+    if as_json:
+        print(json.dumps([{"name": program.name, "about": program.about} for program in programs]))
+        return
+    width = max(len(program.name) for program in programs)
+    for program in programs:
+        console.say(f"{program.name:<{width}}  {program.about}")
+
+
+def tell_runs(console: Console, runs: Sequence[Run]) -> None:
+    """The last table."""
+    rows = [(run.name, f"{run.seconds:.0f} s", "FAILED" if run.exit_code else "done") for run in runs]
+    console.say()
+    console.show_table(("benchmark", "time", ""), rows, ["red" if run.exit_code else "" for run in runs])
+    console.say(f"{sum(run.seconds for run in runs):.0f} s in all")
+
+
+def describe(run: Run) -> str:
+    """'done in 12 s'."""
+    return f"{f'FAILED with exit code {run.exit_code}' if run.exit_code else 'done'} in {run.seconds:.0f} s"

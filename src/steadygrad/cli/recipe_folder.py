@@ -1,0 +1,108 @@
+"""Which run directory a `steadygrad train` means, and what that directory remembers of its recipe.
+
+A directory holds one training. One that already has steps is gone on with, or left alone: a second training in it would
+mix two records, and its best checkpoint could be the other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from steadygrad.cli.run_folder import find_newest, name_folder
+from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
+
+RUNS = Path("runs")
+SETTINGS = "recipe.json"
+CHECKPOINTS = "checkpoints"
+STEPS = "steps.jsonl"
+WORDS = ("latest", "best")
+"""What --resume takes beside a path."""
+
+
+def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool) -> Path:
+    """Where the run is written, or lies; `uses_run`: it must have been trained already."""
+    if "run-dir" in options:
+        return Path(options["run-dir"])
+    resume = options.get("resume")
+    if resume is not None and resume not in WORDS:
+        return find_run(Path(resume))
+    if resume is None and not uses_run:
+        return name_folder(RUNS, name)
+    newest = find_newest(RUNS, name, holding=CHECKPOINTS)
+    if newest is None and not uses_run:
+        newest = find_newest(RUNS, name)  # ended before its first checkpoint
+    if newest is None:
+        raise UsageError(f"there is no run of {name} in {RUNS}/. Train one first, or say where it is with --run-dir.")
+    return newest
+
+
+def find_run(path: Path) -> Path:
+    """The run directory that `path` is, or is a checkpoint of."""
+    is_inside = path.parent.name == CHECKPOINTS
+    if not path.exists() and not (is_inside and path.parent.exists()):
+        raise UsageError(f"{path} does not exist, so nothing can be resumed from it. Give a run directory.")
+    return path.parent.parent if is_inside else path
+
+
+def read_settings(run_dir: Path, name: str) -> dict[str, Any]:
+    """The fields that the run was started with; none for a directory that is no run yet."""
+    path = run_dir / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        recipe, config = settings["recipe"], dict(settings["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read: {error!r}. Give another --run-dir.") from None
+    if recipe != name:
+        raise UsageError(f"{run_dir} holds a run of {recipe}, not of {name}. Give another --run-dir.")
+    return config
+
+
+@contextlib.contextmanager
+def remember_settings(run_dir: Path, name: str, config: Any) -> Iterator[None]:
+    """Write them for the training inside. One that cannot begin leaves everything as it was before."""
+    path, is_ours, num_bytes = run_dir / SETTINGS, not run_dir.exists(), _measure_steps(run_dir)
+    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"recipe": name, "config": config}, indent=1) + "\n", encoding="utf-8")
+    try:
+        yield
+    except TrainingHalted:
+        raise
+    except SteadygradError:
+        if is_ours and not has_begun(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)
+        elif before is not None and _measure_steps(run_dir) == num_bytes:
+            path.write_text(before, encoding="utf-8")
+        raise
+
+
+def require_new(run_dir: Path, name: str) -> None:
+    """Refuse to train anew where somebody has trained."""
+    if has_begun(run_dir):
+        raise UsageError(
+            f"{run_dir} already holds a training. Go on with it by steadygrad train {name} --resume {run_dir}, "
+            "or give another --run-dir."
+        )
+
+
+def has_begun(run_dir: Path) -> bool:
+    """Whether a step or a checkpoint is there."""
+    return _measure_steps(run_dir) > 0 or any(path.is_dir() for path in (run_dir / CHECKPOINTS).glob("*"))
+
+
+def is_recorded(run_dir: Path) -> bool:
+    """Whether there is something to report."""
+    return (run_dir / "run.json").is_file() or (run_dir / STEPS).is_file()
+
+
+def _measure_steps(run_dir: Path) -> int:
+    """Bytes of what is recorded."""
+    steps = run_dir / STEPS
+    return steps.stat().st_size if steps.is_file() else 0

@@ -1,0 +1,97 @@
+"""What is published is what was measured: README, docs/benchmarks.md and the picture are made from results files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The programs that publish, imported as they are run: from their own folder."""
+    names = ("tables", "sections", "publish", "story", "machine")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    modules = {name: __import__(name) for name in names}
+    for name in names:  # so that no other test finds them
+        monkeypatch.delitem(sys.modules, name)
+    return modules
+
+
+def test_the_pages_show_what_the_results_say(benchmarks: dict[str, ModuleType]) -> None:
+    for page, mark, render in benchmarks["publish"].PLACES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert benchmarks["publish"].fill(text, mark, render()) == text, "run: python benchmarks/publish.py"
+
+
+def test_the_picture_is_drawn_from_the_results(benchmarks: dict[str, ModuleType]) -> None:
+    story = json.loads((RESULTS / "story.json").read_text(encoding="utf-8"))["results"]
+    drawn = benchmarks["story"].draw(story)
+    assert drawn == benchmarks["story"].PICTURE.read_text(encoding="utf-8"), "run: python benchmarks/story.py --draw"
+
+
+def test_another_result_gives_another_text(tmp_path: Path, benchmarks: dict[str, ModuleType]) -> None:
+    shutil.copytree(RESULTS, tmp_path / "results")
+    path = tmp_path / "results" / "crash.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    found["results"]["num_kills"] = 4711
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+    for module, render in (("tables", "render_numbers"), ("sections", "render_sections")):
+        before = getattr(benchmarks[module], render)(RESULTS)
+        after = getattr(benchmarks[module], render)(tmp_path / "results")
+        assert after != before
+        assert re.search("4,?711", after)
+
+
+def test_every_results_file_is_published_or_said_not_to_be(benchmarks: dict[str, ModuleType]) -> None:
+    published = {name for _, files in benchmarks["sections"].SECTIONS.values() for name in files}
+    there = {path.stem for path in RESULTS.glob("*.json")}
+    assert there - published <= set(benchmarks["sections"].UNPUBLISHED)
+
+
+def test_each_command_names_a_program_that_exists(benchmarks: dict[str, ModuleType]) -> None:
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page, _, _ in benchmarks["publish"].PLACES]
+    commands = {match for page in pages for match in re.findall(r"python (benchmarks/[\w/]+\.py)", page)}
+    assert len(commands) > 10
+    assert not [command for command in commands if not (ROOT / command).is_file()]
+
+
+def test_the_readme_counts_what_is_there() -> None:
+    from steadygrad.config import DetectConfig
+    from steadygrad.detect import standard_rules
+    from steadygrad.diagnose.explanations.library import ENTRIES
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    counts = {"rules": len(standard_rules(DetectConfig())), "explanations": len(ENTRIES)}
+    for word, count in counts.items():
+        assert re.findall(rf"(\d+) {word}", readme) == [str(count)]
+
+
+def test_the_readme_has_no_figure_of_its_own(benchmarks: dict[str, ModuleType]) -> None:
+    """Percentages, ratios, times and sizes stand only between the marks."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for mark in ("numbers", "peers"):
+        text = benchmarks["publish"].fill(text, mark, "")
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert not re.findall(r"\d+(?:\.\d+)?\s?(?:%|x\b|ms\b|s\b|GiB|MiB|GB|MB)", text)
+
+
+def test_a_page_without_its_marks_is_refused(benchmarks: dict[str, ModuleType]) -> None:
+    with pytest.raises(ValueError, match="0 places are marked with <!-- numbers -->"):
+        benchmarks["publish"].fill("no marks", "numbers", "x")
+
+
+def test_results_name_no_place_of_the_machine_they_ran_on() -> None:
+    named = [p.name for p in RESULTS.glob("*.json") if re.search(r"/(home|root|work|tmp|Users)/", p.read_text())]
+    assert not named
