@@ -95,3 +95,25 @@ def test_a_page_without_its_marks_is_refused(benchmarks: dict[str, ModuleType]) 
 def test_results_name_no_place_of_the_machine_they_ran_on() -> None:
     named = [p.name for p in RESULTS.glob("*.json") if re.search(r"/(home|root|work|tmp|Users)/", p.read_text())]
     assert not named
+
+
+def test_contributing_names_only_what_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = {path for path in re.findall(r"`(?:python )?([\w.]+/[\w/.*]*)`", text) if "*" not in path}
+    roots = (ROOT, ROOT / "src" / "steadygrad")
+    assert len(paths) > 20
+    assert not [path for path in paths if not any((root / path).exists() for root in roots)]
+    named = {
+        "src/steadygrad/detect/__init__.py": "def _all_rules",
+        "src/steadygrad/detect/memory.py": "class Remembering",
+        "tests/unit/rule_traces.py": "TROUBLE",
+        "src/steadygrad/config/clip.py": "ClipStrategy =",
+        "src/steadygrad/clip/__init__.py": "_CLIPPERS",
+        "tests/tensor/test_clip.py": "STRATEGIES",
+        "tests/zoo/cures/cure.py": "class Cure",
+        "src/steadygrad/diagnose/explanations/entry.py": "class Entry",
+        "src/steadygrad/recipes/catalogue.py": "RECIPES =",
+        "benchmarks/lr_sensitivity.py": "COLUMNS =",
+        "benchmarks/tables.py": "SUMMARIES",
+    }
+    assert not [path for path, words in named.items() if words not in (ROOT / path).read_text(encoding="utf-8")]

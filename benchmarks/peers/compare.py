@@ -3,8 +3,8 @@
 Each installed peer trains the same small model (subject.py), which one batch breaks in a known op on a known line.
 Noticed: it raised, or said something at that step that it does not say on healthy ones. Saved: no weight is NaN or Inf
 afterwards. Goes on: it did not raise, and still trains at the end. Named: op, line, module, sample stand in its own
-words. Cost: a healthy step of a GPT of 10M parameters on the CPU against `clip_grad_norm_` + step, both the shortest of
-the rounds, on one thread.
+words. Cost: processor time of a healthy step of a GPT of 10M parameters against `clip_grad_norm_` + step, one thread,
+medians of rounds in which all take turns; processes that a peer starts are not in it.
 Peers that are not installed are left out; `environment.py` installs them in an environment of their own and runs this.
 
     python benchmarks/peers/environment.py [-q]        or here: python benchmarks/peers/compare.py [--quick]
@@ -17,7 +17,6 @@ import contextlib
 import copy
 import io
 import logging
-import math
 import statistics
 import sys
 import tempfile
@@ -89,12 +88,12 @@ def ask(name: str, way: str) -> dict[str, Any]:
 
 
 def time_peers(names: list[str], *, rounds: int, quick: bool) -> dict[str, float]:
-    """A healthy step's time against the plain one's: the shortest of all rounds, which other programs disturb least."""
+    """A healthy step's processor time, which other programs disturb least, against the plain one's."""
     size = (64, 2, 512) if quick else SHAPES["10M"]
     torch.manual_seed(0)
     base = GPT(*size, heads=8, context=128)
     ids = torch.randint(size[2], (2, 129))
-    best = dict.fromkeys(names, math.inf)
+    times: dict[str, list[float]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder, listen():
         steps = {}
         for name in names:
@@ -103,13 +102,14 @@ def time_peers(names: list[str], *, rounds: int, quick: bool) -> dict[str, float
             steps[name] = PEERS[name][1](model, optimizer, Path(folder) / name.replace(" ", "-"))
         for number in range(rounds + 1):
             for name, step in steps.items():
-                start = time.perf_counter()
+                start = time.process_time()
                 step(loss_of, ids)
                 if number:  # the first warms up
-                    best[name] = min(best[name], time.perf_counter() - start)
+                    times[name].append(time.process_time() - start)
         for step in steps.values():
             close(step)
-    return {name: seconds / best[names[0]] for name, seconds in best.items()}
+    middle = {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: seconds / middle[names[0]] for name, seconds in middle.items()}
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:

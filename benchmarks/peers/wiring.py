@@ -206,12 +206,9 @@ def make_zclip(model: nn.Module, optimizer: Optimizer, folder: Path) -> Step:
 
 
 def make_guard(model: nn.Module, optimizer: Optimizer, folder: Path) -> Step:
-    from steadygrad import Guard, GuardConfig, Incident
+    from steadygrad import Guard
 
-    def tell(incident: Incident) -> None:
-        print(incident.finding.kind, incident.outcome.action.value, incident.cause or "")
-
-    guard = Guard(model, optimizer, config=GuardConfig(on_incident=tell))
+    guard = Guard(model, optimizer)
 
     def step(loss_of: Loss, batch: Tensor) -> None:
         guard.step(functools.partial(loss_of, model), batch)

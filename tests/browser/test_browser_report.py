@@ -97,6 +97,34 @@ def test_a_zoom_in_one_chart_moves_the_others_and_double_click_shows_all(watched
     assert watched.complaints == []
 
 
+def test_the_key_for_the_scale_turns_what_is_shown(watched: Watched, tmp_path: Path) -> None:
+    directory = open_directory(tmp_path / "jumped")
+    for step in range(60):
+        rate = 0.9 if 20 <= step < 25 else 3e-3
+        directory.write_step(make_step(step, loss=500.0 if step == 21 else 1.0, learning_rates=(rate,)))
+    directory.close()
+    write_report([tmp_path / "jumped"], tmp_path / "report.html")
+    page = watched.open((tmp_path / "report.html").as_uri())
+    scale = "(name) => document.querySelector(`[data-chart='${name}'] .plot`).layout.yaxis.type"
+    assert page.evaluate(scale, "rate") == "log"  # or the jump would flatten the rest
+    shown = [page.evaluate(scale, "loss")]
+    for _ in range(2):
+        page.keyboard.press("l")
+        shown.append(page.evaluate(scale, "loss"))
+    assert shown == ["log", "linear", "log"]
+    assert watched.complaints == []
+
+
+def test_a_narrow_screen_breaks_no_name_into_letters(watched: Watched, report: str) -> None:
+    watched.page.set_viewport_size({"width": 390, "height": 800})
+    page = watched.open(report)
+    heights = page.eval_on_selector_all("tbody th", "all => all.map(one => one.getBoundingClientRect().height)")
+    assert heights
+    assert max(heights) < 80  # three lines at most
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    watched.keep_picture("report-phone", full_page=True)
+
+
 def test_a_chart_is_moved_by_keys(watched: Watched, report: str) -> None:
     page = watched.open(report)
     page.locator("[data-chart='norm'] .plot").focus()

@@ -17,6 +17,7 @@ from steadygrad.errors import ConfigError, UsageError
 from steadygrad.recipes.clip6d.config import Clip6dConfig, ModelConfig
 from steadygrad.recipes.clip6d.data import CaptionDataset, CaptionLoader, read_corpus
 from steadygrad.recipes.clip6d.fit import open_corpus
+from steadygrad.recipes.clip6d.neighbours import find_captions
 from steadygrad.recipes.clip6d.retrieval import measure_recall, rank_matches
 from steadygrad.recipes.clip6d.tokens import FILL, encode, encode_batch
 
@@ -279,3 +280,24 @@ def test_sizes_that_do_not_fit_are_told() -> None:
     with pytest.raises(ConfigError, match=r"ModelConfig.heads must divide image_width \(128\), got 3"):
         ModelConfig(heads=3)
     assert Clip6dConfig(modalities="image, en,vector").modalities == ("image", "en", "vector")  # type: ignore[arg-type]
+
+
+# --- neighbours -----------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_are_told_once_each_and_a_picture_that_is_not_there_is_no_text(tmp_path: Path) -> None:
+    files = write_set(tmp_path / "data")
+    for language, content in files.items():
+        for row in content["annotations"]:
+            row["caption"] = f"{language} {row['image_id'] % 2}"  # two sentences for twelve images
+    save(tmp_path / "data", files)
+    config = small(data=str(tmp_path / "data"), max_steps=2)
+    train(config, tmp_path / "run", corpus=read_corpus(config, tmp_path / "data"))
+    console = Console()
+
+    assert find_captions(config, str(tmp_path / "data/images/3.jpg"), run_dir=tmp_path / "run", console=console) == 0
+
+    told = [line.split(maxsplit=2) for line in console.lines[1:]]
+    assert sorted((name, text) for name, _, text in told) == [(n, f"{n} {i}") for n in ("de", "en") for i in (0, 1)]
+    with pytest.raises(UsageError, match=r"there is no picture 30\.jpg\. Give the path of an image, or a text\."):
+        find_captions(config, "30.jpg", run_dir=tmp_path / "run", console=console)

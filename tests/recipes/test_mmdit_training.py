@@ -439,6 +439,18 @@ def test_a_folder_of_ones_own_is_trained_on(tmp_path: Path, capsys: pytest.Captu
     assert "52 rows to train on, 6 to validate on" in capsys.readouterr().out
 
 
+def test_rows_that_are_left_out_are_all_listed_in_the_run(tmp_path: Path) -> None:
+    rows = make_corpus(64).train
+    rows.latents[10:20, 0, 3] = math.nan
+    program.write_rows(tmp_path / "data" / "a.safetensors", rows)
+    where = ("--run-dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "data"), "--data.skip-bad-rows")
+
+    assert run_command(*ARGUMENTS, "--training.max-steps=1", *where) == 0
+
+    listed = (tmp_path / "run" / "left_out.txt").read_text().splitlines()
+    assert listed == [f"a.safetensors row {i}: a latent that is NaN or Inf" for i in range(10, 20)]
+
+
 def test_the_documents_yaml_is_what_is_trained_with(tmp_path: Path) -> None:
     (tmp_path / "seed.yaml").write_text(
         "optimizer:\n  lr: 5e-5\n  grad_clip_norm: 0.5\n"

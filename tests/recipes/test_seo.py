@@ -270,7 +270,9 @@ def test_rows_that_were_left_out_are_told_on_the_console(tmp_path: Path, capsys:
     assert main(["train", "seo", "--data", str(tmp_path / "pages.jsonl"), *settings]) == 0
 
     told = capsys.readouterr().out
-    assert "7 rows were left out:" in told
+    listed = tmp_path / "run" / "left_out.txt"
+    assert f"7 rows were left out, each is named in {listed}:" in told
+    assert len(listed.read_text().splitlines()) == 7
     assert "pages.jsonl:13: not JSON" in told
     assert "... and 2 more" in told
 

@@ -183,6 +183,30 @@ def test_training_stability_monitoring(
     assert trainer._param_groups[0]["weight_decay"] == pytest.approx(decay * 1e-4)
 
 
+def test_what_was_changed_is_told_with_its_value_before_and_after() -> None:
+    told: list[str] = []
+    config = UltraOptimizedConfig()
+    trainer = UltraOptimizedSEOTrainer(UltraOptimizedSEOMetricsModule(config), config, tell=told.append)
+
+    for issue in ("overfitting", "loss_explosion"):
+        trainer._handle_training_instability(issue)
+
+    assert told == [
+        "   Increasing weight decay to handle overfitting: 0.0001 -> 0.00015",
+        "   Reducing learning rate to handle loss explosion: 0.001 -> 0.0001",
+    ]
+
+
+def test_an_epoch_tells_losses_norms_and_how_far_the_scores_are_off() -> None:
+    metrics = {"epoch": 1, "loss": 0.5, "val_loss": 0.25, "val_r2": 0.75, "val_mae_title": 4.86, "val_mae_links": 3.0}
+    norms = {"grad_norm_mean": 0.381, "grad_norm_max": 0.498, "num_skipped": 0, "learning_rate": 1e-3}
+
+    assert make_trainer().describe_epoch(metrics | norms).splitlines() == [
+        "Epoch 2/30: loss=0.5000, val_loss=0.2500, val_r2=0.7500, grad avg=0.381 max=0.498, lr=0.001",
+        "   Mean error - title: 4.9, links: 3.0",
+    ]
+
+
 def test_the_weight_decay_does_not_grow_without_end() -> None:
     trainer = make_trainer()
 

@@ -177,6 +177,8 @@ def test_the_help_of_the_recipes_does_not_load_torch() -> None:
         (["seo", "--config", "none.yaml"], "none.yaml: no such file."),
         (["seo", "--resume", "nowhere"], "nowhere does not exist, so nothing can be resumed from it."),
         (["seo", "--resume", "latest"], "there is no run of seo in runs/."),
+        (["seo", "--resume", "model.pth"], "--resume model.pth is a file. Give a run directory, or one of"),
+        (["seo", "--run-dir", "model.pth"], "--run-dir model.pth is a file."),
         (["seo", "--predict", "page.html"], "there is no run of seo in runs/."),
         (["seo", "--sample", "--run-dir", "x"], "the recipe seo cannot sample."),
         (["seo", "--data", "nowhere"], "there is no file or folder nowhere to read pages from, seen from "),
@@ -190,6 +192,7 @@ def test_what_cannot_be_done_is_exit_code_2_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.pth").touch()
 
     assert main(["train", *arguments]) == 2
 

@@ -178,6 +178,18 @@ def test_the_record_has_one_line_of_a_test(tmp_path: Path) -> None:
     assert training.guard.incidents == []
 
 
+def test_what_the_function_logs_in_a_test_is_not_in_the_next_steps_record() -> None:
+    training = Training()
+    batch = next(iter(training.loader))
+    training.guard.find_lr(training.compute_loss, training.loader, **SMALL)
+    random.seed(1)
+    expected = random.random() * 1e-3
+    random.seed(1)
+    training.guard.step(training.compute_loss, batch)
+    assert training.guard.last is not None
+    assert training.guard.last.extra == {"noise": expected}
+
+
 # --- what it finds --------------------------------------------------------------------------------------------------
 
 

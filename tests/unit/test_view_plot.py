@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from view_runs import add_update_ratios, write_run
+from view_runs import add_update_ratios, make_step, open_directory, write_run
 
 from steadygrad import UsageError
 from steadygrad.cli import main
-from steadygrad.view.plot import PANELS, plot_run
+from steadygrad.view.plot import PANELS, choose_panels, plot_run
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install 'steadygrad[view]'")
 BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -43,9 +43,32 @@ def test_every_panel_is_drawn(tmp_path: Path) -> None:
 def test_a_bare_log_is_plotted_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "training_log.jsonl"
     log.write_text("".join(json.dumps({"epoch": i, "loss": 1 / (i + 1)}) + "\n" for i in range(20)))
-    assert main(["plot", str(log), "--what", "loss", "-o", str(tmp_path / "x.png")]) == 0
+    assert main(["plot", str(log), "-o", str(tmp_path / "x.png")]) == 0
     assert "Written" in capsys.readouterr().out
     assert (tmp_path / "x.png").read_bytes().startswith(BEGINNINGS["png"])
+
+
+def test_what_is_drawn_unasked_is_what_there_is(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 20)
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"loss": 1.0}\n')
+    assert choose_panels(tmp_path / "run") == ["loss", "norm"]
+    assert choose_panels(log) == ["loss"]
+
+
+def test_a_rate_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path / "run")
+    for step in range(30):
+        directory.write_step(make_step(step, learning_rates=(0.9 if step == 20 else 3e-3,)))
+    directory.close()
+    ticks = plot_run(tmp_path / "run", ["rate"], tmp_path / "x.svg").read_text()
+    assert "10^{-2}" in ticks.replace("\\mathdefault", "").replace("$", "") or "10^{-2}" in ticks
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 20)
+    with pytest.raises(UsageError, match=r"cannot write .*nowhere.*No such file or directory"):
+        plot_run(tmp_path / "run", ["loss"], tmp_path / "nowhere" / "x.png")
 
 
 def test_a_name_with_dollars_is_no_mathematics(tmp_path: Path) -> None:

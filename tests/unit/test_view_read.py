@@ -335,7 +335,7 @@ def test_a_healthy_run_is_called_healthy(tmp_path: Path) -> None:
 def test_a_run_with_a_skip_has_survived_and_its_cause_is_named(tmp_path: Path) -> None:
     headline = judge_run(RunReader(write_run(tmp_path)).read_all())
     assert headline.tone is Tone.WARNING
-    assert "1 step of 600 skipped, 3 incidents" in headline.text
+    assert "1 step of 600 skipped, 1 rollback, 3 incidents" in headline.text
     assert "First cause, step 200: NaN gradient, born in aten.sqrt at model.py:41." in headline.text
 
 
@@ -376,7 +376,7 @@ def test_runs_are_found_in_folders_of_folders(tmp_path: Path) -> None:
 
 def test_an_error_names_what_could_be_meant(tmp_path: Path) -> None:
     write_lines(tmp_path / "first" / "steps.jsonl", {"step": 0})
-    with pytest.raises(UsageError, match="It holds runs: first"):
+    with pytest.raises(UsageError, match=r"It holds runs: .*first"):
         open_run(tmp_path)
     with pytest.raises(UsageError, match="There is no"):
         open_run(tmp_path / "nowhere")
@@ -413,3 +413,43 @@ def test_no_line_of_any_shape_breaks_a_report(
         (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (path / "run.json").write_text(json.dumps({"config": about, "parameters": about, "resumed": about}))
     assert "<!doctype html>" in render_report([RunReader(path).read_all()], "")
+
+
+# --- what a person reads out of it ----------------------------------------------------------------------------------
+
+
+def test_a_batch_that_a_rollback_left_out_has_no_norm(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path)
+    for step in range(10):
+        left_out = step in (4, 5)
+        changes = {"loss": None, "grad_norm": 0.0, "skipped": True} if left_out else {"grad_norm": 2.0}
+        directory.write_step(make_step(step, **changes))
+    directory.close()
+    run = RunReader(tmp_path).read_all()
+    steps, norms = run.steps.curves["grad_norm"].points()
+    assert steps == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert set(norms) == {2.0}
+    assert run.steps.num_skipped == 2
+
+
+def test_a_log_with_a_loss_that_is_no_number_is_not_healthy(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"loss": 3.0}\n{"loss": NaN}\n{"loss": 2.0}\n')
+    headline = judge_run(RunReader(log).read_all())
+    assert headline.tone is Tone.WARNING
+    assert "1 step of 3 not finite, none skipped" in headline.text
+
+
+@pytest.mark.parametrize("content", [b"root:x:0:0", b"\x89PNG\r\n", b"[1, 2]", b"\n\nstep,loss\n"])
+def test_a_file_that_is_no_log_is_refused_with_how_it_begins(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="is no file of JSON lines: it begins with"):
+        open_run(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b'{"loss": 1}\n', b'\xef\xbb\xbf{"loss": 1}\n'])
+def test_a_log_may_be_empty_or_begin_with_a_mark(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    open_run(path).read_all()

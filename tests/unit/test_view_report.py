@@ -20,8 +20,8 @@ from steadygrad.facts import Cause
 from steadygrad.record.encode import to_json
 from steadygrad.view.read import RunReader
 from steadygrad.view.render.html import Html, join, tag, to_script_json
-from steadygrad.view.render.incidents import LABELS, OWN_PLACE
-from steadygrad.view.render.report import render_report, write_report
+from steadygrad.view.render.incidents import LABELS, OWN_PLACE, is_code
+from steadygrad.view.render.report import render_report, tell_apart, write_report
 
 pytest.importorskip("plotly", reason="the report needs plotly: pip install 'steadygrad[view]'")
 
@@ -226,3 +226,36 @@ def test_reports_need_no_torch(tmp_path: Path) -> None:
         f"sys.exit(main(['report', {str(write_run(tmp_path, 5))!r}]))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/a"], ["a"]),
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["x/guarded", "y/guarded"], ["x/guarded", "y/guarded"]),
+        (["x/1/guarded", "y/1/guarded", "z"], ["x/1/guarded", "y/1/guarded", "{here}/{parent}/z"]),
+        (["runs/a", "runs/a"], ["a", "a"]),
+    ],
+)
+def test_runs_of_one_name_are_told_apart_by_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], names: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = {"here": tmp_path.parent.name, "parent": tmp_path.name}
+    assert tell_apart([Path(path) for path in paths]) == [name.format(**here) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("torch.where(x > 0, x, 1.0).sqrt()", True),
+        ("x / (x.norm() + eps)", True),
+        ("lower the learning rate", False),
+        ("float32", False),
+        ("(" * 5000, False),
+        ("x\0y", False),
+    ],
+)
+def test_a_fix_that_can_be_typed_looks_like_code(text: str, code: bool) -> None:
+    assert is_code(text) is code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 import subprocess
@@ -13,9 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from view_runs import make_incident, make_step, open_directory, write_run
 
 from steadygrad.cli import main
+from steadygrad.view.read.run import open_run
+from steadygrad.view.watch import draw_screen
 
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux on this machine: apt-get install tmux")
 
@@ -67,6 +71,7 @@ def pane(tmp_path: Path) -> Iterator[Pane]:
 def test_watch_shows_a_run_follows_it_and_leaves_on_q(tmp_path: Path, pane: Pane) -> None:
     wait_until(lambda: "Survived." in pane.screen and "blocks.3.mlp.weight" in pane.screen, pane)
     screen = pane.screen
+    assert "╮╭─ incidents" in screen, "the two tables stand side by side in a pane of 120 columns"
     assert "steps 450" in screen
     assert "█" in screen
     assert "nonfinite_loss" in screen
@@ -94,6 +99,30 @@ def test_ctrl_c_is_a_way_to_leave_too(pane: Pane) -> None:
     assert "Traceback" not in pane.screen
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (120, 40), (60, 24)])
+def test_a_screen_fits_its_terminal_and_what_was_done_is_not_cut_off(tmp_path: Path, width: int, height: int) -> None:
+    write_run(tmp_path, 450)
+    run = open_run(tmp_path).read_all()
+    console = Console(width=width, height=height, file=io.StringIO(), record=True)
+    console.print(draw_screen(run, width, height))
+    lines = console.export_text().rstrip("\n").split("\n")
+    assert len(lines) <= height
+    assert all(len(line) <= width for line in lines)
+    assert lines[-1].startswith("╰")  # the last frame is closed
+    assert any("loss_divergence  rolled back" in line for line in lines)
+    assert not any(line.rstrip(" │").endswith(("largest norm", "at", "skipped", "clipped")) for line in lines[4:8])
+
+
+def test_a_loss_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path)
+    for step in range(60):
+        directory.write_step(make_step(step, loss=900.0 if step == 40 else 2.0 - step / 60))
+    directory.close()
+    console = Console(width=100, height=40, file=io.StringIO(), record=True)
+    console.print(draw_screen(open_run(tmp_path).read_all(), 100, 40))
+    assert "loss, logarithmic" in console.export_text()
+
+
 def test_without_a_terminal_it_prints_one_screen(tmp_path: Path) -> None:
     write_run(tmp_path, 450)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -101,6 +130,7 @@ def test_without_a_terminal_it_prints_one_screen(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "Survived." in done.stdout
+    assert "q quits" not in done.stdout
     assert "\x1b" not in done.stdout
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -24,7 +24,7 @@ SECTIONS = {
         "doctor": "what this machine and torch offer, and what to choose",
     },
     "Train": {
-        "run": "run a training script as it is, and keep bad steps from its weights",
+        "run": "run any training script, and keep bad steps from its weights",
         "train": "run one of the five recipes: data, model, record, report",
         "tune": "choose settings by how stable training is with them",
     },

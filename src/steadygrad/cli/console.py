@@ -1,6 +1,6 @@
 """Console: lines, a table and a progress bar; with rich on a terminal, as plain text everywhere else.
 
-NO_COLOR is honoured (by rich). On a terminal a long line is broken between words, and goes on below its own beginning.
+NO_COLOR is honoured. On a terminal a long line is broken between words, and goes on below its own beginning.
 Plain text has no escape codes and no bar, and is never wrapped, so that it can be searched. A character that the
 terminal cannot show is replaced, not raised.
 """
@@ -8,6 +8,7 @@ terminal cannot show is replaced, not raised.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,8 @@ class Console:
             from rich.text import Text
 
             shown = _break_lines(text, self._rich.width, hang)
-            self._rich.print(Text(shown, style=style), soft_wrap=True)
+            plain = bool(os.environ.get("NO_COLOR"))  # rich would still send bold and dim
+            self._rich.print(Text(shown, style="" if plain else style), soft_wrap=True)
             return
         encoding = getattr(self._file, "encoding", None) or "utf-8"
         print(text.encode(encoding, "replace").decode(encoding), file=self._file, flush=True)

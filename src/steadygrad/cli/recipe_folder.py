@@ -27,10 +27,10 @@ WORDS = ("latest", "best")
 def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool) -> Path:
     """Where the run is written, or lies; `uses_run`: it must have been trained already."""
     if "run-dir" in options:
-        return Path(options["run-dir"])
+        return _require_folder(Path(options["run-dir"]), "--run-dir")
     resume = options.get("resume")
     if resume is not None and resume not in WORDS:
-        return find_run(Path(resume))
+        return _require_folder(find_run(Path(resume)), "--resume")
     if resume is None and not uses_run:
         return name_folder(RUNS, name)
     newest = find_newest(RUNS, name, holding=CHECKPOINTS)
@@ -47,6 +47,12 @@ def find_run(path: Path) -> Path:
     if not path.exists() and not (is_inside and path.parent.exists()):
         raise UsageError(f"{path} does not exist, so nothing can be resumed from it. Give a run directory.")
     return path.parent.parent if is_inside else path
+
+
+def _require_folder(path: Path, flag: str) -> Path:
+    if path.is_file():
+        raise UsageError(f"{flag} {path} is a file. Give a run directory, or one of the folders in its checkpoints.")
+    return path
 
 
 def read_settings(run_dir: Path, name: str) -> dict[str, Any]:

@@ -43,10 +43,9 @@ SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "red", "critica
 
 def watch_run(path: str | Path, *, once: bool = False, console: Console | None = None) -> None:
     """Show a run until somebody presses q; print it once where there is no terminal."""
-    from rich.console import Console
     from rich.live import Live
 
-    console = console or Console()
+    console = console or _open_console()
     run = open_run(path)
     if once or not console.is_terminal:
         run.read_all()
@@ -102,6 +101,14 @@ def _frame_head(run: RunReader, head: Text, keys: str) -> RenderableType:
     reading = "" if run.progress >= 1 else f", reading {run.progress:.0%}"
     foot = f"written {spell_duration(run.written, time.time())}{reading}{keys}"
     return Panel(head, title=make_printable(run.name), title_align="left", subtitle=foot, subtitle_align="right")
+
+
+def _open_console() -> Console:
+    """Standard output. The size of a window is asked of the window: COLUMNS and LINES of a shell may be stale."""
+    from rich.console import Console
+
+    sizes = ("COLUMNS", "LINES") if sys.stdout.isatty() else ()
+    return Console(_environ={name: value for name, value in os.environ.items() if name not in sizes})
 
 
 def _plain_console(width: int) -> Console:

@@ -6,6 +6,7 @@ is told where it stood gives the very batches that would have come, whatever pro
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -166,12 +167,18 @@ def read_image(path: Path | None, side: int) -> Tensor | None:
         with images.open(path) as image:
             whole = image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a damaged file
-        logger.warning("%s cannot be read (%s); the sample is used without its image.", path, error)
+        _tell_unreadable(path, str(error))
         return None
     short = min(whole.size)
     left, top = ((length - short) // 2 for length in whole.size)
     square = whole.resize((side, side), images.Resampling.BICUBIC, box=(left, top, left + short, top + short))
     return torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(side, side, 3).permute(2, 0, 1)
+
+
+@functools.cache
+def _tell_unreadable(path: Path | None, reason: str) -> None:
+    """Once for each file, not once an epoch."""
+    logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
 
 
 def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim: int) -> Batch:

@@ -53,13 +53,9 @@ def _train(config: Clip6dConfig, run_dir: Path, resume: str | None, console: Any
 
 def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
     """The data that the config names, or a set made in the run directory; rows that are left out are told."""
+    folder = find_folder(config, run_dir)
     if config.data is None:
-        is_new = not (run_dir / "data").is_dir()
-        folder = write_synthetic(run_dir / "data", num=config.num_synthetic, seed=config.seed)
-        if is_new:
-            console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
-    else:
-        folder = Path(config.data)
+        console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
     corpus = read_corpus(config, folder)
     num = tell_left_out(corpus.left_out, run_dir / LEFT_OUT)
     if num:
@@ -67,6 +63,13 @@ def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
         console.say(f"{num} rows were left out, each with its reason in {run_dir / LEFT_OUT}", "yellow")
         console.say(f"The first: {first.file}: {first.reason}: {first.row}", "yellow")
     return corpus
+
+
+def find_folder(config: Clip6dConfig, run_dir: Path) -> Path:
+    """Where the data lies; where none is given it is made, unless the run has made it already."""
+    if config.data is not None:
+        return Path(config.data)
+    return write_synthetic(run_dir / "data", num=config.num_synthetic, seed=config.seed)
 
 
 def build_module(config: Clip6dConfig, corpus: Corpus) -> EnhancedLightningCLIPModule:

@@ -13,8 +13,8 @@ from torch import Tensor
 from steadygrad.errors import UsageError
 from steadygrad.recipes.clip6d.captions import Sample
 from steadygrad.recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, split_modality
-from steadygrad.recipes.clip6d.data import CaptionDataset, Corpus, collate, has_modality, read_image
-from steadygrad.recipes.clip6d.fit import build_module, open_corpus
+from steadygrad.recipes.clip6d.data import CaptionDataset, Corpus, collate, has_modality, read_corpus, read_image
+from steadygrad.recipes.clip6d.fit import build_module, find_folder
 from steadygrad.recipes.clip6d.module import EnhancedLightningCLIPModule
 from steadygrad.recipes.clip6d.tokens import encode_batch
 from steadygrad.trainer.files import load_trained
@@ -28,7 +28,7 @@ SHOWN = 3
 @torch.no_grad()
 def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: Any) -> int:
     """Tell the nearest samples to an image file, or to a text; the exit code."""
-    corpus = open_corpus(config, run_dir, console)
+    corpus = read_corpus(config, find_folder(config, run_dir))
     module = build_module(config, corpus)
     load_trained(run_dir, module)
     module.eval()
@@ -39,10 +39,13 @@ def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: A
     for name, rows in features.items():
         if name == VECTOR or (name == IMAGE and own == IMAGE):
             continue
-        there = torch.tensor([has_modality(sample, name, corpus.vectors) for sample in samples])
-        scores = (F.normalize(rows, dim=-1) @ F.normalize(vector, dim=-1)).masked_fill(~there, -2.0)
-        for score, place in zip(*(t.tolist() for t in scores.topk(min(SHOWN, int(there.sum()))))):
-            console.say(f"  {name}  {score:.3f}  {describe_sample(samples[place], name)}")
+        scores = (F.normalize(rows, dim=-1) @ F.normalize(vector, dim=-1)).tolist()
+        nearest: dict[str, float] = {}  # several samples may say the same
+        for score, sample in sorted(zip(scores, samples), key=lambda pair: -pair[0]):
+            if has_modality(sample, name, corpus.vectors):
+                nearest.setdefault(describe_sample(sample, name), score)
+        for text, score in list(nearest.items())[:SHOWN]:
+            console.say(f"  {name}  {score:.3f}  {text}")
     return 0
 
 

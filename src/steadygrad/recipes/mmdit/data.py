@@ -64,6 +64,8 @@ class Corpus:
     """The words, by id; None: not known."""
     notes: tuple[str, ...] = ()
     """What a person should be told: rows that were left out."""
+    left_out: tuple[str, ...] = ()
+    """All of those rows, each with its file, its number and its fault."""
 
     @property
     def shapes(self) -> Shapes:
@@ -85,14 +87,15 @@ def read_corpus(config: DataConfig) -> Corpus:
     parts = [_read_folder(one, config) for one in (inner if has_split else [folder])]
     size = config.vocab_size or (len(vocab) if vocab else _count_ids(rows for part in parts for _, rows in part))
     notes: list[str] = []
-    checked = [_check_rows(part, size, notes, skip=config.skip_bad_rows) for part in parts]
+    left_out: list[str] = []
+    checked = [_check_rows(part, size, notes, left_out, skip=config.skip_bad_rows) for part in parts]
     train, val = checked if has_split else _split(checked[0], config.val_fraction, folder)
     if train.tokens.shape[1:] != val.tokens.shape[1:] or train.latents.shape[1:] != val.latents.shape[1:]:
         raise UsageError(
             f"rows of train and val differ: tokens {list(train.tokens.shape[1:])} and {list(val.tokens.shape[1:])}, "
             f"latents {list(train.latents.shape[1:])} and {list(val.latents.shape[1:])}, in {folder}. Make them alike."
         )
-    return Corpus(train, val, size, vocab, tuple(notes))
+    return Corpus(train, val, size, vocab, tuple(notes), tuple(left_out))
 
 
 def _read_folder(folder: Path, config: DataConfig) -> list[tuple[Path, Rows]]:
@@ -188,8 +191,10 @@ def _is_outside(rows: Rows, vocab_size: int) -> Tensor:
     return ((rows.tokens < 0) | (rows.tokens >= vocab_size)) & rows.mask
 
 
-def _check_rows(parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list[str], *, skip: bool) -> Rows:
-    """All rows that can be learned from; the others are an error, or with `skip` a note."""
+def _check_rows(
+    parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list[str], left_out: list[str], *, skip: bool
+) -> Rows:
+    """All rows that can be learned from; the others are an error, or with `skip` a note and listed."""
     kept, told = [], []
     for path, rows in parts:
         bad = torch.zeros(len(rows), dtype=torch.bool)
@@ -206,6 +211,7 @@ def _check_rows(parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list
                 f"{count} cannot be learned from: {text}. Mend them, or leave them out: data.skip_bad_rows."
             )
         notes.append(f"left out {count}: {text}")
+        left_out += told
     rows = Rows(*(torch.cat(column) for column in zip(*((r.tokens, r.mask, r.latents) for r in kept))))
     tokens = torch.where(rows.mask, rows.tokens, 0)  # what stands on padding may be any number: -100, say
     return Rows(tokens, rows.mask, rows.latents)

@@ -30,6 +30,7 @@ from steadygrad.trainer import load_trained
 from steadygrad.trainer.setup import choose_device
 
 VAL_BATCH = 64
+LEFT_OUT = "left_out.txt"
 NUM_SHOWN = 3
 """Sampled texts that are shown."""
 Loader = DataLoader[Batch]
@@ -47,6 +48,9 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
     corpus = load_corpus(config)
     for note in corpus.notes:
         console.say(note, "yellow")
+    if corpus.left_out:
+        (run_dir / LEFT_OUT).write_text("\n".join(corpus.left_out) + "\n", encoding="utf-8")
+        console.say(f"each is named in {run_dir / LEFT_OUT}", "yellow")
     config = check_precision(config, console)
     trainer = _start(config, corpus, run_dir, resume, console)
     loaders = make_loaders(config, corpus)

@@ -13,12 +13,13 @@ from steadygrad.recipes.seo.model import UltraOptimizedSEOMetricsModule
 from steadygrad.recipes.seo.trainer import make_trainer
 
 NUM_SHOWN = 5
+LEFT_OUT = "left_out.txt"
 
 
 def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
     """Train; the exit code."""
     data = load_data(config)
-    tell_data(data, console)
+    tell_data(data, run_dir, console)
     data.names.write(run_dir)
     trainer = make_trainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
     if resume is not None:
@@ -43,13 +44,14 @@ def build_model(config: UltraOptimizedConfig, data: SEOData) -> UltraOptimizedSE
     return model
 
 
-def tell_data(data: SEOData, console: Any) -> None:
-    """How many pages there are, and which rows were left out."""
+def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
+    """How many pages there are, and which rows were left out; all of those are listed in the run directory."""
     num_train, num_val = len(data.train), len(data.val)
     scores = ", ".join(data.names.metrics)
     console.say(f"{num_train} pages to train on, {num_val} to validate; {len(data.names.features)} features; {scores}")
     if data.left_out:
-        console.say(f"{len(data.left_out)} rows were left out:", "yellow")
+        (run_dir / LEFT_OUT).write_text("\n".join(data.left_out) + "\n", encoding="utf-8")
+        console.say(f"{len(data.left_out)} rows were left out, each is named in {run_dir / LEFT_OUT}:", "yellow")
         for line in data.left_out[:NUM_SHOWN]:
             console.say(f"  {line}", "yellow")
         if len(data.left_out) > NUM_SHOWN:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Iterator
