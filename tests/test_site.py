@@ -85,6 +85,17 @@ def test_a_thing_from_elsewhere_would_be_seen(text: str) -> None:
     assert not ELSEWHERE.search('<a href="https://example.org">text</a><script src="assets/x.js"></script>')
 
 
+def test_no_list_has_fallen_into_a_paragraph(site: Path) -> None:
+    """As one does that is not indented by four, or has no empty line before it: the site's Markdown is not GitHub's."""
+    fallen = {}
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        found = [one for one in re.findall(r"<p>(.*?)</p>", text, re.DOTALL) if re.search(r"\n\s*(-|\d+\.)\s", one)]
+        if found:
+            fallen[page.name] = found
+    assert fallen == {}
+
+
 def test_the_reference_has_every_exported_name(site: Path) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
     headings = {name.rpartition(".")[2] for name in re.findall(r'id="(steadygrad\.[\w.]+)"', text)}
@@ -119,6 +130,13 @@ def test_every_threshold_says_what_it_is() -> None:
     assert [name for name, text in rows if not text] == []
 
 
+def test_every_command_has_its_line() -> None:
+    from steadygrad.cli.commands import steadygrad as group
+
+    named = re.findall(r"^\| `steadygrad (\w+)", (DOCS / "commands.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(group.commands)
+
+
 # --- what helps to build it -------------------------------------------------------------------------------------------
 
 
@@ -138,3 +156,29 @@ def test_an_example_ends_at_an_empty_line() -> None:
     fenced = load("doctests").fence("Says so.\n\n>>> 1 + 1\n2\n\nAnd then more.")
     assert fenced.splitlines() == ["Says so.", "", "", "```pycon", ">>> 1 + 1", "2", "```", "", "And then more."]
     assert load("doctests").fence(">>> 1") == "\n```pycon\n>>> 1\n```"
+
+
+# --- the picture of the architecture ----------------------------------------------------------------------------------
+
+
+def find_blocks(heading: str) -> list[str]:
+    """The lines of the first text block below a heading of docs/architecture.md."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    return text.partition("```text\n")[2].partition("```")[0].splitlines()
+
+
+def test_the_layout_names_every_part_and_no_other() -> None:
+    package = Path(steadygrad.__file__).parent
+    parts = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    parts |= {path.name for path in package.glob("*.py")}
+    named = [found[1] for line in find_blocks("Layout") if (found := re.match(r"  (\S+)", line)) and line[2] != " "]
+    assert sorted(named) == sorted(parts)
+
+
+def test_the_import_picture_is_the_one_that_is_enforced() -> None:
+    import test_architecture
+
+    unseen = {"__main__", "_version", "demo"}
+    enforced = [[part for part in line if part not in unseen] for line in test_architecture.LAYERS]
+    drawn = [line.split(" | ") for line in find_blocks("Imports go one way")]
+    assert drawn == [line for line in enforced if line]

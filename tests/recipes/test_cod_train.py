@@ -223,6 +223,46 @@ def test_resume_after_kill_9_ends_as_if_nothing_had_happened(
     assert not different
 
 
+def test_a_resume_brings_back_optimizer_scheduler_scaler_and_average(tmp_path: Path) -> None:
+    """With a loss scale that an overflow has lowered, so that a new scaler would show."""
+    scaler = {"precision": "fp16", "stage2_init_scale": 2.0**40, "stage2_backoff_factor": 2.0**-8}
+    config = CodConfig(**{**TINY, **scaler, "stage1_epochs": 0, "epochs": 2, "num_made": 12})
+    whole = CodTrainer(config, run_dir=tmp_path / "whole")
+    scale = train_tiny(whole)["loss_scale"]
+    again = CodTrainer(config, run_dir=tmp_path / "again")
+
+    assert again.resume(tmp_path / "whole" / "checkpoints" / "step_00000004") == 4
+    assert train_tiny(again)["loss_scale"] == scale < 2.0**40
+
+    one, other = (list_leaves(tmp_path / name) for name in ("whole", "again"))
+    assert one.keys() == other.keys()
+    assert {name.split("/")[0] for name in one} >= {"model", "optimizers", "scheduler", "scaler", "ema", "trainer"}
+    assert not [name for name, value in one.items() if not is_same(value, other[name])]
+
+
+def list_leaves(run_dir: Path) -> dict[str, Any]:
+    """What must be the same in the last checkpoint of two runs, by its path."""
+    store = CheckpointStore(run_dir / "checkpoints")
+    found = store.load()
+    store.close()
+    assert found is not None
+    kept = {name: found.state[name] for name in ("model", "optimizers")} | found.state["extras"]
+    leaves: dict[str, Any] = {}
+    left: list[tuple[str, Any]] = list(kept.items())
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict | list | tuple):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [(f"{path}/{key}", inner) for key, inner in pairs]
+        else:
+            leaves[path] = value
+    return leaves
+
+
+def is_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
 # --- the run directory -----------------------------------------------------------------------------------------------
 
 

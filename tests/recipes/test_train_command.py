@@ -177,6 +177,7 @@ def test_the_help_of_the_recipes_does_not_load_torch() -> None:
         (["seo", "--config", "none.yaml"], "none.yaml: no such file."),
         (["seo", "--resume", "nowhere"], "nowhere does not exist, so nothing can be resumed from it."),
         (["seo", "--resume", "latest"], "there is no run of seo in runs/."),
+        (["seo", "--resume", "."], "--resume . is no run of seo: it has no recipe.json. Give a run directory."),
         (["seo", "--resume", "model.pth"], "--resume model.pth is a file. Give a run directory, or one of"),
         (["seo", "--run-dir", "model.pth"], "--run-dir model.pth is a file."),
         (["seo", "--predict", "page.html"], "there is no run of seo in runs/."),
@@ -318,3 +319,20 @@ def test_without_protection_norms_and_report_are_left_out_and_told(
     assert "Epoch 1/1: loss=" in told
     assert "nan" not in told
     assert told.splitlines()[-1] == "There is no report: nothing was recorded. Without protection nothing is."
+
+
+def test_a_training_that_somebody_interrupts_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr("steadygrad.recipes.seo.trainer.UltraOptimizedSEOTrainer.end_epoch", interrupt)
+        assert main(["train", "seo", *TINY, "--epochs", "2", "--run-dir", str(run)]) != 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"To go on: steadygrad train seo --resume {run}"
+
+    assert main(["train", "seo", "--resume", str(run)]) == 0
+
+    assert "Epoch 2/2: loss=" in capsys.readouterr().out

@@ -59,7 +59,9 @@ def test_a_whole_run_puts_its_results_beside_the_others(folder: Path, capsys: py
     assert kept["results"] == {"quick": False}
     out = capsys.readouterr().out
     assert "table of first whole" in out
-    assert out.splitlines()[-2].split()[0] == "first"
+    *_, row, _total, hint = out.splitlines()
+    assert row.split()[0] == "first"
+    assert "benchmarks/publish.py" in hint
 
 
 def test_a_quick_run_leaves_measured_results_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,8 @@ def test_a_rate_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
     for step in range(30):
         directory.write_step(make_step(step, learning_rates=(0.9 if step == 20 else 3e-3,)))
     directory.close()
-    ticks = plot_run(tmp_path / "run", ["rate"], tmp_path / "x.svg").read_text()
-    assert "10^{-2}" in ticks.replace("\\mathdefault", "").replace("$", "") or "10^{-2}" in ticks
+    picture = plot_run(tmp_path / "run", ["rate"], tmp_path / "x.svg").read_text()
+    assert "10^{-2}" in picture  # a tick of a logarithmic axis
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

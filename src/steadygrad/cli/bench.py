@@ -21,11 +21,12 @@ from typing import Any
 
 import click
 
-import steadygrad
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.errors import UsageError
 
+SOURCE = Path(__file__).parents[2]
+"""The folder that this package lies in; in a checkout its src/."""
 MARK = '"--quick"'
 """What a program's source must have to be one."""
 
@@ -87,12 +88,14 @@ def bench(
         print(json.dumps({"quick": quick, "programs": [asdict(run) for run in runs]}))
     else:
         tell_runs(console, runs)
+        if not quick:
+            console.say("The results are new: python benchmarks/publish.py puts them into README.md and docs.")
     context.exit(FAILED if any(run.exit_code for run in runs) else DONE)
 
 
 def find_folder(given: Path | None) -> Path:
     """The programs' folder: the one given, else the checkout's that this package lies in."""
-    folder = given or Path(steadygrad.__file__).parents[2] / "benchmarks"
+    folder = given or SOURCE.parent / "benchmarks"
     if not (folder / "machine.py").is_file():
         raise UsageError(
             f"there are no benchmarks in {folder}: they are part of the source, not of the installed package. "
@@ -137,7 +140,7 @@ def run_programs(programs: Sequence[Program], folder: Path, console: Console, *,
 
 def run_program(program: Program, folder: Path, scratch: Path, console: Console, *, quick: bool) -> Run:
     """One program in a process of its own, its results in `scratch`."""
-    paths = [str(folder), str(Path(steadygrad.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder), str(SOURCE), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OUT": str(scratch), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if quick:  # small sizes gain nothing from threads, and lose much where others use the cores too
         environment.setdefault("OMP_NUM_THREADS", "1")

@@ -30,7 +30,10 @@ def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool) -> P
         return _require_folder(Path(options["run-dir"]), "--run-dir")
     resume = options.get("resume")
     if resume is not None and resume not in WORDS:
-        return _require_folder(find_run(Path(resume)), "--resume")
+        run_dir = _require_folder(find_run(Path(resume)), "--resume")
+        if not (run_dir / SETTINGS).is_file():
+            raise UsageError(f"--resume {run_dir} is no run of {name}: it has no {SETTINGS}. Give a run directory.")
+        return run_dir
     if resume is None and not uses_run:
         return name_folder(RUNS, name)
     newest = find_newest(RUNS, name, holding=CHECKPOINTS)
@@ -39,6 +42,11 @@ def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool) -> P
     if newest is None:
         raise UsageError(f"there is no run of {name} in {RUNS}/. Train one first, or say where it is with --run-dir.")
     return newest
+
+
+def name_start(resume: str | None, run_dir: Path) -> str | None:
+    """What a recipe is told to resume from; the run directory itself is its newest checkpoint, if there is one yet."""
+    return "latest" if resume is not None and Path(resume) == run_dir else resume
 
 
 def find_run(path: Path) -> Path:
@@ -84,8 +92,8 @@ def remember_settings(run_dir: Path, name: str, config: Any) -> Iterator[None]:
     except SteadygradError:
         if is_ours and not has_begun(run_dir):
             shutil.rmtree(run_dir, ignore_errors=True)
-        elif before is not None and _measure_steps(run_dir) == num_bytes:
-            path.write_text(before, encoding="utf-8")
+        elif _measure_steps(run_dir) == num_bytes:
+            path.unlink() if before is None else path.write_text(before, encoding="utf-8")
         raise
 
 

@@ -17,7 +17,15 @@ import click
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.cli.recipe_fields import Field, find_field, list_fields, merge, nest, read_value, set_path
-from steadygrad.cli.recipe_folder import choose_folder, is_recorded, read_settings, remember_settings, require_new
+from steadygrad.cli.recipe_folder import (
+    choose_folder,
+    has_begun,
+    is_recorded,
+    name_start,
+    read_settings,
+    remember_settings,
+    require_new,
+)
 from steadygrad.cli.recipe_help import describe_recipe, describe_recipes
 from steadygrad.config.plain import build, read_mapping, to_plain
 from steadygrad.errors import ConfigError, SteadygradError, TrainingHalted, UsageError
@@ -124,10 +132,15 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     try:
         with remember_settings(run_dir, recipe.name, to_plain(config)):
             console.say(f"Training {recipe.name} in {run_dir}", "bold")
-            code: int = package.train(config, run_dir=run_dir, resume=resume, console=console)
+            start = name_start(resume, run_dir)
+            code: int = package.train(config, run_dir=run_dir, resume=start, console=console)
     except TrainingHalted as halted:
         console.say(f"Training was halted: {halted}", "red")
         code = FAILED
+    except KeyboardInterrupt:
+        if has_begun(run_dir):
+            console.say(f"To go on: steadygrad train {recipe.name} --resume {run_dir}")
+        raise
     if is_recorded(run_dir):
         write_report_of(run_dir, console)
     else:

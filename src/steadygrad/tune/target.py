@@ -123,7 +123,15 @@ def _spell_plainly(chosen: Settings, tunable: Tunable) -> dict[str, Any]:
     plain = {named.get(name, name): value for name, value in values.items() if value is not None}
     precision = plain.pop("precision", None)
     autocast = {} if precision in (None, "fp32") else {"autocast": precision}
-    return {**plain, "guard": {"clip": clip, **autocast}}
+    return _round({**plain, "guard": {"clip": clip, **autocast}})
+
+
+def _round(values: dict[str, Any]) -> dict[str, Any]:
+    """Numbers with the digits that mean something."""
+    return {
+        name: _round(value) if isinstance(value, dict) else float(f"{value:.4g}") if type(value) is float else value
+        for name, value in values.items()
+    }
 
 
 def _find_given(config: Any) -> dict[str, Any]:

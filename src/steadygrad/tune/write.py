@@ -100,7 +100,9 @@ def _list_rates(tuned: Tuned) -> list[tuple[str, str, str]]:
 
 
 def _render_trials(results: Sequence[TrialResult]) -> Html:
-    names = list(results[0].settings.describe()) if results else []
+    described = [result.settings.describe() for result in results]
+    known = dict.fromkeys(name for one in described for name in one)
+    names = [name for name in known if name == "lr" or len({one.get(name) for one in described}) > 1]
     rows: list[list[Any]] = []
     for number, result in enumerate(results[:MAX_ROWS]):
         told = result.settings.describe()

@@ -15,7 +15,7 @@ from typing import Any
 
 from steadygrad.facts import Action, Incident
 from steadygrad.record.tally import MAX_NORMS, Tally
-from steadygrad.view.read.incident_log import look
+from steadygrad.view.read.incident_log import find_action, find_step, look
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.tail import as_number
 from steadygrad.view.words import spell_share
@@ -101,8 +101,10 @@ def see_tally(
 ) -> Seen:
     """What a guard remembers of its run; of a long one the steps at the start are no more."""
     first = max(0, tally.num_measured - MAX_NORMS)
-    changes = [(i.outcome.before, i.outcome.after) for i in incidents if i.outcome.action is Action.SCALE_LR]
-    known = [(max(before.values()), max(after.values())) for before, after in changes if before and after]
+    known = _find_standing(
+        [(i.step, i.outcome.before, i.outcome.after) for i in incidents if i.outcome.action is Action.SCALE_LR],
+        [(i.outcome.before, i.outcome.after) for i in incidents if i.outcome.action is Action.ROLLBACK],
+    )
     given = max((before for before, _ in known), default=None)
     return Seen(
         norms=[(first + i, norm) for i, norm in enumerate(tally.norms) if norm > 0],
@@ -124,13 +126,32 @@ def _median_ratios(run: RunReader) -> list[float]:
 
 
 def _find_lowered(run: RunReader, highest: float | None) -> float | None:
-    found: list[tuple[float, float]] = []
-    for row in (row for total in run.incidents.kinds.values() for row in (*total.first, *total.last)):
-        if look(row, "outcome", "action") == Action.SCALE_LR.value:
-            before, after = (_highest(look(row, "outcome", key)) for key in ("before", "after"))
-            if before is not None and after is not None:
-                found.append((before, after))
-    return _lower(highest, found)
+    changes: list[tuple[int, Any, Any]] = []
+    returns: list[tuple[Any, Any]] = []
+    for row in run.incidents.shown():
+        before, after = (look(row, "outcome", key) for key in ("before", "after"))
+        if find_action(row) == Action.SCALE_LR.value:
+            changes.append((find_step(row), before, after))
+        elif find_action(row) == Action.ROLLBACK.value:
+            returns.append((before, after))
+    return _lower(highest, _find_standing(changes, returns))
+
+
+def _find_standing(
+    changes: Iterable[tuple[int, Any, Any]], returns: Sequence[tuple[Any, Any]]
+) -> list[tuple[float, float]]:
+    """Rate before and after each change that no rollback took back: with the weights the rate went back too.
+
+    `changes`: step, and the outcome's rates before and after; `returns`: the outcome's steps, from where and to where.
+    """
+    spans = [(as_number(look(after, "step")), as_number(look(before, "step"))) for before, after in returns]
+    known = [(first, last) for first, last in spans if first is not None and last is not None]
+    standing = (
+        (_highest(before), _highest(after))
+        for step, before, after in changes
+        if not any(first <= step < last for first, last in known)
+    )
+    return [(before, after) for before, after in standing if before is not None and after is not None]
 
 
 def _highest(rates: Any) -> float | None:

@@ -46,9 +46,10 @@ def draw_rates(curve: Mapping[str, Any], axes: Sequence[Any]) -> None:
     points = curve["points"]
     rates = [point["rate"] for point in points]
     loss, norm, ratio = axes
-    _draw(loss, rates, [point["loss"] for point in points], "loss", color="#9db8e8", linewidth=0.8)
-    _draw(loss, rates, curve["smoothed"], "loss", color="#2563c9", linewidth=1.6)
-    _bound(loss, [point["loss"] for point in points[:-1]])
+    fair = _list_losses(curve)
+    _draw(loss, rates, fair, "loss, less its noise", color="#9db8e8", linewidth=0.8)
+    _draw(loss, rates, curve["smoothed"], "loss, less its noise", color="#2563c9", linewidth=1.6)
+    _bound(loss, fair[:-1])
     _draw(norm, rates, [point["grad_norm"] for point in points], "gradient norm", color="#2563c9", linewidth=0.9)
     _draw(ratio, rates, [point["update_ratio"] for point in points], "update / weight", color="#2563c9", linewidth=0.9)
     for axis in (norm, ratio):
@@ -59,6 +60,14 @@ def draw_rates(curve: Mapping[str, Any], axes: Sequence[Any]) -> None:
         _mark(axis, curve, points)
     loss.legend(fontsize=8, loc="lower left", framealpha=0.7)
     ratio.set_xlabel("learning rate")
+
+
+def _list_losses(curve: Mapping[str, Any]) -> list[float | None]:
+    """The level at the start plus each point's change; the loss itself where no start is known."""
+    points, start = curve["points"], curve["start"]
+    if start is None:
+        return [None if point["loss"] is None else float(point["loss"]) for point in points]
+    return [None if point["change"] is None else float(start[0]) + float(point["change"]) for point in points]
 
 
 def _draw(axis: Any, rates: Sequence[float], values: Sequence[Any], label: str, **style: Any) -> None:
