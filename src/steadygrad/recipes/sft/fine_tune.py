@@ -24,7 +24,7 @@ from steadygrad.adapters.transformers import (
 )
 from steadygrad.config import FixedNorm, GuardConfig, Policy, Precision
 from steadygrad.config.switch import is_switched_off
-from steadygrad.errors import ConfigError
+from steadygrad.errors import ConfigError, UsageError
 from steadygrad.extras import import_extra
 from steadygrad.recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
 from steadygrad.recipes.sft.config import SftConfig
@@ -93,6 +93,11 @@ class EpochEvents(_TrainerCallback):  # type: ignore[misc]
 def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: str | None = None) -> Trained:
     """Train, save, answer the held-out prompts. `resume`: 'latest', a run directory or one of its checkpoints."""
     checkpoint = None
+    if resume == "best":
+        raise UsageError(
+            "--resume best: sft keeps no best checkpoint, its Trainer goes on from the newest. Use --resume latest, or "
+            "one of the folders in RUN/checkpoints."
+        )
     if resume is not None:
         checkpoint = find_checkpoint(run_dir if resume == "latest" else Path(resume), console.say)
         console.say(f"Goes on from {checkpoint}.")

@@ -84,6 +84,10 @@ def _fold(title: str, content: Html) -> Html:
 
 def _tell_resumed(run: RunReader) -> str:
     resumed = run.about.get("resumed")
-    if not isinstance(resumed, list) or not resumed:
+    if not isinstance(resumed, list):
         return ""
-    return f", resumed {'once' if len(resumed) == 1 else f'{len(resumed)} times'}"
+    starts = [run.about, *(one for one in resumed if isinstance(one, dict))]
+    # A training in stages starts anew in one process; that is no resume.
+    processes = [start.get("process") for start in starts]
+    num = sum(now is None or now != before for before, now in itertools.pairwise(processes))
+    return f", resumed {'once' if num == 1 else f'{num} times'}" if num else ""
