@@ -39,6 +39,7 @@ class Action(enum.StrEnum):
     SANITIZE = "sanitize"
     SCALE_LR = "scale_lr"
     SCALE_WEIGHT_DECAY = "scale_weight_decay"
+    TIGHTEN_CLIP = "tighten_clip"
     ROLLBACK = "rollback"
     HALT = "halt"
     RAISE = "halt"

@@ -1,4 +1,4 @@
-"""Actor: Verdict -> Outcome, for what goes beyond the reflex: learning rate, weight decay, rollback.
+"""Actor: Verdict -> Outcome, for what goes beyond the reflex: learning rate, weight decay, clip threshold, rollback.
 
 A rollback puts the newest good snapshot back and then leaves out a window of data: the batches between the snapshot
 and now are not seen again, and the next few are refused, because what broke the run often lies in neighbouring data
@@ -13,6 +13,8 @@ from typing import Any
 from steadygrad.act.outcome import UNTOUCHED, tell_reflex
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.clip import Clipper
+from steadygrad.clip.fixed_norm import FixedNormClipper
 from steadygrad.config import Policy
 from steadygrad.facts import Action, Outcome, Reading, Verdict
 
@@ -20,8 +22,8 @@ from steadygrad.facts import Action, Outcome, Reading, Verdict
 class Actor:
     """Carries out verdicts, and keeps the snapshots that a rollback needs."""
 
-    def __init__(self, policy: Policy, *, rates: Rates, snapshots: Snapshots) -> None:
-        self._rates, self._snapshots = rates, snapshots
+    def __init__(self, policy: Policy, *, rates: Rates, snapshots: Snapshots, clipper: Clipper | None = None) -> None:
+        self._rates, self._snapshots, self._clipper = rates, snapshots, clipper
         rates.ramp_back(policy.ramp_back_steps)
         self._rolled_back = False
         self.num_to_refuse = 0
@@ -33,12 +35,28 @@ class Actor:
             return self._rates.scale_lr(verdict.factor)
         if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
             return self._rates.scale_weight_decay(verdict.factor)
+        if verdict.action is Action.TIGHTEN_CLIP and verdict.factor is not None:
+            return self._tighten(verdict.factor)
         if verdict.action is Action.ROLLBACK:
             return self._roll_back(step + 1, verdict.factor)
         if reading is not None:
             return tell_reflex(verdict.action, reading)
         return (
             Outcome(action=Action.HALT, message="training was halted") if verdict.action is Action.HALT else UNTOUCHED
+        )
+
+    def _tighten(self, factor: float) -> Outcome:
+        """Lower the clip threshold from the next step on."""
+        if not isinstance(self._clipper, FixedNormClipper):
+            return Outcome(action=Action.NONE, message="this way of clipping has no fixed threshold to lower")
+        before = self._clipper.threshold
+        self._clipper.tighten(factor)
+        after = self._clipper.threshold
+        return Outcome(
+            action=Action.TIGHTEN_CLIP,
+            message=f"the clip threshold went from {before:.4g} to {after:.4g}",
+            before={"max_norm": before},
+            after={"max_norm": after},
         )
 
     def _roll_back(self, now: int, factor: float | None) -> Outcome:

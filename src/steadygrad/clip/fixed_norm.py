@@ -1,4 +1,4 @@
-"""FixedNorm: scale all gradients when the global norm exceeds a constant. Stateless."""
+"""FixedNorm: scale all gradients when the global norm exceeds a constant, which a policy may have lowered."""
 
 from __future__ import annotations
 
@@ -18,16 +18,28 @@ class FixedNormClipper:
     edits_gradients = False
 
     def __init__(self, settings: FixedNorm) -> None:
+        self._max_norm, self._factor = settings.max_norm, 1.0
         self.constant_norm: float | None = settings.max_norm
 
     def clip(self, m: Measurement) -> Tensor:
         """The factor for all gradients."""
-        assert self.constant_norm is not None
-        return limit(m.norm, self.constant_norm)
+        return limit(m.norm, self.threshold)
+
+    @property
+    def threshold(self) -> float:
+        """What the norm is clipped to now."""
+        return self._max_norm * self._factor
+
+    def tighten(self, factor: float) -> None:
+        """Lower the threshold."""
+        self._factor *= factor
+        self.constant_norm = self.threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
-        return {}
+        """By how much the threshold was lowered; the threshold itself is the user's."""
+        return {"factor": self._factor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
+        """Take it; states of earlier versions are empty."""
+        self._factor = float(state.get("factor", 1.0))
+        self.constant_norm = self.threshold

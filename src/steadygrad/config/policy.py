@@ -47,12 +47,16 @@ class Policy:
     how far they did says how much: `StartThresholds.usual_move`."""
     weight_decay_factor: float = 1.5
     """What the weight decay is multiplied by on overfitting."""
+    clip_factor: float = 0.5
+    """What the threshold of FixedNorm is multiplied by where an answer of yours is `tighten_clip`."""
     rollbacks_to_halt: int = 3
     """The rollback in `budget_steps` that halts instead."""
     max_lr_changes: int = 3
     """Changes of the learning rate in `budget_steps`; a rollback takes the place of a further one."""
     max_weight_decay_changes: int = 3
     """Changes of the weight decay in `budget_steps`; further ones are left out."""
+    max_clip_changes: int = 3
+    """Changes of the clip threshold in `budget_steps`; further ones are left out."""
     max_skips: int = 250
     """Skipped steps in `budget_steps`; one more halts: a run that skips a quarter of its data hides a defect."""
     budget_steps: int = 1000
@@ -85,6 +89,7 @@ class Policy:
         require(is_number(delta) and delta >= 0, self, "early_stopping_min_delta", "not be negative", "Use 0.0.")
         for name in ("lr_factor", "explosion_lr_factor", "start_lr_factor"):
             require(getattr(self, name) < 1, self, name, "be below 1", "It lowers the learning rate.")
+        require(self.clip_factor < 1, self, "clip_factor", "be below 1", "It lowers the clip threshold.")
         require(self.weight_decay_factor > 1, self, "weight_decay_factor", "be above 1", "Use 1.5.")
         require(
             self.nonfinite_steps_to_scale_lr < self.nonfinite_steps_to_rollback,

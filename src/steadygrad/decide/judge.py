@@ -16,7 +16,7 @@ from steadygrad.decide.reflex import ABOUT_STEPS, decide
 from steadygrad.decide.table import Ladder, Rung, build_table
 from steadygrad.facts import Action, Finding, Reading, Severity, Verdict
 
-HYPERPARAMETERS = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY)
+HYPERPARAMETERS = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY, Action.TIGHTEN_CLIP)
 """Actions that change a hyperparameter, and have a cool-down: their effect takes a while to show."""
 
 
@@ -31,6 +31,7 @@ class Judge:
             Action.SKIP: self._policy.max_skips,
             Action.SCALE_LR: self._policy.max_lr_changes,
             Action.SCALE_WEIGHT_DECAY: self._policy.max_weight_decay_changes,
+            Action.TIGHTEN_CLIP: self._policy.max_clip_changes,
             Action.ROLLBACK: self._policy.rollbacks_to_halt - 1,
         }
         self._taken: dict[str, list[int]] = {action.value: [] for action in self._budgets}

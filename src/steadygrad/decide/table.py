@@ -20,8 +20,7 @@ class Rung:
 
     action: Action
     factor: float | None = None
-    """For `scale_lr` and `scale_weight_decay`. With `rollback`: 1 takes the rates back with the weights, less lowers
-    the learning rate as well."""
+    """Of what is scaled. With `rollback`: 1 takes the rates back with the weights, less lowers the learning rate."""
     after: int = 1
     """Non-finite steps in a row at which it is due; 1 for findings that are not about a step."""
 
@@ -55,6 +54,7 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
         "divergence": (lower, go_back),
         "overfitting": (decay_more,),
     }
-    usual = {Action.SCALE_LR: lower, Action.SCALE_WEIGHT_DECAY: decay_more}
+    clip_more = Rung(action=Action.TIGHTEN_CLIP, factor=policy.clip_factor)
+    usual = {Action.SCALE_LR: lower, Action.SCALE_WEIGHT_DECAY: decay_more, Action.TIGHTEN_CLIP: clip_more}
     own = {kind: (usual.get(action, Rung(action=action)),) for kind, action in policy.actions.items()}
     return table | own

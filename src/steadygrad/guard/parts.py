@@ -148,7 +148,7 @@ class Parts:
             config=config.snapshots,
             agree=self.ranks.find_common if self.ranks.many else None,
         )
-        self.actor = Actor(config.policy, rates=self.rates, snapshots=self.snapshots)
+        self.actor = Actor(config.policy, rates=self.rates, snapshots=self.snapshots, clipper=self.clipper)
         self.rank_file: RankFile | None = None
         self.judgement = Judgement(
             config,

@@ -56,6 +56,8 @@ class Stepper:
             return
         if batches.num_dropped:
             parts.gate.average_the_kept(batches)
+        if parts.clipper is not None:
+            parts.meter.max_norm = parts.clipper.constant_norm  # a policy may have lowered it
         scale = parts.scaler.factor
         measurement = parts.meter.measure(batches.loss, scale=scale, told_scale=parts.scaler.now)
         if measurement is None:

@@ -156,7 +156,7 @@ class Meter:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._implementation = _choose(implementation, self._parameters)
-        self._max_norm = max_norm
+        self.max_norm = max_norm
         self._ranks, self._shards_allowed = ranks or Ranks(), ranks is not None
         self._plans: dict[bytes, Plan] = {}
         self._last: Plan | None = None
@@ -187,7 +187,7 @@ class Meter:
         loss = None if loss is None else loss.detach().to(plan.device)
         inverse = None if scale is None else scale.to(plan.device).double().reciprocal()
         if plan.triton is not None:
-            limit = self._max_norm or 0.0
+            limit = self.max_norm or 0.0
             plan.triton.measure(
                 addresses, loss=loss, inverse_scale=inverse, packed=m.packed, flags=m.flags, max_norm=limit
             )
@@ -204,7 +204,7 @@ class Meter:
         if self._ranks.shares_tables:
             gradients = [p.grad for p in m.parameters if p.grad is not None]
             table, loss = self._ranks.share(m.table, m.names, gradients, own_loss)
-            _summarise(m, table, loss, self._max_norm)
+            _summarise(m, table, loss, self.max_norm)
         said = self._ranks.take_said()
         assert said is not None
         m.packed = torch.cat([m.packed, said.to(m.packed.device)])
@@ -250,7 +250,7 @@ class Meter:
         grads, table = [p.grad for p in m.parameters if p.grad is not None], m.table
         dense = [_gradients.as_dense(g, name, sharded=self._shards_allowed) for g, name in zip(grads, m.names)]
         if self._implementation is Implementation.FOREACH and all(values.device.type == "cpu" for values in dense):
-            _measure_on_host(m, grads, dense, loss, inverse, self._max_norm)
+            _measure_on_host(m, grads, dense, loss, inverse, self.max_norm)
             return
         by_device: dict[torch.device, list[int]] = {}
         for i, values in enumerate(dense):
@@ -270,7 +270,7 @@ class Meter:
                 table[i, NUM_COLUMNS - 1] += implicit
         if inverse is not None:
             table[:, :2] *= inverse
-        _summarise(m, table, loss, self._max_norm)
+        _summarise(m, table, loss, self.max_norm)
 
 
 def _measure_on_host(

@@ -60,6 +60,7 @@ def _tell_actions(tally: Tally) -> str:
     names = {
         Action.SCALE_LR: "learning-rate changes",
         Action.SCALE_WEIGHT_DECAY: "weight-decay changes",
+        Action.TIGHTEN_CLIP: "clip-threshold changes",
         Action.ROLLBACK: "rollbacks",
         Action.SANITIZE: "sanitised steps",
     }
