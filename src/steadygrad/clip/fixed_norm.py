@@ -37,9 +37,9 @@ class FixedNormClipper:
 
     def state_dict(self) -> dict[str, Any]:
         """By how much the threshold was lowered; the threshold itself is the user's."""
-        return {"factor": self._factor}
+        return {} if self._factor == 1.0 else {"factor": self._factor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it; states of earlier versions are empty."""
+        """Take it."""
         self._factor = float(state.get("factor", 1.0))
         self.constant_norm = self.threshold
