@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,26 +50,17 @@ def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> 
         for piece in pieces:
             if pool is not None:
                 hashes.append(run_soon(pool, hash_piece, piece))
-            for part in _write_all(file.fileno(), memoryview(piece)):
-                _start_writeback(file.fileno(), num_bytes, part)
-                num_bytes += part
+            num_bytes += _write_all(file.fileno(), memoryview(piece))
         os.fsync(file.fileno())
     return FileEntry(num_bytes, tuple(take() for take in hashes))
 
 
-def _start_writeback(descriptor: int, start: int, size: int) -> None:
-    """Let the disk begin now, so that the fsync at the end finds little to do. A hint: where it is unknown, none."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
-
-
-def _write_all(descriptor: int, data: memoryview) -> Iterator[int]:
-    """Write it all; the sizes of the parts that the system took at a time."""
+def _write_all(descriptor: int, data: memoryview) -> int:
+    """Write it all, in as many parts as the system takes; how much it was."""
+    size = len(data)
     while len(data):
-        written = os.write(descriptor, data)
-        yield written
-        data = data[written:]
+        data = data[os.write(descriptor, data) :]
+    return size
 
 
 def replace_file(path: Path, data: bytes) -> None:
