@@ -229,6 +229,7 @@ def test_raise_is_another_name_for_halt() -> None:
         "sanitize",
         "scale_lr",
         "scale_weight_decay",
+        "tighten_clip",
         "rollback",
         "halt",
     ]
