@@ -1,9 +1,9 @@
 """A real training that is killed again and again, at any moment, and must end as if nothing had happened.
 
 The parent imports torch once and forks each life of the training from there, so that a kill costs milliseconds. More
-often than not it waits for a folder that is being written before it kills. Each life confirms the saves that it knows
-to be on disk; the next one must begin at the newest of them or later. Run as a program it prints one line of JSON:
-`python crashes.py FOLDER NUM_KILLS SEED`.
+often than not it stops the training while a folder is being written and kills it there. Each life confirms the saves
+that it knows to be on disk; the next one must begin at the newest of them or later. Run as a program it prints one
+line of JSON: `python crashes.py FOLDER NUM_KILLS SEED`.
 """
 
 from __future__ import annotations
@@ -155,12 +155,27 @@ def kill_in_time(child: int, folder: Path, diary: Path, rng: random.Random) -> b
         time.sleep(0.001)
     time.sleep(rng.uniform(0.0, 0.05))
     if rng.random() < WRITING_SHARE:
-        while not is_writing(folder):
-            pass
-        time.sleep(rng.uniform(0.0, 0.004))
+        stop_while_writing(child, folder, rng.uniform(0.0, 0.004))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return is_writing(folder)
+
+
+def stop_while_writing(child: int, folder: Path, delay: float) -> None:
+    """Hold it `delay` after a checkpoint was begun, where one is still being written; if not, the next one, sooner.
+
+    So how fast the disk is does not decide how many kills hit a save.
+    """
+    while True:
+        while not is_writing(folder):
+            pass
+        time.sleep(delay)
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        if is_writing(folder):
+            return
+        os.kill(child, signal.SIGCONT)
+        delay /= 2
 
 
 def crash(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
