@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from steadygrad.checkpoint.direct import BLOCK_BYTES
 from steadygrad.checkpoint.manifest import PIECE_BYTES
 
 CODES: dict[torch.dtype, str] = {
@@ -116,12 +117,14 @@ def _move(to: int, data: Tensor, start: int, size: int) -> None:
 
 
 def _take_memory(num_bytes: int, *, pinned: bool) -> Tensor:
+    """Memory that begins with a whole block, as the disk wants it; pinned memory always does."""
     if pinned:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:  # no more memory may be locked: slower, not wrong
             pass
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % BLOCK_BYTES :]
 
 
 def _make_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

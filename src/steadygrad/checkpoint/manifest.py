@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from steadygrad.checkpoint.direct import read_at
 from steadygrad.checkpoint.refusals import DamagedCheckpoint
 
 T = TypeVar("T")
@@ -130,8 +131,11 @@ def start_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) - 2)), thread_name_prefix="steadygrad-hash")
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Compare every file of the folder with the manifest: sizes first, then hashes. DamagedCheckpoint says where."""
+def check_files(folder: Path, manifest: Manifest, *, written_now: bool = False) -> None:
+    """Compare every file of the folder with the manifest: sizes first, then hashes. DamagedCheckpoint says where.
+
+    Those that were `written_now` are read from the disk itself, and the page cache is left to others.
+    """
     for name, entry in manifest.files.items():
         try:
             found = (folder / name).stat().st_size
@@ -142,13 +146,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     with start_pool() as pool:
         for name, entry in manifest.files.items():
             try:
-                _check_hashes(folder, name, entry.crc32, pool)
+                hashes = hash_file(folder / name, pool, direct=written_now)
+                _check_hashes(folder, name, hashes, entry.crc32)
             except OSError as error:
                 raise DamagedCheckpoint(folder, f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _check_hashes(folder: Path, name: str, wanted: Sequence[str], pool: ThreadPoolExecutor) -> None:
-    found = hash_file(folder / name, pool)
+def _check_hashes(folder: Path, name: str, found: Sequence[str], wanted: Sequence[str]) -> None:
     if len(found) != len(wanted):
         raise DamagedCheckpoint(folder, f"{name} has {len(found)} pieces, the manifest {len(wanted)}")
     for i, (one, other) in enumerate(zip(found, wanted)):
@@ -157,17 +161,18 @@ def _check_hashes(folder: Path, name: str, wanted: Sequence[str], pool: ThreadPo
             raise DamagedCheckpoint(folder, f"{name} is not what was written: the hash of {where} differs")
 
 
-def hash_file(path: Path, pool: ThreadPoolExecutor) -> list[str]:
+def hash_file(path: Path, pool: ThreadPoolExecutor, *, direct: bool = False) -> list[str]:
     """The hash of each piece. Read, not mapped: a disk that fails is then an OSError and not the end of the process."""
+    read = read_at if direct else os.pread
     with path.open("rb") as file:
         descriptor = file.fileno()
         starts = range(0, os.fstat(descriptor).st_size, PIECE_BYTES)
-        waiting = [run_soon(pool, _hash_at, descriptor, start) for start in starts]
+        waiting = [run_soon(pool, _hash_at, read, descriptor, start) for start in starts]
         return [take() for take in waiting]
 
 
-def _hash_at(descriptor: int, start: int) -> str:
-    return hash_piece(os.pread(descriptor, PIECE_BYTES, start))
+def _hash_at(read: Callable[[int, int, int], bytes | memoryview], descriptor: int, start: int) -> str:
+    return hash_piece(read(descriptor, PIECE_BYTES, start))
 
 
 def run_soon(pool: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> Callable[[], T]:

@@ -252,7 +252,7 @@ class CheckpointStore:
     def _verify(self, folder: Path) -> None:
         """Read the new checkpoint back, before older ones may go."""
         try:
-            check_files(folder, read_info(folder).manifest)
+            check_files(folder, read_info(folder).manifest, written_now=True)
         except DamagedCheckpoint as damage:
             self._set_aside(folder, damage.reason)
             raise CheckpointError(f"it was read back and is not what was written: {damage.reason}") from damage

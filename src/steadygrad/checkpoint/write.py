@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from steadygrad.checkpoint.direct import write_all
 from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, hash_piece, run_soon, start_pool
 
 WRITING, REMOVING = ".writing-", ".removing-"
@@ -50,17 +51,9 @@ def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> 
         for piece in pieces:
             if pool is not None:
                 hashes.append(run_soon(pool, hash_piece, piece))
-            num_bytes += _write_all(file.fileno(), memoryview(piece))
+            num_bytes += write_all(file.fileno(), memoryview(piece))
         os.fsync(file.fileno())
     return FileEntry(num_bytes, tuple(take() for take in hashes))
-
-
-def _write_all(descriptor: int, data: memoryview) -> int:
-    """Write it all, in as many parts as the system takes; how much it was."""
-    size = len(data)
-    while len(data):
-        data = data[os.write(descriptor, data) :]
-    return size
 
 
 def replace_file(path: Path, data: bytes) -> None:
