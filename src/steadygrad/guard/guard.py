@@ -3,7 +3,7 @@
     forward, backward        the user's, or ours from the user's function (`passes.py`)
     step or skip             measured, clipped, and kept from the weights when it is bad (`stepping.py`)
     judge                    detect -> decide -> act -> record, when the numbers are on the host (`arrivals.py`)
-    save                     what is due, and after a signal a last time
+    save                     what is due, and after a signal a last time (`keeping.py`)
 
 On CUDA with fused optimizers the device never idles for any of it.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -22,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.accelerated import AcceleratorDrive
-from steadygrad.checkpoint.run import tell_unsaved
 from steadygrad.checkpoint.sharded import ShardedStore
-from steadygrad.checkpoint.signals import EXIT_CODE
 from steadygrad.checkpoint.store import CheckpointStore, Save
 from steadygrad.config import GuardConfig
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted, UsageError
-from steadygrad.facts import Action, Finding, Incident, Severity, StepRecord, Verdict
+from steadygrad.facts import Action, Finding, Incident, StepRecord
 from steadygrad.guard.account import tell_health, tell_stats, tell_summary
 from steadygrad.guard.arrivals import Arrivals
+from steadygrad.guard.asking import scale_setting
+from steadygrad.guard.keeping import Keeper
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.range_test import describe_test, find_lr
@@ -100,8 +99,7 @@ class Guard:
         self._arrivals = Arrivals(parts, self._moment)
         self._stepper = Stepper(parts, self._moment, self._arrivals)
         self._passes = Passes(parts, self._moment, self._arrivals, self._stepper)
-        self._validation_loss: float | None = None
-        self._validated: tuple[int, float] | None = None
+        self._keeper = Keeper(parts, self._moment, self._arrivals)
         self._drive: AcceleratorDrive | None = None
         self._closed = False
         if not parts.off:
@@ -139,7 +137,7 @@ class Guard:
             elif not self._parts.off:
                 self._parts.stale.after_step()
         self._arrivals.judge_if_arrived()
-        self._save_if_due()
+        self._keeper.save_if_due(self.close)
         return result
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -280,8 +278,7 @@ class Guard:
         self.flush()
         value = self._parts.ranks.take_mean(float(loss))
         if math.isfinite(value):
-            self._validation_loss = value
-            self._validated = (self._moment.next_step, value)
+            self._moment.validation_loss, self._moment.validated_at = value, self._moment.next_step
             self._parts.checkpoints.note_validation(self._moment.next_step, value)
         if not self._parts.off:
             self._parts.judgement.validate(max(0, self._moment.next_step - 1), self._moment.epoch, value)
@@ -296,35 +293,22 @@ class Guard:
             self._arrivals.follow_rollback()
         self._moment.epoch += 1
         self._parts.checkpoints.end_epoch()
-        self._parts.followers.after_epoch(self._validation_loss)
+        self._parts.followers.after_epoch(self._moment.validation_loss)
 
     def scale_lr(self, factor: float, reason: str) -> None:
         """Multiply the learning rate by `factor`, now and under whatever scheduler; the ledger says why.
 
         On many ranks call it on each.
         """
-        self._carry_out(Verdict(action=Action.SCALE_LR, reason=reason, factor=factor), "lr")
+        self._check_open()
+        self.flush()
+        scale_setting(self._parts, self._moment, Action.SCALE_LR, factor, reason)
 
     def scale_weight_decay(self, factor: float, reason: str) -> None:
         """The same for the weight decay."""
-        self._carry_out(Verdict(action=Action.SCALE_WEIGHT_DECAY, reason=reason, factor=factor), "weight_decay")
-
-    def _carry_out(self, verdict: Verdict, key: str) -> None:
-        """What the user's program asks for."""
         self._check_open()
-        factor = verdict.factor
-        if not isinstance(factor, int | float) or not math.isfinite(factor) or factor <= 0:
-            raise UsageError(f"a factor of {factor!r} for the {key}. Give a number above 0: 0.5 halves it.")
-        if self._parts.off:
-            for optimizer in self._parts.optimizers:
-                for group in optimizer.param_groups:
-                    group[key] *= factor
-            return
         self.flush()
-        step = max(0, self._moment.next_step - 1)
-        outcome = self._parts.actor.carry_out(verdict, None, step=step)
-        finding = Finding(kind="asked_for", severity=Severity.INFO, step=step, message=verdict.reason)
-        self._parts.judgement.conclude(finding, verdict, outcome)
+        scale_setting(self._parts, self._moment, Action.SCALE_WEIGHT_DECAY, factor, reason)
 
     @property
     def epoch(self) -> int:
@@ -392,33 +376,11 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard itself remembers: step, detectors, clip state, totals. No weights, no optimizer state."""
-        self.flush()
-        return {
-            "version": 1,
-            "step": self._moment.next_step,
-            "epoch": self._moment.epoch,
-            "validation_loss": self._validation_loss,
-            "clip": {} if self._parts.clipper is None else self._parts.clipper.state_dict(),
-            "judgement": self._parts.judgement.state_dict(),
-            "actor": self._parts.actor.state_dict(),
-            "num_since_start": self._parts.lookout.num_since,
-            "num_skipped_batches": self._moment.num_skipped_batches,
-        }
+        return self._keeper.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken. Load model and optimizer first: the buffers are copied from now."""
-        self.flush()
-        if state.get("version") != 1:
-            raise UsageError(f"this guard state has version {state.get('version')!r}, only 1 is known.")
-        self._moment.next_step, self._moment.epoch = int(state["step"]), int(state["epoch"])
-        self._validation_loss = state["validation_loss"]
-        if self._parts.clipper is not None:
-            self._parts.clipper.load_state_dict(state["clip"])
-        self._parts.judgement.load_state_dict(state["judgement"])
-        self._parts.actor.load_state_dict(state["actor"])
-        self._parts.lookout.num_since = int(state["num_since_start"])
-        self._moment.num_skipped_batches = int(state["num_skipped_batches"])
-        self._parts.buffers.refresh()
+        self._keeper.load_state_dict(state)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -429,19 +391,7 @@ class Guard:
         disk that fails.
         """
         self._check_open()
-        self.flush()
-        self._parts.judgement.flush_record()
-        step, (validated, loss) = self._moment.next_step, self._validated or (-1, 0.0)
-        metrics = {self.config.checkpoint.best_by: loss} if validated == step else {}
-        saved = self._parts.checkpoints.save(
-            step, self.state_dict(), accumulated=self._moment.batches, buffers=self._parts.buffers, metrics=metrics
-        )
-        self._tell_unsaved()
-        return saved
-
-    def _tell_unsaved(self) -> None:
-        for failure in self._parts.checkpoints.take_failures():
-            self._parts.judgement.note(tell_unsaved(self._moment.next_step, failure))
+        return self._keeper.save()
 
     def resume(self, path: str | Path | None = None, *, strict: bool = True) -> int | None:
         """Go on from the newest good checkpoint of the run directory, or from `path`; the step that comes next.
@@ -450,39 +400,12 @@ class Guard:
         `strict=False` loads what fits a model that has changed.
         """
         self._check_open()
-        self.flush()
-        resumed = self._parts.checkpoints.resume(path, strict=strict, buffers=self._parts.buffers)
-        if resumed is None:
-            return None
-        self._parts.lookout.forget()
-        self.load_state_dict(resumed.guard)
-        self._moment.batches = resumed.accumulated
-        if self._moment.batches.num:  # inside a step: its beginning is over
-            self._parts.lookout.begin()
-        self._parts.judgement.note(resumed.tell())
-        self._parts.checkpoints.finish_resume()
-        return resumed.step
+        return self._keeper.resume(path, strict=strict)
 
     @property
     def checkpoints(self) -> CheckpointStore | ShardedStore:
         """The checkpoints of the run directory: `list()`, `best`, `load()`."""
         return self._parts.checkpoints.store
-
-    def _save_if_due(self) -> None:
-        """What comes by itself: a save every so many steps, and after a signal a last one and the end."""
-        received = self._parts.checkpoints.signals.received
-        if (
-            self._parts.ranks.many
-        ):  # a signal reaches ranks at different steps: all stop after the step that told them all
-            received = (received or signal.SIGTERM) if self._arrivals.is_asked_to_stop else None
-        if received is not None:
-            saved = self.save()
-            where = None if saved is None else saved.wait()
-            self.close()
-            raise SystemExit(EXIT_CODE if where is not None else 128 + received)
-        if self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining:
-            self.save()
-        self._tell_unsaved()
 
     def close(self) -> None:
         """Judge what is pending and close the record. A closed guard refuses to step."""
@@ -498,7 +421,7 @@ class Guard:
             self._parts.own_gradients.close()
             self._parts.investigator.close()
             self._parts.checkpoints.close()
-            self._tell_unsaved()
+            self._keeper.tell_unsaved()
             self._parts.judgement.close()
             if self._parts.rank_file is not None:
                 self._parts.rank_file.close()

@@ -59,6 +59,9 @@ class Moment:
     """The generators as they were before the step, where a snapshot of that moment is taken later."""
     num_skipped_batches: int = 0
     """Batches that `guard.batches` left out after a rollback."""
+    validation_loss: float | None = None
+    """The newest finite one that `guard.validate` was told, before step `validated_at`."""
+    validated_at: int | None = None
     is_driven: bool = False
     """Whether a framework runs backward and clears the gradients."""
 
