@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.random_state import capture_random
-from steadygrad.diagnose.subject import find_wrappers, name_inputs, unwrap
+from steadygrad.diagnose.subject import find_wrappers, name_inputs
+from steadygrad.measure.subjects import unwrap
 
 DEVICES = ("cuda", "cpu")
 """Kinds of devices whose autocast is remembered."""

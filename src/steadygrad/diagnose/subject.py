@@ -15,17 +15,6 @@ from torch import Tensor, nn
 from steadygrad.measure.inputs import find_tensors
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of compile's and the parallel wrappers."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 def find_model(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module | None:
     """The first module among the arguments, behind a bound method, or among what the function refers to."""
     return next(iter(_find_modules(fn, args, kwargs)), None)
