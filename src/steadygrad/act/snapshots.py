@@ -9,23 +9,18 @@ Memory is bounded. Gradients, the data position and the number of the step are n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import Collector, Restorer, Source, State, collect_state, settle_shards
+from steadygrad.act.arena import Arena, count_bytes, fits_a_block
+from steadygrad.act.capture import Collector, Restorer, Source, collect_state, settle_shards
+from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 
-ALIGNMENT = 64
-"""Bytes; a multiple of every element's size."""
-BLOCK = 64 << 20
-"""Bytes of a block that many tensors share. torch rounds pinned memory up to a power of two: one block for each tensor
-would waste a third."""
 MIN_EVERY = 10
 """Steps between two snapshots at the very start of a run."""
 DENSE_BYTES = 64 << 20
@@ -40,109 +35,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Take it back."""
-
-
-# --- host memory ---------------------------------------------------------------------------------------------------
-
-
-class _Arena:
-    """Blocks of host memory that hold one snapshot after another."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._blocks: list[Tensor] = []
-        self.events: list[torch.cuda.Event] = []
-        """Copies into it that may be under way."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it holds."""
-        return sum(block.numel() for block in self._blocks)
-
-    def plan(self, sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-        """For each size its (block, offset), and the sizes of the blocks that would have to be added."""
-        used = [0] * len(self._blocks)
-        capacity = [block.numel() for block in self._blocks]
-        places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
-        remaining = sum(map(_aligned, sizes))
-        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            size = _aligned(sizes[i])
-            block = next((b for b in range(len(used)) if used[b] + size <= capacity[b]), None)
-            if block is None:
-                block = len(used)
-                wanted = max(size, min(BLOCK, remaining))
-                capacity.append(1 << (wanted - 1).bit_length() if self._pinned else wanted)
-                used.append(0)
-            places[i] = (block, used[block])
-            used[block] += size
-            remaining -= size
-        return places, capacity[len(self._blocks) :]
-
-    def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A host tensor like each of these."""
-        for event in self.events:
-            if not event.query():  # a snapshot that was discarded at once may still be on its way in
-                event.synchronize()
-        self.events = []
-        places, added = self.plan([_num_bytes(tensor) for tensor in tensors])
-        self._blocks += [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in added]
-        return [_view(self._blocks[block], offset, tensor) for (block, offset), tensor in zip(places, tensors)]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _view(block: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Memory of `block` in dtype, shape and, where it has no gaps, strides of `like`: the copy is then one memcpy."""
-    strides = torch.empty_like(like, device="meta").stride()
-    return block[offset : offset + _num_bytes(like)].view(like.dtype).as_strided(like.shape, strides)
-
-
-def _fits_a_block(tensor: Tensor) -> bool:
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    return plain and tensor.numel() > 0
-
-
-# --- one snapshot --------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Snapshot:
-    """A copy of the state before step `step`."""
-
-    step: int
-    state: State
-    arena: _Arena
-    hosts: list[Tensor]
-    devices: list[torch.device]
-    largest: Tensor
-    """The largest absolute value of each tensor that was looked at: not finite where the tensor is not."""
-    labels: list[tuple[str, bool]] = field(default_factory=list)
-    """Of each of these tensors the name, and whether it must be finite."""
-    finite: bool | None = None
-    num_healthy: int = 0
-    good: bool = False
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether everything is on the host."""
-        return all(event.query() for event in self.arena.events)
-
-    def wait(self) -> None:
-        """Wait for copies under way."""
-        for event in self.arena.events:
-            event.synchronize()
-
-    def values(self) -> Iterator[tuple[str, bool, bool]]:
-        """Each tensor that was looked at: its name, whether it must be finite, and whether it is."""
-        self.wait()
-        for (name, must_be_finite), largest in zip(self.labels, self.largest.tolist()):
-            yield name, must_be_finite, math.isfinite(largest)
 
 
 class Snapshots:
@@ -169,11 +61,11 @@ class Snapshots:
         self._extras: dict[str, Any] = {name: extra for name, extra in (extras or {}).items() if extra is not None}
         self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, whoever refers to them
         self._config = config if config is not None else SnapshotConfig()
-        self._ring: list[_Snapshot] = []  # oldest first
-        self._spare: list[_Arena] = []
+        self._ring: list[Snapshot] = []  # oldest first
+        self._spare: list[Arena] = []
         self._limit = self._config.keep
         self._last_taken: int | None = None
-        self._restored: _Snapshot | None = None
+        self._restored: Snapshot | None = None
         self._in_trouble = False
         self._were_finite: set[str] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -222,7 +114,7 @@ class Snapshots:
         if hosts is None:
             return False
         arena, copies, largest = hosts
-        snapshot = _Snapshot(step, state, arena, copies, [s.tensor.device for s in collector.sources], largest)
+        snapshot = Snapshot(step, state, arena, copies, [s.tensor.device for s in collector.sources], largest)
         self._copy(snapshot, collector.sources)
         self._ring.append(snapshot)
         self._last_taken = step
@@ -234,11 +126,11 @@ class Snapshots:
             torch.cuda.current_stream(device).wait_event(event)
         self._under_way = []
 
-    def _make_hosts(self, sources: list[Source]) -> tuple[_Arena, list[Tensor], Tensor] | None:
+    def _make_hosts(self, sources: list[Source]) -> tuple[Arena, list[Tensor], Tensor] | None:
         """A place on the host for each tensor and for the look at them; None when there is no memory for it."""
         tensors = [source.tensor for source in sources]
-        largest = torch.empty(sum(map(_is_looked_at, sources)), dtype=torch.float64, device="meta")
-        wanted = [*filter(_fits_a_block, tensors), largest]
+        largest = torch.empty(sum(map(is_looked_at, sources)), dtype=torch.float64, device="meta")
+        wanted = [*filter(fits_a_block, tensors), largest]
         arena = self._find_arena(wanted)
         if arena is None:
             return None
@@ -249,12 +141,12 @@ class Snapshots:
             return None
         room = iter(copies)
         # Sparse and other unusual tensors are copied by waiting: they are rare, and small.
-        return arena, [next(room) if _fits_a_block(t) else t.to("cpu", copy=True) for t in tensors], largest
+        return arena, [next(room) if fits_a_block(t) else t.to("cpu", copy=True) for t in tensors], largest
 
-    def _copy(self, snapshot: _Snapshot, sources: list[Source]) -> None:
-        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if _fits_a_block(s.tensor)]
+    def _copy(self, snapshot: Snapshot, sources: list[Source]) -> None:
+        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if fits_a_block(s.tensor)]
         now = [(s, h) for s, h in pairs if not (s.late and s.tensor.is_cuda)]
-        _copy_and_look(snapshot, now)
+        copy_and_look(snapshot, now)
         for device in dict.fromkeys(s.tensor.device for s, _ in pairs if s.tensor.is_cuda):
             late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
             current = torch.cuda.current_stream(device)
@@ -264,7 +156,7 @@ class Snapshots:
                 side = self._streams[device]
                 side.wait_stream(current)
                 with torch.cuda.stream(side):
-                    _copy_and_look(snapshot, late)
+                    copy_and_look(snapshot, late)
                 event = torch.cuda.Event()
                 event.record(side)
                 # Held until the device is ordered after the copy: freed memory would be given out again at once.
@@ -281,11 +173,11 @@ class Snapshots:
         """Host memory that all snapshots take together."""
         return sum(arena.num_bytes for arena in (*(s.arena for s in self._ring), *self._spare))
 
-    def _find_arena(self, tensors: Sequence[Tensor]) -> _Arena | None:
+    def _find_arena(self, tensors: Sequence[Tensor]) -> Arena | None:
         """Memory for one more snapshot, within the bound; None when the ring must keep what it has."""
-        sizes = [_num_bytes(tensor) for tensor in tensors]
+        sizes = [count_bytes(tensor) for tensor in tensors]
         pinned = any(tensor.is_cuda for tensor in tensors)
-        one = sum(_Arena(pinned=pinned).plan(sizes)[1])
+        one = sum(Arena(pinned=pinned).plan(sizes)[1])
         if one > self._config.max_bytes:
             self._switch_off(
                 f"one would take {_in_units(one)} of host memory, and SnapshotConfig.max_bytes allows "
@@ -297,7 +189,7 @@ class Snapshots:
             if not self._discard_one():
                 return None
         while True:
-            arena = self._spare[-1] if self._spare else _Arena(pinned=pinned)
+            arena = self._spare[-1] if self._spare else Arena(pinned=pinned)
             if self.bytes_held + sum(arena.plan(sizes)[1]) <= self._config.max_bytes:
                 self._spare = [spare for spare in self._spare if spare is not arena]
                 return arena
@@ -309,7 +201,7 @@ class Snapshots:
     def _has_place(self) -> bool:
         return len(self._ring) < self._limit or self._find_victim() is not None
 
-    def _find_victim(self) -> _Snapshot | None:
+    def _find_victim(self) -> Snapshot | None:
         """The oldest good one that has a newer good one; the only good one where there is room for one alone."""
         good = [s for s in self._ring if s.good]
         return good[0] if good and (len(good) > 1 or self._limit == 1) else None
@@ -320,7 +212,7 @@ class Snapshots:
             self._discard(victim)
         return victim is not None
 
-    def _discard(self, snapshot: _Snapshot) -> None:
+    def _discard(self, snapshot: Snapshot) -> None:
         self._ring.remove(snapshot)
         self._spare.append(snapshot.arena)
         if snapshot is self._restored:
@@ -357,7 +249,7 @@ class Snapshots:
             if snapshot.step > step:  # judged late: when it was taken, nobody knew
                 self._discard(snapshot)
 
-    def _find_nonfinite(self, snapshot: _Snapshot) -> list[str]:
+    def _find_nonfinite(self, snapshot: Snapshot) -> list[str]:
         """Names of what must be finite and is not; waits for the look if need be."""
         bad = []
         for name, must_be_finite, is_finite in snapshot.values():
@@ -401,7 +293,7 @@ class Snapshots:
         self._restored, self._in_trouble = chosen, False
         return chosen.step
 
-    def _choose(self, *, older: bool) -> _Snapshot | None:
+    def _choose(self, *, older: bool) -> Snapshot | None:
         good = self._keep_common([s for s in self._ring if s.good])
         if not good:
             untrained = [s for s in self._ring if s.step == 0 and not older]
@@ -412,7 +304,7 @@ class Snapshots:
         last = self._ring.index(self._restored if self._restored is not None else good[-1])
         return next((s for s in reversed(self._ring[:last]) if s in good), None)
 
-    def _keep_common(self, snapshots: list[_Snapshot]) -> list[_Snapshot]:
+    def _keep_common(self, snapshots: list[Snapshot]) -> list[Snapshot]:
         if self._agree is None:
             return snapshots
         common = self._agree([s.step for s in snapshots])
@@ -440,34 +332,6 @@ class Snapshots:
         fewer = f", room for {self._limit} of {self._config.keep}" if self._limit < self._config.keep else ""
         plural = "" if len(self._ring) == 1 else "s"
         return f"{len(self._ring)} snapshot{plural} in {_in_units(self.bytes_held)} of host memory{fewer}, {newest}"
-
-
-def _copy_and_look(snapshot: _Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
-    """Queue the copies and one pass that finds what is not finite, on the stream that is current."""
-    if not pairs:
-        return
-    torch._foreach_copy_([h for _, h in pairs], [s.tensor for s, _ in pairs], non_blocking=True)
-    groups: dict[tuple[torch.device, torch.dtype], list[Source]] = {}
-    for source, _ in pairs:
-        if _is_looked_at(source):
-            groups.setdefault((source.tensor.device, source.tensor.dtype), []).append(source)
-    for group in groups.values():
-        norms = torch.stack(torch._foreach_norm([_as_real(s.tensor) for s in group], math.inf)).double()
-        start = len(snapshot.labels)
-        snapshot.largest[start : start + len(group)].copy_(norms, non_blocking=True)
-        snapshot.labels += [(s.name, s.must_be_finite) for s in group]
-
-
-def _is_looked_at(source: Source) -> bool:
-    tensor = source.tensor
-    return bool(source.name) and _fits_a_block(tensor) and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """The same values in a dtype that has a norm; float8 has none."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    return tensor.float() if tensor.element_size() == 1 else tensor
 
 
 def _tell_dropped(step: int, bad: list[str]) -> str:

@@ -1,0 +1,80 @@
+"""Snapshot: one copy of the training state in host memory, and what is known of it.
+
+The copies and one look at all of it are queued together on a stream; whether every number is finite is read when they
+have arrived. Taking, keeping and putting back are `Snapshots`'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from steadygrad.act.arena import Arena, fits_a_block
+from steadygrad.act.capture import Source, State
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A copy of the state before step `step`."""
+
+    step: int
+    state: State
+    arena: Arena
+    hosts: list[Tensor]
+    devices: list[torch.device]
+    largest: Tensor
+    """The largest absolute value of each tensor that was looked at: not finite where the tensor is not."""
+    labels: list[tuple[str, bool]] = field(default_factory=list)
+    """Of each of these tensors the name, and whether it must be finite."""
+    finite: bool | None = None
+    num_healthy: int = 0
+    good: bool = False
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether everything is on the host."""
+        return all(event.query() for event in self.arena.events)
+
+    def wait(self) -> None:
+        """Wait for copies under way."""
+        for event in self.arena.events:
+            event.synchronize()
+
+    def values(self) -> Iterator[tuple[str, bool, bool]]:
+        """Each tensor that was looked at: its name, whether it must be finite, and whether it is."""
+        self.wait()
+        for (name, must_be_finite), largest in zip(self.labels, self.largest.tolist()):
+            yield name, must_be_finite, math.isfinite(largest)
+
+
+def copy_and_look(snapshot: Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
+    """Queue the copies and one pass that finds what is not finite, on the stream that is current."""
+    if not pairs:
+        return
+    torch._foreach_copy_([h for _, h in pairs], [s.tensor for s, _ in pairs], non_blocking=True)
+    groups: dict[tuple[torch.device, torch.dtype], list[Source]] = {}
+    for source, _ in pairs:
+        if is_looked_at(source):
+            groups.setdefault((source.tensor.device, source.tensor.dtype), []).append(source)
+    for group in groups.values():
+        norms = torch.stack(torch._foreach_norm([_as_real(s.tensor) for s in group], math.inf)).double()
+        start = len(snapshot.labels)
+        snapshot.largest[start : start + len(group)].copy_(norms, non_blocking=True)
+        snapshot.labels += [(s.name, s.must_be_finite) for s in group]
+
+
+def is_looked_at(source: Source) -> bool:
+    """Whether it can be other than finite, and has a name to tell."""
+    tensor = source.tensor
+    return bool(source.name) and fits_a_block(tensor) and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """The same values in a dtype that has a norm; float8 has none."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.element_size() == 1 else tensor
