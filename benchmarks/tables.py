@@ -203,7 +203,10 @@ def summarise_crash(results: Results) -> list[Row]:
 
 def summarise_checkpoint(results: Results) -> list[Row]:
     size = f"{results['state_bytes'] / 1e9:.1f} GB, {'GPU' if results['device'] == 'cuda' else 'CPU'}"
-    ours = f"{results['stall_median_seconds']:.2f} s ({results['stall_share']:.0%})"
+    ours = (
+        f"{results['stall_median_seconds']:.2f} s ({results['stall_share']:.0%}); "
+        f"on disk after {results['durable_median_seconds']:.2f} s"
+    )
     return [
         (
             f"What training waits for a checkpoint ({size})",
@@ -231,7 +234,8 @@ def summarise_multiway(results: Results) -> list[Row]:
     size, row = next((size, row) for size, row in reversed(results["all"].items()) if len(row) > 3)
     shown = {name: show_cost(found) for name, found in row.items()}
     beside = "; ".join(f"{name} {cost}" for name, cost in shown.items() if "ours" not in name)
-    return [(f"The exact contrastive loss over six modalities, {size}, D=512", shown["ours"], beside)]
+    ours = f"TF32 {shown['ours']}; bf16 {shown['ours, bf16']}"
+    return [(f"The exact contrastive loss over six modalities, {size}, D=512", ours, beside)]
 
 
 def summarise_report(results: Results) -> list[Row]:
