@@ -8,8 +8,8 @@ fsync, as ever. What is read back so comes from the disk, not from what the syst
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -17,7 +17,6 @@ import threading
 BLOCK_BYTES = 4096
 """Whole blocks for every disk in use, and a page of memory on most systems."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _own = threading.local()
 
 
@@ -29,14 +28,15 @@ def write_all(descriptor: int, data: memoryview) -> int:
 
 
 def _write_blocks(descriptor: int, data: memoryview) -> int:
-    """Write the whole blocks of it past the cache; how many bytes that were, fewer where the system refuses."""
+    """Write the whole blocks of it past the cache; how many bytes that were, fewer where the system refuses.
+
+    Systems refuse with many codes, some for this memory only; a disk that fails fails the ordinary way next.
+    """
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
-        _set_direct(descriptor, on=True)
-        _write(descriptor, data[: len(data) - len(data) % BLOCK_BYTES])
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
+        with contextlib.suppress(OSError):
+            _set_direct(descriptor, on=True)
+            _write(descriptor, data[: len(data) - len(data) % BLOCK_BYTES])
     finally:
         _set_direct(descriptor, on=False)
     return os.lseek(descriptor, 0, os.SEEK_CUR) - position
@@ -50,6 +50,8 @@ def _fits_blocks(descriptor: int, data: memoryview) -> bool:
 
 
 def _set_direct(descriptor: int, *, on: bool) -> None:
+    if not _DIRECT:
+        return
     import fcntl
 
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -65,13 +67,21 @@ def read_at(descriptor: int, num_bytes: int, start: int) -> memoryview:
     """`num_bytes` from whole blocks, fewer at the end, in memory that this thread's next call uses again."""
     memory: mmap.mmap | None = getattr(_own, "memory", None)
     if memory is None or len(memory) < num_bytes:
-        memory = _own.memory = mmap.mmap(-1, num_bytes)
+        memory = _own.memory = mmap.mmap(-1, num_bytes)  # shared: a fork meanwhile takes no page away from the disk
     view = memoryview(memory)[:num_bytes]
-    try:
+    with contextlib.suppress(OSError):
         _set_direct(descriptor, on=True)
-        return view[: os.preadv(descriptor, [view], start)]
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
+        return view[: _read(descriptor, view, start)]
     _set_direct(descriptor, on=False)
-    return view[: os.preadv(descriptor, [view], start)]
+    return view[: _read(descriptor, view, start)]
+
+
+def _read(descriptor: int, view: memoryview, start: int) -> int:
+    """Fill `view`, in as many parts as the system gives; how much there was. A part of a block is the file's last."""
+    done = 0
+    while done < len(view) and done % BLOCK_BYTES == 0:
+        got = os.preadv(descriptor, [view[done:]], start + done)
+        if not got:
+            break
+        done += got
+    return done
