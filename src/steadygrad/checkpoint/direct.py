@@ -77,9 +77,9 @@ def read_at(descriptor: int, num_bytes: int, start: int) -> memoryview:
 
 
 def _read(descriptor: int, view: memoryview, start: int) -> int:
-    """Fill `view`, in as many parts as the system gives; how much there was. A part of a block is the file's last."""
-    done = 0
-    while done < len(view) and done % BLOCK_BYTES == 0:
+    """Fill `view` up to the file's end, in as many parts as the system gives; how much there was."""
+    done, end = 0, min(len(view), os.fstat(descriptor).st_size - start)
+    while done < end:
         got = os.preadv(descriptor, [view[done:]], start + done)
         if not got:
             break
