@@ -1,6 +1,8 @@
 # Two commands do everything on a machine that has only Python, pip and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV   ?= .venv
+# Processes that run the tests; each takes one thread.
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -35,7 +37,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
 
 # Strict: a warning is an error. `make test` builds it too, into a folder of its own (tests/test_site.py).
 docs: $(STAMP)

@@ -5,9 +5,10 @@ A small GPT on text of a Markov chain (made here; its entropy is the floor), Ada
 batches and as many of them: what a rollback throws away is lost. A rate *trains* when it closes at least
 nine tenths of the way from the first loss to the lowest final loss in the table. The clip strategies are this
 library's, on a Guard that only watches (it still skips a step that is not finite); "no clip" and "clip at 1.0" are
-plain loops. "Guard" has every default.
+plain loops. "Guard" has every default. A cell shows the median over the seeds; every run is counted that trains.
 
-    python benchmarks/lr_sensitivity.py [--device cuda|cpu] [--quick] [--seconds N] [--workers N] [--only COLUMN]
+    python benchmarks/lr_sensitivity.py [--device cuda|cpu] [--quick] [--seeds N] [--seconds N] [--workers N]
+                                        [--only COLUMN]
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(width=64, layers=2, heads=4, context=32, batch=16, steps=300, symbols=32, seeds=1, seconds=1200),
+    "cpu": Size(width=64, layers=2, heads=4, context=32, batch=16, steps=300, symbols=32, seeds=3, seconds=1200),
     "cuda": Size(width=192, layers=3, heads=6, context=64, batch=128, steps=240, symbols=32, seeds=2, seconds=112),
     "quick": Size(width=48, layers=2, heads=2, context=24, batch=16, steps=120, symbols=16, seeds=1, seconds=600),
 }
@@ -279,11 +280,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="three rates, five ways, a tiny model; nothing is written")
+    parser.add_argument("--seeds", type=int, help="so many, one after the other  [default: 3 on cpu, 2 on cuda]")
     parser.add_argument("--seconds", type=float, help="begin no run after so many")
     parser.add_argument("--workers", type=int, help="processes  [default: all cores but a few]")
     parser.add_argument("--only", action="append", choices=list(COLUMNS), help="this way only; nothing is written")
     args = parser.parse_args()
     size = SIZES["quick" if args.quick else args.device]
+    size = replace(size, seeds=args.seeds or size.seeds)
     names = args.only or (QUICK_COLUMNS if args.quick else list(COLUMNS))
     rates = QUICK_RATES if args.quick else RATES
     workers = args.workers or max(1, (os.cpu_count() or 1) - (3 if args.device == "cuda" else 0))

@@ -129,6 +129,7 @@ class Judgement:
     def validate(self, step: int, epoch: int, loss: float) -> None:
         """A validation loss was told."""
         self.stopping.observe(step, loss)
+        self._recorder.write_validation(step, epoch, loss)
         self._consider(Validation(step=step, epoch=epoch, loss=loss))
 
     def end_epoch(self, step: int, epoch: int) -> None:

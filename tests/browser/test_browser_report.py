@@ -248,3 +248,17 @@ def test_terms_of_the_loss_and_ranks_are_shown_when_they_are_there(watched: Watc
     assert page.locator("details.incident .badge.rank").all_text_contents() == ["rank 1"]
     watched.keep_picture("report-ranks", full_page=True)
     assert watched.complaints == []
+
+
+def test_evaluations_are_drawn_over_the_training_loss_and_compared(watched: Watched, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_run(tmp_path / name, 120, calm=True)
+        lines = (f'{{"step": {s}, "val_loss": {9 / s}, "val_f1": 0.5}}' for s in (40, 80, 120))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    write_report([tmp_path / "first", tmp_path / "second"], tmp_path / "report.html")
+    page = watched.open((tmp_path / "report.html").as_uri())
+    assert page.evaluate(POINTS, "validation") == [120, 3]
+    assert page.evaluate(POINTS, "metrics") == [3]
+    assert page.evaluate(POINTS, "compare_validation") == [3, 3]
+    watched.keep_picture("validation", full_page=True)
+    assert watched.complaints == []

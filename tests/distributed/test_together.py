@@ -63,7 +63,7 @@ def raise_together() -> str:
 def test_a_loss_that_is_bad_on_one_rank_raises_on_all() -> None:
     told = run_ranks(raise_together, 2)
     assert told[0] == told[1]
-    assert told[0].startswith("step 3: the loss is nan; it began on rank 1")
+    assert told[0].startswith("step 3: the loss is NaN; it began on rank 1")
 
 
 def scale_losses() -> dict[str, Any]:

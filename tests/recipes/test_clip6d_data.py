@@ -18,7 +18,7 @@ from steadygrad.recipes.clip6d.config import Clip6dConfig, ModelConfig
 from steadygrad.recipes.clip6d.data import CaptionDataset, CaptionLoader, read_corpus
 from steadygrad.recipes.clip6d.fit import open_corpus
 from steadygrad.recipes.clip6d.neighbours import find_captions
-from steadygrad.recipes.clip6d.retrieval import measure_recall, rank_matches
+from steadygrad.recipes.clip6d.retrieval import list_pairs, measure_recall, rank_matches
 from steadygrad.recipes.clip6d.tokens import FILL, encode, encode_batch
 
 TEXT = ("image", "en", "de")
@@ -253,6 +253,33 @@ def test_recall_of_a_pair_counts_those_that_have_both() -> None:
     present[:4, 1] = False
     found = measure_recall({"a": eye, "b": wrong}, present)
     assert found["R@1"] == found["R@1/b->a"] == 1.0
+    assert not [name for name in found if "rest" in name], "of two the rest is the other one"
+
+
+def test_a_product_finds_from_the_rest_what_no_pair_finds() -> None:
+    """Signs of one modality are those of two others multiplied: each two of the three are unrelated."""
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 50, 256).sign().unbind()
+    features, present = {"a": a, "b": b, "c": a * b}, torch.ones(50, 3, dtype=torch.bool)
+
+    multiplied, added = (measure_recall(features, present, multiplies=multiplies) for multiplies in (True, False))
+
+    assert multiplied["R@1"] == added["R@1"] < 0.1
+    assert multiplied["(rest) R@1"] == 1.0
+    assert added["(rest) R@1"] < 0.1
+    rows = list_pairs(multiplied, ("a", "b", "c"))
+    assert [row[0] for row in rows] == ["a - b", "a - c", "b - c", "(rest) - a", "(rest) - b", "(rest) - c"]
+    assert rows[-1] == ("(rest) - c", "100.0", "100.0", "100.0", "", "", "")
+
+
+def test_recall_from_the_rest_counts_those_that_have_everything() -> None:
+    eye, present = torch.eye(20), torch.ones(20, 3, dtype=torch.bool)
+    wrong = eye.clone()
+    wrong[:4] = eye[[1, 0, 3, 2]]
+    present[:4, 0] = False
+    found = measure_recall({"a": eye, "b": eye, "c": wrong}, present)
+    assert found["R@1/(rest)->c"] == 1.0
+    assert found["R@1/b->c"] == pytest.approx(16 / 20)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -176,21 +176,32 @@ def test_every_kind_of_negatives_can_be_used(negatives: str) -> None:
     assert 0 < float(loss.detach()) < 20
 
 
+def test_without_the_stable_loss_it_is_the_product_at_clips_scale_whatever_the_version() -> None:
+    """As the original: `stable_loss_version` chooses among the stable ones only."""
+    batch = take_batch()
+    for version in range(4):
+        module = make_module(use_stable_loss=False, stable_loss_version=version)
+        features = module.encode(batch)
+        units = [f / f.norm(dim=-1, keepdim=True) for f in features.values()]
+        logits = torch.einsum("az,bz,cz,dz,ez,fz->abcdef", *units)
+        torch.testing.assert_close(module(batch), logits, rtol=1e-4, atol=1e-7)  # fp32 sums in another order
+        wanted = average_cross_entropy(logits / 0.07)
+        torch.testing.assert_close(module.compute_loss(features), wanted)
+
+
 def test_the_plain_loss_shrinks_with_the_number_of_combinations() -> None:
     """A cross entropy averaged over [B]^M has B labels in B^(M-1) rows."""
     torch.manual_seed(0)
     features = [torch.randn(4, 8, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     units = [f / f.norm(dim=-1, keepdim=True) for f in features]
-    for version in (0, 2):
-        plain = average_cross_entropy(compute_plain_logits(version, features))
-        fibre = multiway_contrastive(units, 1.0, similarity=SIMILARITIES[version], negatives="fibre")  # type: ignore[arg-type]
-        torch.testing.assert_close(plain * 4 ** (4 - 2), fibre)
+    plain = average_cross_entropy(compute_plain_logits(*features))
+    torch.testing.assert_close(plain * 4 ** (4 - 2), multiway_contrastive(units, 1.0, negatives="fibre"))
 
 
 def test_the_plain_logits_break_where_the_stable_ones_do_not() -> None:
     features = [torch.randn(4, 8) for _ in range(3)]
     features[1][2] = 0.0
-    assert not compute_plain_logits(0, features).isfinite().all()
+    assert not compute_plain_logits(*features).isfinite().all()
     assert get_stable_loss_function(loss_version=0)(*features).isfinite().all()
 
 
@@ -293,8 +304,8 @@ def test_the_check_of_the_setup_prints_what_the_seed_expects(capsys: pytest.Capt
 def test_the_check_of_the_setup_fails_where_a_loss_is_not_finite(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = lambda **_: lambda *features: compute_plain_logits(0, features)  # noqa: E731
-    monkeypatch.setattr("steadygrad.recipes.clip6d.check_setup.get_stable_loss_function", plain)
+    where = "steadygrad.recipes.clip6d.check_setup.get_stable_loss_function"
+    monkeypatch.setattr(where, lambda **_: compute_plain_logits)
 
     assert check_setup() == 4
 

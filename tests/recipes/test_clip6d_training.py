@@ -23,6 +23,7 @@ from clip6d_trainings import (
 from torch import Tensor
 
 from steadygrad.checkpoint import CheckpointStore
+from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.cli import main
 from steadygrad.recipes.clip6d.evaluate import evaluate
 from steadygrad.recipes.clip6d.fit import build_module
@@ -49,12 +50,15 @@ def test_six_modalities_learn_to_find_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
 def test_every_version_of_the_loss_learns(version: int, tmp_path: Path) -> None:
-    config = make_config(modalities=("en", "zh", "vector"), stable_loss_version=version)
+    config = make_config(modalities=("en", "zh", "vector"), stable_loss_version=version, epochs=2)
     corpus = open_shapes(config)
+    chance = expect_by_chance(len(corpus.val))["R@1"]
     _, keeper = train(config, tmp_path, corpus=corpus)
-    assert keeper.metrics["val_loss"] < 0.9 * math.log(config.batch_size**2), "below that of guessing"
-    if version > 0:  # a product of three is large for vectors that are not alike in pairs
-        assert keeper.metrics["R@1"] > 4 * expect_by_chance(len(corpus.val))["R@1"]
+    # Of three seeds the worst: loss 0.36 of guessing, from the rest 14 times chance.
+    assert keeper.metrics["val_loss"] < 0.5 * math.log(config.batch_size**2), "far below that of guessing"
+    assert keeper.metrics["(rest) R@1"] > 8 * chance
+    if version > 0:  # a product says nothing of pairs: of three seeds 2.0 to 4.8 times chance, others 24 to 31
+        assert keeper.metrics["R@1"] > 8 * chance
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,9 @@ def test_any_of_the_modalities_can_be_trained(modalities: tuple[str, ...], tmp_p
     config = make_config(modalities=modalities, max_steps=4)
     before = weights_of(build_module(config, open_shapes(config)))
     module, keeper = train(config, tmp_path)
-    assert len([name for name in keeper.metrics if name.startswith("R@1/")]) == len(modalities) * (len(modalities) - 1)
+    found = {name.removeprefix("R@1/") for name in keeper.metrics if name.startswith("R@1/")}
+    pairs = {f"{a}->{b}" for a in modalities for b in modalities if a != b}
+    assert found == pairs | ({f"(rest)->{name}" for name in modalities} if len(modalities) > 2 else set())
     still = [name for name, value in weights_of(module).items() if torch.equal(value, before[name])]
     assert not still, "every weight takes part"
 
@@ -72,41 +78,54 @@ def test_any_of_the_modalities_can_be_trained(modalities: tuple[str, ...], tmp_p
 # --- the failures of the seed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [0, 1])
-def test_gradients_vanish_without_the_stable_loss(
-    version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Norm-based logits above their clamp, or products of six unit vectors: the loss does not decrease."""
-    wide = dataclasses.replace(TINY, embed_dim=256)
-    config = make_config(stable_loss_version=version, use_stable_loss=False, protect=False, max_steps=25, model=wide)
-    corpus = open_shapes(config)
-    chance = expect_by_chance(len(corpus.val))
-    start = evaluate(build_module(config, corpus), corpus, config)
+WIDE = dataclasses.replace(TINY, embed_dim=512)
+"""As long as CLIP's vectors: a product of six is 1.7e-7."""
 
-    module, keeper = train(config, tmp_path / "plain", corpus=corpus)
+
+def test_gradients_vanish_without_the_stable_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One switch of the recipe, at a learning rate twenty times its default: the loss does not decrease."""
+    config = make_config(use_stable_loss=False, protect=False, model=WIDE)
+    corpus = open_shapes(config)
+    chance = math.log(config.batch_size) / config.batch_size**4
+
+    module, keeper = train(config, tmp_path, corpus=corpus)
 
     assert module.gradient_monitor is not None
-    assert max(module.gradient_monitor.history["global_norm"]) < 1e-6
+    norms = list(module.gradient_monitor.history["global_norm"])
+    assert len(norms) == 64, "a whole epoch"
+    assert max(norms) < 1e-7
     assert "Vanishing gradients detected" in capsys.readouterr().out
-    assert keeper.metrics["val_loss"] == pytest.approx(start["val_loss"], rel=1e-3)
-    assert keeper.metrics["R@1"] < 3 * chance["R@1"]
+    assert keeper.metrics["val_loss"] == pytest.approx(chance, rel=1e-3)
+    assert keeper.metrics["R@1"] < 2 * expect_by_chance(len(corpus.val))["R@1"]
 
-    stable = dataclasses.replace(config, use_stable_loss=True, protect=True, max_steps=60)
-    _, keeper = train(stable, tmp_path / "stable", corpus=corpus)
-    assert keeper.metrics["val_loss"] < 0.95 * math.log(config.batch_size**5)
-    if version == 1:  # products of six need not be alike in pairs after sixty steps
-        assert keeper.metrics["R@1"] > 3 * chance["R@1"]
+
+@pytest.mark.parametrize(
+    ("version", "epochs", "share", "found"),
+    [  # Of five seeds the worst: 0.61 of guessing, 7.6 times chance; for the product of three seeds: 0.78, 7.2 times.
+        (1, 1, 0.75, "R@1"),
+        (0, 2, 0.85, "(rest) R@1"),
+    ],
+)
+def test_the_training_that_vanished_learns_with_the_stable_loss(
+    version: int, epochs: int, share: float, found: str, tmp_path: Path
+) -> None:
+    """By the norm of the sum, which is the seed's advice, and by the very product, at its own scale."""
+    config = make_config(stable_loss_version=version, epochs=epochs, model=WIDE)
+    corpus = open_shapes(config)
+    _, keeper = train(config, tmp_path, corpus=corpus)
+    assert keeper.metrics["val_loss"] < share * math.log(config.batch_size**5)
+    assert keeper.metrics[found] > 4 * expect_by_chance(len(corpus.val))["R@1"]
 
 
 def test_the_guard_tells_of_gradients_that_vanish(tmp_path: Path) -> None:
-    config = make_config(use_stable_loss=False, max_steps=25, model=dataclasses.replace(TINY, embed_dim=256))
+    config = make_config(use_stable_loss=False, max_steps=25, model=WIDE)
     _, keeper = train(config, tmp_path)
     assert keeper.guard is not None
-    assert {finding.kind for finding in keeper.guard.findings} == {"vanishing_gradient", "dead_units"}
+    assert {finding.kind for finding in keeper.guard.findings} == {"vanishing_gradient"}
 
 
 def test_a_bad_sample_kills_the_unprotected_training_and_not_the_protected_one(tmp_path: Path) -> None:
-    config = make_config(modalities=("en", "zh", "vector"))
+    config = make_config(model=WIDE)
     corpus = poison_vector(open_shapes(config), index=100, value=math.nan)
 
     dead, _ = train(dataclasses.replace(config, protect=False), tmp_path / "off", corpus=corpus)
@@ -115,7 +134,8 @@ def test_a_bad_sample_kills_the_unprotected_training_and_not_the_protected_one(t
 
     alive, keeper = train(config, tmp_path / "on", corpus=corpus)
     assert all(bool(value.isfinite().all()) for value in alive.state_dict().values())
-    assert keeper.metrics["R@1"] > 3 * expect_by_chance(len(corpus.val))["R@1"]
+    assert keeper.metrics["R@1"] > 4 * expect_by_chance(len(corpus.val))["R@1"]
+    assert keeper.metrics["val_loss"] < 0.75 * math.log(config.batch_size**5)
     steps = [json.loads(line) for line in (tmp_path / "on" / "steps.jsonl").read_text().splitlines()]
     assert [step["skipped"] for step in steps].count(True) == 1
     kinds = {
@@ -173,6 +193,13 @@ def test_a_run_that_is_over_has_nothing_left_to_do(tmp_path: Path) -> None:
     again, kept = train(config, tmp_path, resume="latest")
     assert_equal(weights_of(again), weights_of(module))
     assert kept.metrics == keeper.metrics
+
+
+def test_a_checkpoint_of_another_program_is_refused_by_its_path(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        store.save({"model": {"weight": torch.ones(1)}}, step=1)
+    with pytest.raises(CheckpointError, match=r"was not saved by clip6d\. Give a run directory of this recipe\."):
+        train(make_config(modalities=("en", "vector")), tmp_path, resume="latest")
 
 
 def test_patience_stops_a_training_that_gets_no_better(tmp_path: Path) -> None:

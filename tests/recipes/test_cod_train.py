@@ -130,6 +130,14 @@ def test_an_explosion_inside_an_accumulated_step_costs_that_step_alone() -> None
     assert is_finite(trainer)
 
 
+def test_the_last_batch_of_a_short_window_is_told_by_its_own_number() -> None:
+    console = Lines()
+    settings = {**TINY, "epochs": 1, "stage1_epochs": 0, "accumulation_steps": 5}
+    trainer = CodTrainer(CodConfig(**settings), tell=console.say)
+    train_tiny(trainer, spoil={7})
+    assert "❌ NaN/Inf detected in loss at batch 7!" in console.lines  # batches 5, 6 and 7 make the step
+
+
 def test_a_bad_picture_ends_the_unprotected_training_and_not_the_other() -> None:
     console = Lines()
     bare = CodTrainer(CodConfig(**TINY, protect=False), tell=console.say)

@@ -79,7 +79,7 @@ def test_words_become_values(words: list[str], values: dict[str, object]) -> Non
     ("words", "message"),
     [
         (["--inner.rte", "2"], "--inner.rte is no field of the recipe outer. Did you mean --inner.rate?"),
-        (["--zzzz", "2"], "--zzzz is no field of the recipe outer. See them with --help."),
+        (["--zzzz", "2"], "--zzzz is no field of the recipe outer. See them: steadygrad train outer --help."),
         (["--size", "many"], "--size must be a number, got 'many'. The default is 1."),
         (["--size"], "--size stands without a value. Write --size VALUE."),
         (["--size", "--path", "x"], "--size stands without a value."),
@@ -103,6 +103,9 @@ def test_the_last_word_of_a_path_must_be_of_one_field_only() -> None:
     with pytest.raises(UsageError, match=r"several parts: --one.rate or --other.rate. Write which."):
         find_field("rate", fields, {}, "two")
     assert read_value(find_field("one.rate", fields, {}, "two"), "3") == 3.0
+    for text in ("1e400", "nan", "-inf"):
+        with pytest.raises(UsageError, match=f"--one.rate must be a number, got '{text}'"):
+            read_value(find_field("one.rate", fields, {}, "two"), text)
 
 
 def test_values_may_stand_under_dotted_names() -> None:
@@ -169,7 +172,7 @@ def test_the_help_of_the_recipes_does_not_load_torch() -> None:
     [
         (["soe"], "there is no recipe 'soe' to train. Did you mean seo?"),
         (["seo", "--learning-rat", "1"], "--learning-rat is no field of the recipe seo. Did you mean --learning-rate?"),
-        (["seo", "--learning-rate", "-1"], "Error: --learning-rate must be a number above 0, got -1.0. Use 0.001."),
+        (["seo", "--learning-rate", "-1"], "Error: --learning-rate must be a finite number above 0, got -1.0."),
         (["mmdit", "--lr", "0"], "Error: --optimizer.lr must be a number above 0, got 0.0."),
         (["mmdit", "--lr", "0", "--training.max-steps", "0"], "  --training.max-steps must be a whole number"),
         (["clip6d", "--modalities", "image"], "Error: --modalities must be two to 6, got 1: image."),

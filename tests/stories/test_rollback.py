@@ -240,7 +240,7 @@ def test_the_third_rollback_halts_with_the_whole_story() -> None:
     ]
     assert halted.value.incidents == tuple(guard.incidents)
     for part in (
-        "the loss is nan",
+        "the loss is NaN",
         "10 non-finite steps in a row",
         "the budget of 2 x rollback in 1000 steps is spent",
     ):

@@ -120,7 +120,7 @@ def test_a_nan_that_kills_the_script_is_left_out_and_told(story: Story, run_dyin
     assert {i["finding"]["kind"] for i in incidents} >= {"nonfinite_gradient", story.kind}
     assert all(i["outcome"]["action"] == "skip" for i in incidents)
     first = story.skipped[bad[0]][0]
-    assert f"steadygrad: step {first}: the loss is nan (the step was skipped" in guarded.err
+    assert f"steadygrad: step {first}: the loss is NaN (the step was skipped" in guarded.err
     assert "steadygrad" not in guarded.out
 
 
@@ -132,7 +132,7 @@ def test_observing_changes_no_bit_of_a_script_that_dies(story: Story, run_dying:
 
     assert (plain.code, observed.code) == (0, 0), observed.err
     assert_same_bits(load(tmp_path / "observed"), load(folder))
-    assert "the loss is nan" in observed.err
+    assert "the loss is NaN" in observed.err
 
 
 # --- exactly ------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_ranks_that_torchrun_starts_leave_out_the_same_step(tmp_path: Path) -> N
     assert all_finite(ranks[0])
     assert_same_bits(*ranks)
     assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
-    assert "steadygrad: rank 1: step 3: the loss is nan" in done.stderr
+    assert "steadygrad: rank 1: step 3: the loss is NaN" in done.stderr
 
 
 def test_ranks_that_the_script_spawns_are_guarded_too(tmp_path: Path) -> None:
@@ -378,6 +378,19 @@ def test_a_script_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     done = run_python("-m", "steadygrad", "run", "nowhere.py", folder=tmp_path)
     assert done.returncode == 2
     assert "there is no script nowhere.py" in done.stderr
+    (tmp_path / "empty").mkdir()
+    for wrong in (["empty"], ["-m", "no_such_module"], ["-m", "torch.no_such_module"]):
+        done = run_python("-m", "steadygrad", "run", *wrong, folder=tmp_path)
+        assert done.returncode == 2
+        assert f"{wrong[-1]} cannot be run: " in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_script_that_makes_no_optimizer_is_told_that_nothing_was_guarded(tmp_path: Path) -> None:
+    script = write(tmp_path / "idle.py", "import torch\nprint(torch.ones(2).sum().item())\n")
+    done = run_python("-m", "steadygrad", "run", script, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "2.0\n")
+    assert done.stderr == ("steadygrad: the script made no optimizer, so nothing was guarded and nothing is recorded\n")
 
 
 def test_switched_off_the_script_runs_alone_and_by_itself_a_folder_is_named(tmp_path: Path) -> None:

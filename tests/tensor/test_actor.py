@@ -72,3 +72,10 @@ def test_without_a_snapshot_a_plain_rollback_changes_nothing() -> None:
 
     assert bench.roll_back(None).action is Action.NONE
     assert bench.lr == 0.4
+
+
+@pytest.mark.parametrize(("step", "told"), [(7, "the next batch is left out"), (99, "the next 5 batches are left out")])
+def test_how_much_data_is_left_out_is_told_as_a_person_counts(step: int, told: str) -> None:
+    bench = Bench()
+    verdict = Verdict(action=Action.ROLLBACK, reason="made up")
+    assert told in bench.actor.carry_out(verdict, None, step=step).message

@@ -194,6 +194,15 @@ def test_names_that_meet_are_kept_apart() -> None:
     assert list(packed.files["state"]) == ["a.b.c", "a.b.c#2"]
 
 
+def test_a_place_that_cannot_hold_checkpoints_or_holds_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("", tmp_path / "file"):
+        with pytest.raises(UsageError, match="needs a folder"):
+            CheckpointStore(place)
+    with CheckpointStore(tmp_path / "store") as store, pytest.raises(CheckpointError, match="nothing is there"):
+        store.load(path=tmp_path / "nosuch")
+
+
 def test_a_closed_store_refuses_and_a_wrong_setting_is_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.close()

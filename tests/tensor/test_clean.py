@@ -256,6 +256,9 @@ def test_the_command_says_what_it_replaced(tmp_path: Path, capsys: pytest.Captur
     assert main(["clean", str(source), str(target), "--value", "0.25"]) == 0
     assert "bad: 3 replaced by 0.25" in capsys.readouterr().out
 
+    assert main(["clean", str(source), str(tmp_path / "other.pt"), "--value", "nan"]) == 2
+    assert "--value must be a finite number, got NaN" in capsys.readouterr().err
+
     assert main(["clean", str(source), str(target)]) == 2
     assert "--force" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from steadygrad.diagnose import Capture, diagnose, diagnose_capture, diagnose_captures
+from steadygrad.errors import UsageError
 
 
 def break_at_zero(model: nn.Module, x: Tensor) -> Tensor:
@@ -580,3 +581,18 @@ def test_a_line_of_a_recipe_is_named_as_the_users_own_would_be() -> None:
     assert cause is not None
     assert cause.op == "aten.div"
     assert cause.source == "known = (features - self.feature_mean) / self.feature_std"
+
+
+@pytest.mark.parametrize("result", [lambda x: x.log(), lambda x: "text", lambda x: None])
+def test_a_function_without_a_loss_or_a_gradient_is_refused_and_not_called_healthy(result: Any) -> None:
+    with pytest.raises(UsageError, match="the loss must be"):
+        diagnose(result, torch.tensor([0.0, -1.0]))
+
+
+def test_a_function_that_runs_backward_itself_needs_no_loss() -> None:
+    model = nn.Linear(2, 1)
+
+    def step(x: Tensor) -> None:
+        model(x).mean().backward()
+
+    assert diagnose(step, torch.ones(3, 2), model=model) is None

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steadygrad.cli import main
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.quarantine import Quarantine, load_batch
 from steadygrad.errors import UsageError
@@ -172,3 +174,107 @@ def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(tmp_path: Path) -
     assert (healthy.returncode, healthy.stdout) == (0, "The replayed step is healthy.\n"), healthy.stderr
     assert missing.returncode == 2
     assert "whose batch was not kept" in missing.stderr
+
+
+ODD = """
+import sys
+import torch
+print("hello from the module")
+number = 3
+layer = torch.nn.Linear(9, 1)
+
+def other_model(batch):
+    return layer(batch["x"]).mean()
+
+def no_loss(batch):
+    return "text"
+
+def breaks(batch):
+    raise KeyError("x")
+
+def builder_that_fails():
+    raise RuntimeError("no data here")
+"""
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The run of `make_run` in the current folder, beside modules that fail in ways of their own."""
+    make_run(tmp_path)
+    (tmp_path / "odd_entries.py").write_text(ODD)
+    (tmp_path / "entry_without_syntax.py").write_text("def f(:\n")
+    (tmp_path / "entry_that_exits.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    yield tmp_path
+    for name in ("train", "odd_entries", "entry_that_exits"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("odd_entries:nothing", "odd_entries:nothing is no function. Name one"),
+        ("odd_entries:number", "is no function, it is of type int"),
+        ("odd_entries:builder_that_fails", "RuntimeError: no data here ("),
+        ("odd_entries:other_model", "the weights saved with the batch do not fit the Linear of --entry"),
+        ("no_such_module:f", "cannot be imported from"),
+        ("entry_without_syntax:f", "SyntaxError: invalid syntax (entry_without_syntax.py, line 1)"),
+        ("entry_that_exits:f", "SystemExit: 0"),
+    ],
+)
+def test_an_entry_that_fails_is_one_error_and_exit_code_2(
+    run_here: Path, entry: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", "run", "--entry", entry]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(("entry", "told"), [("no_loss", "the loss must be a tensor, got str"), ("breaks", "KeyError")])
+def test_a_step_that_could_not_be_replayed_is_neither_healthy_nor_a_cause(
+    run_here: Path, entry: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_here / "weightless.py").write_text(ODD.replace("Linear(9, 1)", "Identity()"))
+    assert main(["diagnose", "run", "--entry", f"weightless:{entry}"]) == 2
+    assert told in capsys.readouterr().out
+    sys.modules.pop("weightless")
+
+
+def test_what_the_module_prints_does_not_spoil_the_json(run_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_here / "train.py").write_text(TRAIN + "\nprint('importing')\n")
+    assert main(["diagnose", "run", "--entry", "train:build", "--json"]) == 1
+    said = capsys.readouterr()
+    assert (
+        json.loads(said.out)["cause"]["op"] == "aten.sqrt"
+    )  # the last incident has no batch: the one before it is taken
+    assert "importing" in said.err
+
+
+@pytest.mark.parametrize(
+    ("incidents", "arguments", "told"),
+    [
+        (b"", (), "run has no incident"),
+        (b'{"step": 7', (), "none has a batch in run/batches"),
+        (b'{"step": 7', ("--incident", "0"), "line 0 of run/incidents.jsonl is cut short or spoilt"),
+        (b"\xff\xfe\n[1]\n", (), "none has a batch"),
+        (b'{"step": 7}\n', ("--incident", "5"), "Use --incident 0 to 0"),
+        (b'{"step": 7}\n', ("--incident", "-1"), "there is no incident -1"),
+        (b'{"step": 7}\n', ("--weights", "train.py"), "--weights train.py is no safetensors file"),
+    ],
+)
+def test_a_record_that_is_spoilt_or_too_short_is_told(
+    run_here: Path, incidents: bytes, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_here / "run" / "incidents.jsonl").write_bytes(incidents)
+    assert main(["diagnose", "run", "--entry", "train:build", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert "Traceback" not in said
+
+
+def test_without_an_entry_it_says_what_one_is(run_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "run"]) == 2
+    assert "--entry train:step" in capsys.readouterr().err

@@ -190,6 +190,22 @@ def test_a_kernel_that_cannot_run_here_is_refused_before_the_first_step() -> Non
     assert_told(caught.value, "MeasureConfig.implementation is 'triton'", "Use 'auto'")
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"config": "guard.yaml"}, ("must be a GuardConfig, got 'guard.yaml'", "GuardConfig.load(path)")),
+        ({"config": {"clip": None}}, ("must be a GuardConfig", "GuardConfig.from_dict(values)")),
+        ({"scaler": 3}, ("must be a torch.amp.GradScaler or None, got int",)),
+        ({"run_dir": ""}, ("run_dir must be the path of a folder or None, got ''",)),
+        ({"run_dir": 3}, ("run_dir must be the path of a folder or None, got 3",)),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(given: dict[str, Any], told: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_guard(**given)
+    assert_told(caught.value, *told)
+
+
 def test_a_scheduler_and_an_ema_that_cannot_move_are_refused() -> None:
     with pytest.raises(UsageError, match=r"must have step\(\), got int"):
         make_guard(scheduler=3)
@@ -379,8 +395,19 @@ def test_a_closed_guard_still_answers_and_can_be_closed_again() -> None:
 
 def test_a_state_of_an_unknown_version_is_refused() -> None:
     _, _, guard = make_guard()
-    with pytest.raises(UsageError, match=r"version 99, only 1 is known"):
+    with pytest.raises(UsageError, match=r"known here: version 99"):
         guard.load_state_dict({**guard.state_dict(), "version": 99})
+
+
+def test_what_is_no_state_or_no_number_is_refused_by_name() -> None:
+    _, _, guard = make_guard()
+    with pytest.raises(UsageError, match=r"known here: int"):
+        guard.load_state_dict(3)  # type: ignore[arg-type]
+    for loss in ("x", None, torch.zeros(2)):
+        with pytest.raises(UsageError, match=r"guard.validate\(loss\) was given"):
+            guard.validate(loss)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"guard.log\(accuracy=...\) was given 'x'"):
+        guard.log(accuracy="x")  # type: ignore[arg-type]
 
 
 def test_a_state_of_another_clip_strategy_is_refused() -> None:

@@ -47,12 +47,31 @@ def test_exit_codes_say_clean_found_and_could_not(clean_file: Path, bad_file: Pa
 def test_it_says_which_tensor_and_what_to_do(bad_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["scan", str(bad_file)])
     said = capsys.readouterr().out
-    assert "3 elements in 1 of 3 tensors are NaN or Inf" in said
+    assert "NaN or Inf in 3 elements of 1 of 3 tensors" in said
     assert "steadygrad clean" in said
     assert "embed" not in said
 
     main(["scan", str(bad_file), "--all"])
     assert "embed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["scan"], ["scan", "--diff"], ["clean"]])
+def test_what_is_no_checkpoint_and_what_is_damaged_are_told_with_what_to_do(
+    command: list[str], bad_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, cut = tmp_path / "notes.txt", tmp_path / "cut.safetensors"
+    text.write_text("hello")
+    save_file({"a": torch.ones(3)}, cut)
+    cut.write_bytes(cut.read_bytes()[:-4])
+    for path, told in (
+        (text, "is no checkpoint: it begins with b'hello'"),
+        (cut, "copy it again, or use an older one"),
+    ):
+        more = {"scan": [], "scan --diff": [str(bad_file)], "clean": [str(tmp_path / "target.pt")]}[" ".join(command)]
+        assert main([*command, str(path), *more]) == 2
+        said = capsys.readouterr().err
+        assert told in said
+        assert "resume()" not in said  # there may be no run to resume
 
 
 def test_what_is_refused_goes_to_stderr_and_the_rest_is_scanned(

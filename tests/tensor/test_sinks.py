@@ -103,7 +103,7 @@ def test_tensorboard_has_incidents_as_text_and_counts_actions(tmp_path: Path) ->
     [told] = events.Tensors("incidents/nonfinite_loss/text_summary")
     text = told.tensor_proto.string_val[0].decode()
     assert told.step == BAD
-    assert "the loss is nan" in text
+    assert "the loss is NaN" in text
     assert "the step was skipped, no weight was touched" in text
     assert events.Scalars("action/num_skip")[-1].value == len(truth.incidents)
 
@@ -202,7 +202,7 @@ def test_wandb_offline_has_numbers_texts_and_alerts(offline: Path) -> None:
     assert norms[0] == truth.records[0].grad_norm
     assert math.isnan(float(norms[BAD]))
     assert any(name.startswith("grad/layer_norms") for row in rows for name in row)
-    assert any("the loss is nan" in row.get("incidents/nonfinite_loss", "") for row in rows)
+    assert any("the loss is NaN" in row.get("incidents/nonfinite_loss", "") for row in rows)
     alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
     kinds = {incident.finding.kind for incident in truth.incidents}
     assert {alert.title for alert in alerts} == {f"steadygrad: {kind}" for kind in kinds}
@@ -221,6 +221,27 @@ def test_a_wandb_run_that_was_handed_over_stays_open(offline: Path) -> None:
     records = read_wandb(offline)
     assert read_history(records)[-1]["mine"] == 1.0
     assert not any(record.WhichOneof("record_type") == "alert" for record in records)
+
+
+# --- validation ---------------------------------------------------------------------------------------------------
+
+
+def test_a_validation_loss_reaches_every_tracker_and_a_sink_of_ones_own_may_do_without(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    logger, keeper = WithStep(), Keeper()
+    sinks = [TensorBoardSink(tmp_path / "board"), LoggerSink(logger), keeper]
+    with Guard(model, torch.optim.AdamW(model.parameters()), sinks=sinks, run_dir=tmp_path / "run") as guard:
+        for x in torch.randn(3, 8, 4):
+            guard.step(lambda x: model(x).square().mean(), x)
+        guard.validate(0.25)
+        guard.step(lambda x: model(x).square().mean(), x)
+        guard.validate(math.nan)
+    events = read_events(tmp_path / "board").Scalars("health/validation_loss")
+    assert (events[0].step, events[0].value) == (2, 0.25)
+    assert (2, {"health/validation_loss": 0.25}) in logger.values
+    lines = [json.loads(line) for line in (tmp_path / "run" / "validations.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 2, "epoch": 0, "loss": 0.25}, {"step": 3, "epoch": 0, "loss": "nan"}]
+    assert "validation step=3 epoch=0 loss=NaN" in (tmp_path / "run" / "train.log").read_text()
 
 
 # --- any logger ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steadygrad import ConfigError, GuardConfig, Trainer, TrainerConfig, UsageError
 from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.cli import main
 from steadygrad.testing import poison_batches
 from steadygrad.trainer import Stage, load_trained
 
@@ -248,6 +250,13 @@ def test_a_stage_trains_what_it_prepares_and_numbers_go_on(tmp_path: Path) -> No
     assert [epoch["epoch"] for epoch in trainer.train_history] == [0, 1, 2, 3]
 
 
+def test_a_second_training_begins_with_the_first_stage_again() -> None:
+    trainer = make_trainer(stages=STAGES)
+    trainer.train(make_loaders()[0])
+    trainer.train(make_loaders()[0])
+    assert [entry["stage"] for entry in trainer.train_history] == ["frozen", "frozen", "free", "free"] * 2
+
+
 def test_incidents_of_every_stage_are_told() -> None:
     trainer = make_trainer(stages=STAGES)
 
@@ -375,6 +384,13 @@ def test_there_is_nothing_to_resume_in_a_new_directory_and_a_wrong_path_is_told(
         make_trainer().resume()
 
 
+def test_a_checkpoint_of_a_stage_that_is_no_longer_there_is_told(tmp_path: Path) -> None:
+    make_trainer(stages=STAGES, run_dir=tmp_path).train(make_loaders()[0])
+    fewer = make_trainer(stages=STAGES[1:], run_dir=tmp_path)
+    with pytest.raises(CheckpointError, match=r"saved in stage 2, and this training has 1\. Resume with the stages"):
+        fewer.resume()
+
+
 def test_the_last_three_checkpoints_stay_and_the_best(tmp_path: Path) -> None:
     trainer = make_trainer(dataclasses.replace(CONFIG, epochs=6), run_dir=tmp_path)
 
@@ -460,6 +476,18 @@ def test_a_file_that_wants_to_run_code_is_refused(
     assert len([m for m in caplog.messages if "cannot be loaded" in m]) == 4
 
 
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match=r"model must be a torch.nn.Module, got int"):
+        Trainer(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="must be a TrainerConfig"):
+        Trainer(model, {})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="loss_fn must be a function"):
+        Trainer(model, loss_fn=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="training loader has no batch"):
+        Trainer(model, TrainerConfig(device="cpu")).train([])
+
+
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     torch.save({"model_state_dict": nn.Linear(2, 2).state_dict()}, tmp_path / "other.pth")
 
@@ -521,3 +549,17 @@ def test_a_device_that_is_not_there_is_told() -> None:
 def test_an_empty_validation_loader_is_told() -> None:
     with pytest.raises(UsageError, match="the validation loader has no batch"):
         make_trainer().train(make_loaders()[0], [])
+
+
+def test_the_report_of_a_training_draws_its_validation_curve(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="the report needs plotly: pip install 'steadygrad[view]'")
+    trainer = make_trainer(dataclasses.replace(CONFIG, eval_every=3), run_dir=tmp_path / "run")
+    trainer.train(*make_loaders())
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    drawn = data["runs"]["run0"]["validation"]["val_loss"]
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert drawn["x"] == [line["step"] for line in written]
+    assert drawn["y"] == pytest.approx([line["val_loss"] for line in written], rel=1e-5)  # six digits are drawn
+    assert len(drawn["x"]) >= 4

@@ -78,6 +78,13 @@ def test_what_it_does_not_know_is_exit_code_2(arguments: list[str], capsys: pyte
     assert "Error: " in capsys.readouterr().err
 
 
+def test_a_command_that_is_not_there_is_told_with_the_nearest_or_with_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["repot", "runs/a"]) == 2
+    assert "there is no command 'repot'. Did you mean report?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "There are demo, doctor, scan" in capsys.readouterr().err
+
+
 def test_python_m_is_the_same_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "steadygrad", "--version"], capture_output=True, text=True, check=False

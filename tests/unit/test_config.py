@@ -324,7 +324,7 @@ def test_every_unknown_and_wrong_field_is_named_in_one_error() -> None:
             "clip": {"kind": "zclip", "alfa": 0.9, "warmup": "many"},
         }
     )
-    assert message.startswith("10 wrong field(s):")
+    assert message.startswith("10 wrong fields:")
     for where, found in {
         "clipp": "unknown",
         "on_nonfinite": "'ignore'",
@@ -362,7 +362,7 @@ def test_every_unknown_and_wrong_field_is_named_in_one_error() -> None:
 )
 def test_every_value_out_of_range_is_named_at_once(values: Any, told: list[str]) -> None:
     first, *lines = refuse(values).splitlines()
-    assert first == f"{len(told)} wrong field(s):"
+    assert first == f"{len(told)} wrong field{'s' if len(told) > 1 else ''}:"
     for part in told:
         assert sum(line.strip().startswith(part) for line in lines) == 1, part
 
@@ -388,7 +388,8 @@ def test_odd_plain_values_are_told_by_their_place(values: Any, told: str) -> Non
 
 def test_an_unknown_field_is_told_with_the_fields_there_are() -> None:
     message = refuse({"record": {"every": 3}})
-    assert "record.every: unknown; RecordConfig has layers_every, steps_every" in message
+    assert "record.every: unknown; did you mean steps_every? RecordConfig has layers_every, steps_every" in message
+    assert "record.weather: unknown; RecordConfig has" in refuse({"record": {"weather": 3}})
 
 
 def test_a_value_out_of_range_is_told_with_its_place() -> None:
@@ -492,9 +493,9 @@ def test_a_file_gives_the_settings_it_says(name: str, text: str, as_text: bool, 
     [
         ("wrong.yaml", "clip: {kind: zclip, alfa: 1}\nrekord: 1\n", ("clip.alfa", "rekord", "2 wrong field")),
         ("wrong.toml", "rekord = 1\n[clip]\nkind = 'zclip'\nalfa = 1\n", ("clip.alfa", "rekord", "2 wrong field")),
-        ("broken.yaml", "clip: [", ("not valid YAML",)),
+        ("broken.yaml", "clip: [", ("not valid YAML", "(at line 1, column 8).")),
         ("broken.toml", "clip = [", ("not valid TOML",)),
-        ("empty.yaml", "", ("must hold a mapping", "NoneType")),
+        ("empty.yaml", "", ("the file is empty", "{}")),
         ("list.yaml", "- 1\n- 2\n", ("must hold a mapping", "list")),
         ("config.json", "{}", ("'.json' is not known", ".toml")),
     ],

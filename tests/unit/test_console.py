@@ -102,4 +102,6 @@ def test_an_error_of_the_system_names_the_file_and_not_its_number(
 
     monkeypatch.setattr(steadygrad.commands["plot"], "callback", fail)
     assert main(["plot", "x", "-o", "y.png"]) == 2
-    assert capsys.readouterr().err == "Error: /somewhere: Permission denied\n"
+    assert capsys.readouterr().err == (
+        "Error: /somewhere: Permission denied. Check that the path is right, and that it may be read and written.\n"
+    )

@@ -47,6 +47,7 @@ def test_a_nonfinite_input_of_a_healthy_step_is_an_info() -> None:
     said = findings_of(rule_named("nonfinite_input"), facts)
 
     assert [(f.step, f.severity) for f in said] == [(0, Severity.INFO)]
+    assert said[0].message == "the batch holds NaN or Inf in mask (1 element)"
 
 
 def test_a_tensor_that_is_nonfinite_at_healthy_steps_is_not_blamed_for_a_bad_one() -> None:
@@ -145,7 +146,10 @@ def test_a_parameter_that_stays_nonfinite_is_told_once_and_again_after_it_was_he
     bad = {"w": 1}
     facts: list[Fact] = [ParameterScan(step=t, nonfinite_parameters=bad if t != 3 else {}) for t in range(6)]
 
-    assert [f.step for f in findings_of(rule_named("nonfinite_parameter"), facts)] == [0, 4]
+    said = findings_of(rule_named("nonfinite_parameter"), facts)
+    assert [f.step for f in said] == [0, 4]
+    assert said[0].message == "NaN or Inf in 1 parameter: w"
+    assert "Where nothing was rolled back, load a checkpoint" in said[0].advice  # a rollback has healed it already
 
 
 def test_a_parameter_that_moved_before_and_stands_still_is_an_info() -> None:

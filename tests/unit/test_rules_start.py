@@ -25,16 +25,18 @@ def weigh(
     growth: float,
     *,
     weights: Sequence[float] = (3.0, 4.0),
-    loss: float = 3.0,
+    loss: float = 3.3,
     norm: float = 2.5,
     after: float = 3.0,
+    rate: float = 1e-3,
     num_steps: int = 28,
 ) -> list[Finding]:
     """Steps of which the third had this loss and norm and those from the fifth on the loss `after`; weights grow."""
     before = {f"w{i}": size for i, size in enumerate(weights)}
     grown = {name: growth * size if size else 5.0 for name, size in before.items()}
+    losses = [loss if t == 2 else 3.0 if t < 4 else after for t in range(num_steps)]
     facts: list[Fact] = [
-        reading(t, loss if t == 2 else 3.0 if t < 4 else after, norm if t == 2 else 1.0) for t in range(num_steps)
+        reading(t, value, norm if t == 2 else 1.0, learning_rates=(rate,)) for t, value in enumerate(losses)
     ]
     # A scan after a step is told before that step's Reading.
     facts = [ParameterScan(step=-1, norms=before), *facts[:7], ParameterScan(step=7, norms=grown), *facts[7:]]
@@ -50,8 +52,37 @@ def test_weights_that_run_far_while_the_gradient_grows_are_found_at_the_eighth_s
     assert said.evidence["num_steps"] == 8
     assert said.step == 2  # where the gradient grew, not where it was noticed
     assert said.evidence["weight_growth"] == pytest.approx(3.6)
-    # They moved by 3.5 of their norm; a tenth is usual.
-    assert said.evidence["lr_factor"] == pytest.approx(0.1 / math.sqrt(3.6**2 - 1))
+
+
+# The weights, of norm 5, moved by 3.5 times that: 17.3. The norms of eight gradients add up to 9.5, and SGD applies
+# each at most once in each of eight steps: it goes no further than 76 times its rate.
+@pytest.mark.parametrize(("rate", "usual"), [(0.22, 0.25), (0.24, 0.1)])
+def test_the_rate_is_lowered_less_where_only_adam_can_have_moved_the_weights_so_far(rate: float, usual: float) -> None:
+    (said,) = weigh(3.6, rate=rate)
+    assert said.evidence["lr_factor"] == pytest.approx(usual / math.sqrt(3.6**2 - 1))
+
+
+def test_steps_after_the_scan_do_not_count_as_what_moved_the_weights() -> None:
+    (said,) = weigh(1.6, after=2.0, rate=0.08)  # they moved by 6.2; eight steps of SGD reach 6.1
+    assert said.evidence["num_steps"] == 28
+    assert said.evidence["lr_factor"] == pytest.approx(0.25 / math.sqrt(1.6**2 - 1))
+
+
+def follow(losses: Sequence[float]) -> list[Finding]:
+    """Weights grow 1.7 times and the gradient triples, while the loss goes this way and then 2.9, 2.8 ... 2.3."""
+    scans = [ParameterScan(step=step, norms={"a": size, "b": size}) for step, size in ((-1, 1.0), (7, 1.7))]
+    losses = [*losses, *(2.9 - 0.6 * t / (27 - len(losses)) for t in range(28 - len(losses)))]
+    steps: list[Fact] = [reading(t, loss, 3.0 if t == 5 else 1.0) for t, loss in enumerate(losses)]
+    return findings_of(rule_named("rate_too_high"), [scans[0], *steps[:7], scans[1], *steps[7:]])
+
+
+def test_a_gradient_that_grows_while_the_loss_falls_does_no_harm() -> None:
+    assert follow([3.49, 3.37, 3.32, 3.24, 3.24, 3.07, 3.11, 3.01, 3.29, 3.07]) == []  # a GPT that learns at this rate
+
+
+def test_giving_back_what_was_learnt_is_harm_below_the_first_loss_too() -> None:
+    (said,) = follow([3.21, 2.57, 3.13, 2.98])  # a transformer at thirty times its rate
+    assert said.evidence["num_steps"] == 28
 
 
 def test_weights_that_run_less_far_are_found_when_little_was_learnt_since() -> None:
@@ -64,7 +95,8 @@ def test_weights_that_run_less_far_are_found_when_little_was_learnt_since() -> N
     "healthy",
     [
         {"growth": 1.3},  # a rate three times what it should be, of a CNN
-        {"growth": 3.6, "norm": 1.5},  # neither loss nor gradient grew
+        {"growth": 3.6, "loss": 3.2, "norm": 1.5},  # neither loss nor gradient grew much
+        {"growth": 3.6, "loss": 3.2},  # the gradient grew, the loss hardly
         {"growth": 3.6, "after": 0.8},  # it learns fast
         {"growth": 3.6, "weights": (3.0,)},  # one layer on frozen features
         {"growth": 3.6, "weights": (3.0, 0.0)},  # the other one began as zero

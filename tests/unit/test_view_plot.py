@@ -27,6 +27,7 @@ def test_every_panel_is_drawn(tmp_path: Path) -> None:
     add_update_ratios(write_run(tmp_path / "run", 450))
     with (tmp_path / "run" / "steps.jsonl").open("a") as steps:
         steps.write(json.dumps({"step": 450, "loss": 1.0, "grad_norm": 1.0, "extra": {"a term": 0.5}}) + "\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 100, "val_loss": 3.0, "val_accuracy": 0.5}\n')
     target = plot_run(tmp_path / "run", list(PANELS), tmp_path / "all.svg")
     text = target.read_text()
     for label in (
@@ -35,6 +36,8 @@ def test_every_panel_is_drawn(tmp_path: Path) -> None:
         "<!-- learning rate -->",
         "<!-- blocks.0.mlp.weight -->",
         "<!-- a term -->",
+        "<!-- validation loss -->",
+        "<!-- val_accuracy -->",
     ):
         assert label in text
     assert "<!-- rolled back -->" in text
@@ -54,6 +57,8 @@ def test_what_is_drawn_unasked_is_what_there_is(tmp_path: Path) -> None:
     log.write_text('{"loss": 1.0}\n')
     assert choose_panels(tmp_path / "run") == ["loss", "norm"]
     assert choose_panels(log) == ["loss"]
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 10, "val_loss": 3.0}\n')
+    assert choose_panels(tmp_path / "run") == ["loss", "validation", "norm"]
 
 
 def test_a_rate_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_a_name_with_dollars_is_no_mathematics(tmp_path: Path) -> None:
         (["loss", "moon"], "x.png", "nothing to plot called moon"),
         (["loss"], "x.bmp", r"\.png, \.svg, \.pdf"),
         (["ratios"], "x.png", "holds no update ratios"),
-        ([], "x.png", "Use: loss,norm"),
+        ([], "x.png", "Use: loss,validation,metrics,norm"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(tmp_path: Path, what: list[str], target: str, message: str) -> None:

@@ -20,7 +20,7 @@ from steadygrad.view.read.run import RunReader
 from steadygrad.view.render.parts import render_parts
 from steadygrad.view.watch import draw_screen
 
-COMMON = make_incident(5, kind="nonfinite_loss", message="the loss is nan; it began on rank 1")
+COMMON = make_incident(5, kind="nonfinite_loss", message="the loss is NaN; it began on rank 1")
 
 
 def own(step: int, message: str = "the batch holds NaN or Inf in 0") -> Incident:

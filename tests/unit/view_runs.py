@@ -60,7 +60,7 @@ def make_gradients(step: int, *, names: list[str] = NAMES, bad: str | None = Non
 
 def make_incident(
     step: int, *, kind: str = "nonfinite_loss", severity: Severity = Severity.ERROR, cause: Cause | None = None,
-    action: Action = Action.SKIP, message: str = "the loss is nan", did: str = "the step was skipped",
+    action: Action = Action.SKIP, message: str = "the loss is NaN", did: str = "the step was skipped",
 ) -> Incident:  # fmt: skip
     finding = Finding(
         kind=kind,

@@ -73,10 +73,7 @@ class Actor:
             then = self._snapshots.restore()
         self._rolled_back = True
         self.num_to_refuse = self._snapshots.effective_skip(now)
-        message = (
-            f"went back from step {now} to the state before step {then}; the next {self.num_to_refuse} batches "
-            "are left out"
-        )
+        message = f"went back from step {now} to the state before step {then}; {self._tell_refused()}"
         scaled = self._rates.scale_lr(lower) if lower is not None else None
         return Outcome(
             action=Action.ROLLBACK,
@@ -84,6 +81,12 @@ class Actor:
             before={"step": now, **(scaled.before if scaled else {})},
             after={"step": then, **(scaled.after if scaled else {})},
         )
+
+    def _tell_refused(self) -> str:
+        """What of the data is left out after a rollback."""
+        if self.num_to_refuse == 0:
+            return "no batch is left out"
+        return f"the next {f'{self.num_to_refuse} batches are' if self.num_to_refuse > 1 else 'batch is'} left out"
 
     def take_rolled_back(self) -> bool:
         """Whether a rollback has happened since this was last asked."""

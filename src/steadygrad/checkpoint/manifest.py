@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from steadygrad.checkpoint.direct import read_at
-from steadygrad.checkpoint.refusals import DamagedCheckpoint
+from steadygrad.checkpoint.refusals import DamagedCheckpoint, NoCheckpoint
 
 T = TypeVar("T")
 NAME = "manifest.json"
@@ -77,6 +77,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise DamagedCheckpoint(folder, f"{NAME} is too large to be one")
         data = path.read_bytes()
     except FileNotFoundError:
+        if not folder.exists():
+            raise NoCheckpoint(folder, "nothing is there") from None
         raise DamagedCheckpoint(folder, f"it has no {NAME}, so it was never finished") from None
     except OSError as error:
         raise DamagedCheckpoint(folder, f"{NAME} cannot be read: {error.strerror or error}") from error

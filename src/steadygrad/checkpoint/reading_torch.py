@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from steadygrad.checkpoint.inert import Storage
 from steadygrad.checkpoint.reading_pickle import KINDS, describe_tensors, interpret, make_storage
-from steadygrad.checkpoint.refusals import DamagedCheckpoint
+from steadygrad.checkpoint.refusals import DamagedCheckpoint, NoCheckpoint
 from steadygrad.checkpoint.stored import Contents
 from steadygrad.errors import UnsupportedError
 
@@ -146,7 +146,7 @@ def _check_is_pickle(path: Path, head: bytes) -> None:
     if not head:
         raise DamagedCheckpoint(path, "it is empty: the program that wrote it was stopped")
     if head[:1] != b"\x80":
-        raise DamagedCheckpoint(path, f"it begins with {head[:8]!r}, as neither torch.save nor safetensors does")
+        raise NoCheckpoint(path, f"it begins with {head[:8]!r}, as neither torch.save nor safetensors does")
 
 
 def _place_stream(

@@ -3,6 +3,7 @@
 UsageError
 └── CheckpointError
     ├── DamagedCheckpoint      a folder that was cut short, changed or never finished
+    │   └── NoCheckpoint       nothing there, or a file of another kind
     ├── NonFiniteStateError    a state that must not be saved, or should not have been
     ├── UnsafePickleError      a file that would run code when it is read
     └── MismatchError          a checkpoint of another model
@@ -30,14 +31,23 @@ class DamagedCheckpoint(CheckpointError):
         self.folder, self.reason = folder, reason
 
 
+class NoCheckpoint(DamagedCheckpoint):
+    """A path where there never was a checkpoint."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        CheckpointError.__init__(self, f"{folder} is no checkpoint: {reason}. Name the folder or the file of one.")
+        self.folder, self.reason = folder, reason
+
+
 class NonFiniteStateError(CheckpointError):
     """A state with NaN or Inf in it. `tensors` says how many elements of which."""
 
     def __init__(self, where: str, tensors: Mapping[str, int]) -> None:
         shown = ", ".join(f"{name} ({count})" for name, count in list(tensors.items())[:5])
         more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+        plural = "" if len(tensors) == 1 else "s"
         super().__init__(
-            f"{where} holds values that are not finite in {len(tensors)} tensors: {shown}{more}. "
+            f"{where} holds values that are not finite in {len(tensors)} tensor{plural}: {shown}{more}. "
             "Go back to the last good checkpoint, or save with clean=True to replace them."
         )
         self.tensors = dict(tensors)

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell_error(str(error))
         return FAILED
     except OSError as error:
-        _tell_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        _tell_error(_describe_os_error(error))
         return FAILED
     except ImportError as error:
         _tell_error(f"{error}. Run: pip install steadygrad, which brings what it needs.")
@@ -48,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return FAILED
     return code if isinstance(code, int) else DONE
+
+
+def _describe_os_error(error: OSError) -> str:
+    if not error.filename or not error.strerror:
+        return str(error)
+    return f"{error.filename}: {error.strerror}. Check that the path is right, and that it may be read and written."
 
 
 def _tell_error(text: str) -> None:

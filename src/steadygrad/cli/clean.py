@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
 
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE
-from steadygrad.cli.scan_words import MAX_ROWS
-from steadygrad.view.words import make_printable
+from steadygrad.cli.scan_words import MAX_ROWS, advising
+from steadygrad.view.words import make_printable, spell_count, spell_number
 
 
 @click.command()
@@ -38,16 +39,20 @@ def tell_clean(console: Console, source: Path, target: Path, *, value: float, fo
     from steadygrad.checkpoint.clean import clean_checkpoint
     from steadygrad.record.encode import to_json
 
-    report = clean_checkpoint(source, target, value=value, force=force)
+    if not math.isfinite(value):
+        raise click.UsageError(f"--value must be a finite number, got {spell_number(value)}. Use 0.")
+    with advising():
+        report = clean_checkpoint(source, target, value=value, force=force)
     if as_json:
         click.echo(to_json(report))
         return DONE
     for name, count in list(report.replaced.items())[:MAX_ROWS]:
-        console.say(f"  {make_printable(name)}: {count} replaced by {value:g}")
+        console.say(f"  {make_printable(name)}: {count:,} replaced by {value:g}")
     if len(report.replaced) > MAX_ROWS:
         console.say(f"  ... and {len(report.replaced) - MAX_ROWS} more tensors")
     for name in report.left:
         console.say(f"  {make_printable(name)} is a plain number that is not finite; it was left", "yellow")
     total = sum(report.replaced.values())
-    console.say(f"{target}: written, {total} elements of {len(report.replaced)} tensors replaced.", "green")
+    where = f" of {spell_count(len(report.replaced), 'tensor')}" if total else ""
+    console.say(f"{target}: written, {spell_count(total, 'element')}{where} replaced.", "green")
     return DONE

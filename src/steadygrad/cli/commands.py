@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 import click
 
 from steadygrad._version import __version__
@@ -46,6 +48,16 @@ SECTIONS = {
 
 class Sections(click.Group):
     """Lists the commands by what they are for; one that no section names comes last, under its own help."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Called by click for the first word; one that is no command is told with the nearest that is."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            near = difflib.get_close_matches(args[0], self.commands, n=1)
+            meant = f"Did you mean {near[0]}?" if near else f"There are {', '.join(self.commands)}."
+            raise click.UsageError(f"there is no command {args[0]!r}. {meant}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """Called by click for --help."""

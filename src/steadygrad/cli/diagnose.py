@@ -1,7 +1,8 @@
 """`steadygrad diagnose`: an incident of a run, its saved batch and a function of yours -> who did it, in this process.
 
-The function is imported from the current directory as `python` would. Nothing else of the user's is run, and nothing
-in the run directory is executed: the batch is tensors and a tree of plain values.
+The function is imported from the current directory as `python` would; what it prints goes to standard error. Nothing
+else of the user's is run, and nothing in the run directory is executed: the batch is tensors and a tree of plain
+values. Whatever of this fails is an error that says what to change, never a traceback.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from steadygrad.cli.console import Console
-from steadygrad.cli.exit_codes import DONE, FOUND
+from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from steadygrad.diagnose.quarantine import SavedBatch
     from steadygrad.facts import Cause
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path), metavar="RUN")
 @click.option(
-    "--incident", type=int, default=None, metavar="N", help="Which line of incidents.jsonl.  [default: the last]"
+    "--incident",
+    type=int,
+    default=None,
+    metavar="N",
+    help="Which line of incidents.jsonl, from 0.  [default: the last whose batch was kept]",
 )
-@click.option(
-    "--entry", required=True, metavar="MODULE:FUNCTION", help="The training step, or what builds it; see above."
-)
+@click.option("--entry", metavar="MODULE:FUNCTION", help="The training step, or what builds it; see above.  [required]")
 @click.option(
     "--weights",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -44,13 +48,14 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context
 def diagnose(
-    context: click.Context, run: Path, incident: int | None, entry: str, weights: Path | None, as_json: bool
+    context: click.Context, run: Path, incident: int | None, entry: str | None, weights: Path | None, as_json: bool
 ) -> None:
     """Replay the batch of an incident and name the op, the line, the module and the samples.
 
     The entry is the function that guard.step was given, or one without arguments that builds it and returns
-    (function, model). Weights that were saved with the batch are put into the model. Exit code 0: the replayed step is
-    healthy; 1: a cause was found; 2: it could not be replayed.
+    (function, model). Its module is imported: a training loop in it belongs under `if __name__ == "__main__":`. Weights
+    that were saved with the batch are put into the model. Exit code 0: the replayed step is healthy; 1: a cause was
+    found; 2: it could not be replayed.
 
     \b
     Example:
@@ -58,9 +63,15 @@ def diagnose(
     """
     from steadygrad.diagnose.quarantine import load_batch
 
+    if entry is None:
+        raise click.UsageError(
+            "--entry is missing: name the function that returns the loss. For a function step in train.py: "
+            "--entry train:step."
+        )
     saved = load_batch(find_batch(run, incident))
-    fn, model = load_entry(entry)
-    cause = replay(fn, model, saved, weights)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the answer
+        fn, model = load_entry(entry)
+        cause = replay(fn, model, saved, weights)
     console = Console()
     if as_json:
         from steadygrad.record.encode import to_json
@@ -68,28 +79,60 @@ def diagnose(
         console.say(json.dumps(json.loads(to_json({"healthy": cause is None, "cause": cause})), indent=1))
     else:
         console.say("The replayed step is healthy." if cause is None else str(cause))
-    context.exit(DONE if cause is None else FOUND)
+    context.exit(DONE if cause is None else FAILED if cause.phase == "unknown" else FOUND)
 
 
 def find_batch(run: Path, incident: int | None) -> Path:
-    """The file of the batch that belongs to an incident."""
-    from steadygrad.diagnose.quarantine import FOLDER
+    """The file of the batch that belongs to an incident; of the last that has one when none is named."""
     from steadygrad.errors import UsageError
 
     record = run / "incidents.jsonl"
-    lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
-    if incident is None:
-        incident = len(lines) - 1
+    lines = record.read_bytes().splitlines() if record.is_file() else []
+    if not lines:
+        raise UsageError(f"{run} has no incident, so there is nothing to replay. Name a run directory that has one.")
+    if incident is not None:
+        return _find_named(record, lines, incident)
+    steps = [step for line in reversed(lines) if (step := _read_step(line)) is not None]
+    kept = [batch for step in steps if (batch := _name_batch(run, step)).exists()]
+    if not kept:
+        raise UsageError(
+            f"of the incidents in {record} ({len(lines)}) none has a batch in {run}/batches. Batches are kept for "
+            "steps that fail, up to a bound (DiagnoseConfig). Replay yours in Python: steadygrad.diagnose(step, batch)."
+        )
+    return kept[0]
+
+
+def _find_named(record: Path, lines: list[bytes], incident: int) -> Path:
+    from steadygrad.errors import UsageError
+
     if not 0 <= incident < len(lines):
-        raise UsageError(f"{run} has {len(lines)} incidents, numbered from 0; there is no {incident}.")
-    told: dict[str, Any] = json.loads(lines[incident])
-    path = run / FOLDER / f"step-{int(told['step']):08d}.json"
+        raise UsageError(f"there is no incident {incident} in {record}. Use --incident 0 to {len(lines) - 1}.")
+    step = _read_step(lines[incident])
+    if step is None:
+        raise UsageError(f"line {incident} of {record} is cut short or spoilt. Use another --incident.")
+    path = _name_batch(record.parent, step)
     if not path.exists():
         raise UsageError(
-            f"incident {incident} of {run} is of step {told['step']}, whose batch was not kept ({path} is not there). "
-            "Batches are kept for steps that fail, up to a bound."
+            f"incident {incident} in {record} is of step {step}, whose batch was not kept ({path} is not there). "
+            "Batches are kept for steps that fail, up to a bound. Use another --incident."
         )
     return path
+
+
+def _read_step(line: bytes) -> int | None:
+    """The step of an incident; None when the line is not one."""
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = told.get("step") if isinstance(told, dict) else None
+    return step if type(step) is int and step >= 0 else None
+
+
+def _name_batch(run: Path, step: int) -> Path:
+    from steadygrad.diagnose.quarantine import FOLDER
+
+    return run / FOLDER / f"step-{step:08d}.json"
 
 
 def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
@@ -103,17 +146,32 @@ def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    try:
+    with _telling(f"{module_name} cannot be imported from {Path.cwd()}"):
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(f"--entry: {module_name} cannot be imported from {Path.cwd()}: {error}.") from error
     fn = getattr(module, name, None)
     if not callable(fn):
-        raise UsageError(f"--entry: {module_name} has no function {name}.")
-    if not _needs_arguments(fn):
+        found = "" if fn is None else f", it is of type {type(fn).__name__}"
+        raise UsageError(f"--entry: {module_name}:{name} is no function{found}. Name one that {module_name} defines.")
+    if _needs_arguments(fn):
+        return fn, None
+    with _telling(f"{entry}() cannot be called"):
         built = fn()
-        return built if isinstance(built, tuple) else (built, None)
-    return fn, None
+    return built if isinstance(built, tuple) else (built, None)
+
+
+@contextlib.contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """An exception of the user's code as one error that names its place; SystemExit too, which would set the code."""
+    from steadygrad.errors import UsageError
+
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        ours = __file__, importlib.__file__
+        own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+        place = f" ({own[-1].filename}:{own[-1].lineno})" if own[-1].filename not in ours else ""
+        told = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--entry: {what}: {told}{place}. Mend it, or name another function.") from error
 
 
 def _needs_arguments(fn: Callable[..., Any]) -> bool:
@@ -152,12 +210,32 @@ def _is_hole(saved: SavedBatch, place: int) -> bool:
 
 def _load_weights(model: nn.Module | None, saved: SavedBatch, weights: Path | None) -> bool:
     """Put the weights of the failing step into the model; whether there were any."""
-    state = saved.weights
-    if weights is not None:
-        from safetensors.torch import load_file
-
-        state = load_file(weights)
+    state = saved.weights if weights is None else _read_weights(weights)
     if model is None or not state:
         return False
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        from steadygrad.errors import UsageError
+
+        whose = "saved with the batch" if weights is None else f"in {weights}"
+        names = " ".join(str(error).split())
+        raise UsageError(
+            f"the weights {whose} do not fit the {type(model).__name__} of --entry: {names} Name the function that "
+            "uses the model of this run, or what builds it."
+        ) from error
     return True
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from steadygrad.errors import UsageError
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UsageError(
+            f"--weights {path} is no safetensors file: {error}. Give one that holds the weights."
+        ) from error

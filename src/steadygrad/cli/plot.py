@@ -14,8 +14,8 @@ from steadygrad.cli.console import Console
 @click.option(
     "--what",
     metavar="LIST",
-    help="What to draw, one below the other: loss, norm, rate, share, layers, ratios, extra.  [default: loss, and "
-    "norm where there is one]",
+    help="What to draw, one below the other: loss, validation, metrics, norm, rate, share, layers, ratios, "
+    "extra.  [default: loss, and validation and norm where there are any]",
 )
 @click.option(
     "-o",

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import enum
 import inspect
+import math
 import re
 import textwrap
 import types
@@ -122,7 +123,7 @@ def find_field(name: str, fields: Sequence[Field], aliases: Mapping[str, str], r
         raise UsageError(f"--{name} is a field of several parts: {' or '.join(f.flag for f in leaves)}. Write which.")
     known = {*by_path, *(field.path.rpartition(".")[2] for field in fields), *aliases}
     near = difflib.get_close_matches(wanted, known, n=1)
-    meant = f"Did you mean --{near[0].replace('_', '-')}?" if near else "See them with --help."
+    meant = f"Did you mean --{near[0].replace('_', '-')}?" if near else f"See them: steadygrad train {recipe} --help."
     raise UsageError(f"--{name} is no field of the recipe {recipe}. {meant}")
 
 
@@ -154,9 +155,10 @@ def _convert(option: Any, text: str) -> Any:
         return WORDS.get(text.lower())
     if option in (int, float):
         try:
-            return option(text)
+            number = option(text)
         except ValueError:
             return None
+        return number if math.isfinite(number) else None  # 1e400 is Inf, and trains nothing
     if typing.get_origin(option) is tuple:
         items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
         kind = (*typing.get_args(option), str)[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from steadygrad.cli.console import Console
+from steadygrad.view.words import make_printable
 
 
 @click.command()
@@ -37,4 +38,6 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     for run in write_report(runs, target):
         headline = judge_run(run)
         console.say(f"{run.name}: {headline.word}. {headline.text}")
+        for note in run.notes:
+            console.say(f"  note: {make_printable(note)}", "dim")
     console.say(f"Written: {target} ({target.stat().st_size / 1e6:.1f} MB)", "green")

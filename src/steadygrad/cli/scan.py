@@ -14,7 +14,7 @@ import click
 
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
-from steadygrad.cli.scan_words import MIB, tell_changes, tell_checkpoint
+from steadygrad.cli.scan_words import MIB, advising, tell_changes, tell_checkpoint
 from steadygrad.view.words import make_printable
 
 if TYPE_CHECKING:
@@ -79,14 +79,19 @@ def _scan_all(
     scans, refused = [], []
     for path in paths:
         try:
-            sources = find_checkpoints(path)
+            with advising():
+                sources = find_checkpoints(path)
         except SteadygradError as error:
             refused.append((str(path), str(error)))
             continue
         for source in sources:
             try:
-                contents = read_contents(source)
-                with _track(console, f"scanning {source.name}", _sum_bytes(contents.tensors), quiet=quiet) as advance:
+                with advising():
+                    contents = read_contents(source)
+                with (
+                    advising(),
+                    _track(console, f"scanning {source.name}", _sum_bytes(contents.tensors), quiet=quiet) as advance,
+                ):
                     scans.append(scan_contents(contents, advance))
             except (SteadygradError, OSError) as error:
                 refused.append((str(source), str(error)))
@@ -98,8 +103,9 @@ def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as
     from steadygrad.checkpoint.diff import diff_checkpoints
     from steadygrad.checkpoint.reading import read_tensors
 
-    total = _sum_bytes(read_tensors(first))
-    with _track(console, "comparing", total, quiet=as_json) as advance:
+    with advising():
+        total = _sum_bytes(read_tensors(first))
+    with advising(), _track(console, "comparing", total, quiet=as_json) as advance:
         diff = diff_checkpoints(first, second, advance)
     if as_json:
         from steadygrad.record.encode import to_plain

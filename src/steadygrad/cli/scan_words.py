@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from steadygrad.cli.console import Console
-from steadygrad.view.words import make_printable
+from steadygrad.view.words import make_printable, spell_count, spell_number
 
 if TYPE_CHECKING:
     from steadygrad.checkpoint.diff import CheckpointDiff, TensorDiff
@@ -15,8 +17,23 @@ MAX_ROWS = 20
 MIB = 1 << 20
 
 
+@contextlib.contextmanager
+def advising() -> Iterator[None]:
+    """A file that cannot be read is told with advice for a person at a prompt: there may be no run to resume."""
+    from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, NoCheckpoint
+
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        if isinstance(error, NoCheckpoint):
+            what, advice = "is no checkpoint", "Name a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder of them"
+        else:
+            what, advice = "cannot be used", "It is damaged or was cut short: copy it again, or use an older one"
+        raise CheckpointError(f"{error.folder} {what}: {error.reason}. {advice}.") from error
+
+
 def tell_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) -> None:
-    size = f"{len(scan.tensors)} tensors, {scan.num_bytes / MIB:.1f} MiB"
+    size = f"{spell_count(len(scan.tensors), 'tensor')}, {scan.num_bytes / MIB:.1f} MiB"
     console.say(f"{make_printable(str(scan.path))}: {scan.format}, {size}", "bold")
     bad = scan.bad_tensors
     rows = scan.tensors if show_all else bad[:MAX_ROWS]
@@ -28,7 +45,9 @@ def tell_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) -
     for problem in scan.problems:
         console.say(f"  {make_printable(problem)}", "red")
     for name, value in scan.bad_numbers:
-        console.say(f"  {make_printable(name)} is the plain number {value}", "red" if value != value else "yellow")
+        console.say(
+            f"  {make_printable(name)} is the plain number {spell_number(value)}", "red" if value != value else "yellow"
+        )
     for group in scan.duplicates:
         console.say(f"  one and the same: {make_printable(' = '.join(group))}", "dim")
     for note in (*scan.notes, *(f"{one.name} holds NaN or Inf on purpose" for one in scan.tensors if one.is_allowed)):
@@ -43,11 +62,11 @@ def _tell_verdict(console: Console, scan: CheckpointScan) -> None:
     bad = scan.bad_tensors
     if bad:
         count = sum(one.num_nonfinite for one in bad)
-        where = f"{len(bad)} of {len(scan.tensors)} tensors"
-        console.say(f"  Not clean: {count} elements in {where} are NaN or Inf.", "red")
+        where = f"{len(bad)} of {spell_count(len(scan.tensors), 'tensor')}"
+        console.say(f"  Not clean: NaN or Inf in {spell_count(count, 'element')} of {where}.", "red")
         console.say("  Go back to an earlier checkpoint, or write a repaired copy: steadygrad clean SOURCE TARGET")
     else:
-        console.say("  Not clean.", "red")
+        console.say("  Not clean: see above.", "red")
 
 
 def _make_row(one: TensorScan) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from steadygrad.cli.console import Console
 @click.option(
     "--port",
     default=8765,
-    show_default="8765",
+    show_default=True,
     type=click.IntRange(0, 65535),
     metavar="N",
     help="The port; 0: any that is free.",

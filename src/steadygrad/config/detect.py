@@ -76,6 +76,9 @@ class StartThresholds:
     """Times the first gradient norm that counts as a gradient that grew."""
     loss_rise: float = 0.1
     """Share of the first loss by which it must have risen where the gradient did not grow."""
+    lost_share: float = 0.75
+    """Share of what had been learnt that a later loss must have given back: a gradient that grows while the loss falls
+    does no harm. Progress of less than `loss_rise` counts as that much."""
     climb_ratio: float = 3.0
     """Times the first losses at which the loss has climbed."""
     climb_patience: int = 8
@@ -93,6 +96,9 @@ class StartThresholds:
     usual_move: float = 0.1
     """How far eight steps should move the weights, as a share of their norm: where they ran away, this is what the rate
     is lowered to. 0.02 to 0.3 is usual."""
+    adam_move: float = 0.25
+    """The same for optimizers that divide by the gradient's size: their first steps are their largest, while those of
+    SGD with a momentum of 0.9 move the weights about a third as far as eight later ones."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -261,7 +267,13 @@ class DetectConfig:
         require(isinstance(self.rules, list | tuple), self, "rules", "be a tuple of rules", "Write rules=(mine,).")
         object.__setattr__(self, "rules", tuple(self.rules))
         for name, kind in _PARTS.items():
-            require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
+            require(
+                isinstance(getattr(self, name), kind),
+                self,
+                name,
+                f"be a {kind.__name__}",
+                f"Write {name}={kind.__name__}(...).",
+            )
         for one in self.rules:
             require(
                 hasattr(one, "observe") and hasattr(one, "name"),

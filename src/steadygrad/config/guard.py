@@ -103,7 +103,13 @@ class GuardConfig:
             ("diagnose", DiagnoseConfig),
             ("record", RecordConfig),
         ):
-            require(isinstance(getattr(self, name), kind), self, name, f"be a {kind.__name__}", "See the default.")
+            require(
+                isinstance(getattr(self, name), kind),
+                self,
+                name,
+                f"be a {kind.__name__}",
+                f"Write {name}={kind.__name__}(...).",
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GuardConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import dataclasses
+import difflib
 import enum
 import re
 import types
@@ -39,10 +40,22 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(_read_text(path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}.") from None
+        raise ConfigError(f"not valid YAML: {_spell_yaml(error)}.") from None
+    if values is None:
+        raise ConfigError("the file is empty. Write `{}` into it to take every default.")
     if not isinstance(values, Mapping):
-        raise ConfigError(f"the file must hold a mapping of fields, found {type(values).__name__}.")
+        raise ConfigError(
+            f"the file must hold a mapping of fields, found a {type(values).__name__}. Write lines of field: value."
+        )
     return values
+
+
+def _spell_yaml(error: Any) -> str:
+    """Where and what, in one line: yaml's own text draws the place over several."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"{problem} (at line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _read_text(path: Path) -> str:
@@ -59,7 +72,7 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
     errors: list[str] = []
     made = _build(cls, values, "", errors)
     if errors:
-        raise ConfigError("\n  ".join([f"{len(errors)} wrong field(s):", *errors]))
+        raise ConfigError("\n  ".join([f"{len(errors)} wrong field{'' if len(errors) == 1 else 's'}:", *errors]))
     return made
 
 
@@ -71,7 +84,9 @@ def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[str]) -
     for name, value in values.items():
         where = f"{path}{name}"
         if name not in known:
-            errors.append(f"{where}: unknown; {cls.__name__} has {', '.join(sorted(known))}.")
+            near = difflib.get_close_matches(str(name), known, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            errors.append(f"{where}: unknown; {meant}{cls.__name__} has {', '.join(sorted(known))}.")
             continue
         before = len(errors)
         arguments[name] = _convert(hints[name], value, where, errors)

@@ -44,7 +44,7 @@ class Policy:
     """... and after a loss explosion."""
     start_lr_factor: float = 0.05
     """... and when it is too high from the first steps on, which also rolls back to the start. Where weights ran away,
-    how far they did says how much: `StartThresholds.usual_move`."""
+    how far they did says how much: `StartThresholds.usual_move` or `adam_move`."""
     weight_decay_factor: float = 1.5
     """What the weight decay is multiplied by on overfitting."""
     clip_factor: float = 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from steadygrad.config.checks import is_number, is_whole, require, require_booleans, require_whole
@@ -56,13 +57,15 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         require_booleans(self)
         for name in ("epochs", "accumulation_steps", "keep_last"):
-            require_whole(self, name, least=1, hint="See the default.")
+            require_whole(self, name, least=1, hint=f"The default is {getattr(type(self), name)}.")
         for name in ("max_steps", "patience", "eval_every", "save_every"):
             value = getattr(self, name)
             require(value is None or (is_whole(value) and value > 0), self, name, "be None or at least 1", "Use None.")
         require_whole(self, "warmup_steps", least=0, hint="0 switches it off.")
         rate, decay, norm = self.learning_rate, self.weight_decay, self.max_grad_norm
-        require(is_number(rate) and rate > 0, self, "learning_rate", "be a number above 0", "Use 0.001.")
+        require(
+            is_number(rate) and 0 < rate < math.inf, self, "learning_rate", "be a finite number above 0", "Use 0.001."
+        )
         require(is_number(decay) and decay >= 0, self, "weight_decay", "not be negative", "0 switches it off.")
         fits = norm is None or (is_number(norm) and norm > 0)
         require(fits, self, "max_grad_norm", "be a number above 0 or None", "None switches clipping off.")

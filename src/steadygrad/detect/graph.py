@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.detect.nonfinite import SHOWN, count, show
 from steadygrad.facts import Broadcast, Fact, Finding, GraphScan, Severity
 
 
@@ -38,7 +38,7 @@ class UnregisteredLayers(Remembering):
             kind=self.name,
             severity=Severity.WARNING if mistake else Severity.INFO,
             step=fact.step,
-            message=f"{len(names)} parameters take part in the loss and are in no optimizer: {show(names)}"
+            message=f"{count(len(names), 'parameter')} in the loss and in no optimizer: {show(names)}"
             + (f"; {len(fact.foreign)} of the optimizer are not in the model" if fact.foreign else ""),
             advice="Keep layers in nn.ModuleList or nn.ModuleDict."
             if fact.hidden

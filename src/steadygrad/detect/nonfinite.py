@@ -16,6 +16,16 @@ def show(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
+def count(number: int, noun: str) -> str:
+    """'1 parameter', '3 parameters'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def spell(value: float | None) -> str:
+    """A number in a message: NaN and Inf by the names that every view gives them."""
+    return f"{value}".replace("nan", "NaN").replace("inf", "Inf")
+
+
 class NonfiniteLoss(Remembering):
     """The loss is NaN or Inf: whatever its gradient says means nothing."""
 
@@ -29,7 +39,7 @@ class NonfiniteLoss(Remembering):
             kind=self.name,
             severity=Severity.ERROR,
             step=fact.step,
-            message=f"the loss is {fact.loss}",
+            message=f"the loss is {spell(fact.loss)}",
             advice="Look for log(0), a division by an empty mask, every label ignored, or overflow in half precision.",
             evidence={"loss": str(fact.loss)},
         )
@@ -87,9 +97,10 @@ class NonfiniteParameter(Remembering):
                 kind=self.name,
                 severity=Severity.CRITICAL,
                 step=max(0, fact.step),
-                message=f"{len(new)} parameters hold NaN or Inf: {show(new)}",
-                advice="No skip can heal this: go back to a checkpoint. If the optimizer made them (Adam in half "
-                "precision), keep the weights in float32 and use autocast.",
+                message=f"NaN or Inf in {count(len(new), 'parameter')}: {show(new)}",
+                advice="If the optimizer made them (Adam in half precision, a learning rate far too high), keep the "
+                "weights in float32 under autocast, or lower the rate. Where nothing was rolled back, load a "
+                "checkpoint: no skip heals a weight.",
                 evidence={
                     "parameters": new[:SHOWN],
                     "num_parameters": len(new),
@@ -130,7 +141,7 @@ class NonfiniteBuffer(Remembering):
                 kind=self.name,
                 severity=Severity.ERROR,
                 step=max(0, fact.step),
-                message=f"{len(new)} buffers have become NaN or Inf: {show(new)}",
+                message=f"NaN or Inf in {count(len(new), 'buffer')} that held none before: {show(new)}",
                 advice="A forward with a bad batch wrote them. Reset them (BatchNorm: reset_running_stats()), or go "
                 "back to a checkpoint.",
                 evidence={"buffers": new[:SHOWN], "num_buffers": len(new)},
@@ -143,7 +154,8 @@ def _tell_spoilt(reading: Reading) -> Finding:
         kind=NonfiniteBuffer.name,
         severity=Severity.ERROR,
         step=reading.step,
-        message=f"this forward wrote NaN or Inf into {len(names)} buffers, though its loss is finite: {show(names)}",
+        message=f"this forward wrote NaN or Inf into {count(len(names), 'buffer')}, though its loss is finite: "
+        f"{show(names)}",
         advice="The batch is bad, or something hides a NaN from the loss (nan_to_num, where, a check of its own).",
         evidence={"buffers": names[:SHOWN], "num_buffers": len(names)},
     )

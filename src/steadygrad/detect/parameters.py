@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from steadygrad.config import DetectConfig
 from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Episode, Keyed, Remembering
-from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.detect.nonfinite import SHOWN, count, show
 from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
 from steadygrad.stats import Baseline
 
@@ -43,7 +43,7 @@ class UnchangedParameter(Remembering):
         for name in fact.unchanged:
             self._num_scans[name] = self._num_scans.get(name, 0) + 1
             self._first.setdefault(name, max(0, fact.step))
-        still = [name for name, count in self._num_scans.items() if count >= self._patience]
+        still = [name for name, scans in self._num_scans.items() if scans >= self._patience]
         stuck = [name for name in still if name not in self._moved and name not in self._told and fact.num_changed]
         self._told.update(stuck)
         if stuck or self._info.tell(fact.step, bool(still)):
@@ -52,7 +52,7 @@ class UnchangedParameter(Remembering):
                 kind=self.name,
                 severity=Severity.WARNING if stuck else Severity.INFO,
                 step=min(self._first[name] for name in names),
-                message=f"{len(names)} parameters have a gradient and do not move: {show(names)}",
+                message=f"a gradient does not move {count(len(names), 'parameter')}: {show(names)}",
                 advice="Check that the optimizer holds these very tensors; in half precision keep float32 weights."
                 if stuck
                 else "Their updates are lost to rounding: keep float32 weights, or stop here.",

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from steadygrad.config import DetectConfig
 from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Remembering
+from steadygrad.detect.nonfinite import spell
 from steadygrad.facts import EpochEnd, Fact, Finding, Reading, Severity, Validation
 from steadygrad.stats import MAD_TO_SIGMA
 
@@ -30,7 +31,7 @@ class NonfiniteValidation(Remembering):
             kind=self.name,
             severity=Severity.ERROR,
             step=max(0, fact.step),
-            message=f"the validation loss is {fact.loss}",
+            message=f"the validation loss is {spell(fact.loss)}",
             advice="Look at the validation data, for divisions by an empty batch, and at BatchNorm's statistics.",
             evidence={"loss": str(fact.loss), "epoch": fact.epoch},
         )
@@ -50,7 +51,7 @@ class NonfiniteEpoch(Remembering):
             kind=self.name,
             severity=Severity.ERROR,
             step=max(0, fact.step),
-            message=f"the training loss of epoch {fact.epoch} is {fact.train_loss}",
+            message=f"the training loss of epoch {fact.epoch} is {spell(fact.train_loss)}",
             advice="Lower the learning rate, and look at the first bad step of this epoch.",
             evidence={"loss": str(fact.train_loss), "epoch": fact.epoch},
         )

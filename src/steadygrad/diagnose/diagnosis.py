@@ -32,6 +32,7 @@ from steadygrad.diagnose.symptoms import Symptoms, find_symptoms, name_states
 from steadygrad.diagnose.terms import describe_named_terms, describe_summed_terms
 from steadygrad.diagnose.trace import Event, Trace
 from steadygrad.facts import Cause
+from steadygrad.measure.loss import find_loss
 
 EXACT = "yes, bit for bit (software, not hardware)"
 SAME_KIND = "yes, the same kind with other bits: an op of the step is not deterministic"
@@ -77,6 +78,10 @@ class Diagnosis:
     def _make(self) -> Cause | None:
         with self._replay() as run:
             first = find_symptoms(run, self._step.model)
+            if not first.hurts and run.loss is None and not run.grads:
+                find_loss(
+                    run.result
+                )  # raises: without a loss or a gradient nothing was looked at, and nothing is healthy
         if isinstance(first.error, CollectiveError):
             return unknown(
                 "the step itself talks to other ranks, so that it cannot be replayed on one. Diagnose the saved batch "

@@ -18,6 +18,11 @@ from steadygrad.diagnose.symptoms import find_symptoms
 from steadygrad.facts import Cause
 
 FINITE_KINDS = ("exploding", "vanishing", "dead")
+OUTSIDE = (
+    "The model's forward is healthy when it is replayed: look at the loss and at the code around the model. To have "
+    "them replayed too, give guard.step the function, or run: steadygrad diagnose RUN --entry MODULE:FUNCTION"
+)
+"""What is told when only a part of the step could be replayed, and that part did nothing wrong."""
 
 
 def diagnose(
@@ -34,7 +39,8 @@ def diagnose(
     gives the modules their names; without it the first module among the arguments, or that the function refers to, is
     taken. When loss and gradients are fine, the step of `optimizer` (without it: of those that hold the model's
     parameters) is tried and undone. Weights, buffers, gradients, generators and the batch are afterwards as they were,
-    bit for bit, also when `fn` raises; an exception that no bad value explains is passed on.
+    bit for bit, also when `fn` raises; an exception that no bad value explains is passed on. A `fn` that gives neither
+    a loss nor a gradient is refused with a UsageError: nothing can be said about it.
 
     >>> import torch
     >>> layer = nn.Linear(2, 2)
@@ -118,8 +124,8 @@ def diagnose_captures(
 def tell_unrepeated(step: Step, kind: str, changed: Sequence[str]) -> Cause:
     """The step failed when it ran, and does not when it is replayed: two more replays say what to suspect."""
     if changed or step.is_model_call:
-        why = "the batch has changed since" if changed else "only the model's forward could be replayed"
-        return unknown(f"the replay was healthy; {why}", kind=kind, reproducible="no: the replay is not exact")
+        why = "the replay was healthy; the batch has changed since" if changed else OUTSIDE
+        return unknown(why, kind=kind, reproducible="no: the replay is not exact")
     prints = []
     for _ in range(2):
         with step.replay() as run:

@@ -7,6 +7,7 @@ Switched off, the optimizer's number is changed and nothing else.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from steadygrad.errors import UsageError
 from steadygrad.facts import Action, Finding, Severity, Verdict
@@ -14,6 +15,14 @@ from steadygrad.guard.parts import Moment, Parts
 
 KEYS = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
 """Action -> what it scales in an optimizer's groups."""
+
+
+def read_number(value: Any, where: str) -> float:
+    """A number that a program tells; UsageError for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{where} was given {value!r:.80}. Give it one number: loss.mean() for example.") from None
 
 
 def scale_setting(parts: Parts, moment: Moment, action: Action, factor: float, reason: str) -> None:

@@ -29,7 +29,7 @@ from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.facts import Action, Finding, Incident, StepRecord
 from steadygrad.guard.account import tell_health, tell_stats, tell_summary
 from steadygrad.guard.arrivals import Arrivals
-from steadygrad.guard.asking import scale_setting
+from steadygrad.guard.asking import read_number, scale_setting
 from steadygrad.guard.keeping import Keeper
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.passes import Passes
@@ -161,7 +161,7 @@ class Guard:
         if self._parts.off or is_replaying():
             return
         for name, number in numbers.items():
-            value = number.detach() if isinstance(number, Tensor) else float(number)
+            value = number.detach() if isinstance(number, Tensor) else read_number(number, f"guard.log({name}=...)")
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UsageError(
                     f"guard.log got {name} of shape {tuple(value.shape)}. Give one number: {name}.mean() for example."
@@ -275,8 +275,9 @@ class Guard:
         On many ranks call it on each: their mean is what counts.
         """
         self._check_open()
+        told = read_number(loss, "guard.validate(loss)")
         self.flush()
-        value = self._parts.ranks.take_mean(float(loss))
+        value = self._parts.ranks.take_mean(told)
         if math.isfinite(value):
             self._moment.validation_loss, self._moment.validated_at = value, self._moment.next_step
             self._parts.checkpoints.note_validation(self._moment.next_step, value)

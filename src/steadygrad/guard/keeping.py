@@ -44,8 +44,9 @@ class Keeper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Model and optimizer are loaded already: the buffers are copied from now."""
         self._arrivals.judge_pending()
-        if state.get("version") != 1:
-            raise UsageError(f"this guard state has version {state.get('version')!r}, only 1 is known.")
+        if not isinstance(state, Mapping) or state.get("version") != 1:
+            found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else type(state).__name__
+            raise UsageError(f"this is no state of a Guard that is known here: {found}. Give what state_dict() gave.")
         self._moment.next_step, self._moment.epoch = int(state["step"]), int(state["epoch"])
         self._moment.validation_loss, self._moment.validated_at = state["validation_loss"], None
         if self._parts.clipper is not None:

@@ -95,6 +95,7 @@ class Parts:
         extras: Mapping[str, Any],
         enabled: bool,
     ) -> None:
+        _check_given(config, scaler, run_dir)
         self.config = config
         self.off = not enabled or is_switched_off()
         self.subjects = find_subjects(model, optimizer)
@@ -224,6 +225,17 @@ def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, int, i
     """What changes when parameters are added or exchanged, looked at in microseconds: sizes and ends of the groups."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     return [(len(params), id(params[0]), id(params[-1])) if params else (0, 0, 0) for params in groups]
+
+
+def _check_given(config: Any, scaler: Any, run_dir: Any) -> None:
+    """What would fail far from here, with an error that names nobody."""
+    if not isinstance(config, GuardConfig):
+        how = "GuardConfig.load(path)" if isinstance(config, str | Path) else "GuardConfig.from_dict(values)"
+        raise UsageError(f"Guard's config must be a GuardConfig, got {config!r:.80}. Make one: {how}.")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise UsageError(f"Guard's scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
+    if run_dir is not None and (not isinstance(run_dir, str | Path) or not str(run_dir)):
+        raise UsageError(f"Guard's run_dir must be the path of a folder or None, got {run_dir!r}. Use runs/first.")
 
 
 def _check_extras(extras: Mapping[str, Any], taken: Mapping[str, Any]) -> None:

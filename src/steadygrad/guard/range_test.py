@@ -212,6 +212,10 @@ def check_range(start: float, end: float, steps: int, microbatches: int = 1) -> 
             f"find_lr goes from start to end, got start={start:g} and end={end:g}. Give 0 < start < end, 1e-7 and 10 "
             "for example."
         )
+    if type(steps) is not int:
+        raise UsageError(
+            f"find_lr takes a whole number of steps, got {steps!r}. Give at least {MIN_STEPS}; 100 is good."
+        )
     if steps < MIN_STEPS:
         raise UsageError(f"find_lr got steps={steps}, too few to see a slope. Give at least {MIN_STEPS}; 100 is good.")
     factor = (end / start) ** (1 / (steps - 1))

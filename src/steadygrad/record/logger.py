@@ -14,7 +14,7 @@ from typing import Any
 
 from steadygrad.errors import UsageError
 from steadygrad.facts import GradientTable, Incident, StepRecord
-from steadygrad.record.series import describe_incident, list_layers, list_step
+from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_step
 
 
 class LoggerSink:
@@ -41,6 +41,10 @@ class LoggerSink:
         """Aggregates over the parameters."""
         if gradients:
             self._send(list_layers(gradients), step)
+
+    def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
+        """The validation loss."""
+        self._send({VALIDATION: loss}, step)
 
     def write_incident(self, incident: Incident) -> None:
         """The text, and how often that action was taken so far."""

@@ -53,6 +53,10 @@ class Recorder:
         """The per-parameter numbers of a step, to every sink; the ratios to those that take them."""
         self._each(lambda sink: _write_layers(sink.write_layers, step, gradients, update_ratios))
 
+    def write_validation(self, step: int, epoch: int, loss: float) -> None:
+        """A validation loss, to every sink that has `write_validation`; one of one's own may do without."""
+        self._each(lambda sink: getattr(sink, "write_validation", _nothing)(step, epoch, loss))
+
     def write_incident(self, incident: Incident) -> None:
         """One event, to every sink."""
         self._each(lambda sink: sink.write_incident(incident))
@@ -91,8 +95,8 @@ def _write_layers(
         write(step, gradients)
 
 
-def _nothing() -> None:
-    """For a sink that holds nothing back."""
+def _nothing(*_: object) -> None:
+    """For a sink that does not care."""
 
 
 def _tell(sink: Sink, error: Exception) -> None:

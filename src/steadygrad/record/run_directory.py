@@ -1,8 +1,9 @@
 """RunDirectory: the files of one run.
 
 `run.json` (config, versions, machine, parameter names), `steps.jsonl`, `layers.jsonl`, `incidents.jsonl` (on disk
-before the call returns) and `train.log`, the same events as greppable text. A directory that already holds a run is
-continued, never overwritten: later starts stand in `run.json` under `resumed`. Nothing is written outside it.
+before the call returns), `validations.jsonl` where any were told, and `train.log`, the same events as greppable text. A
+directory that already holds a run is continued, never overwritten: later starts stand in `run.json` under `resumed`.
+Nothing is written outside it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class RunDirectory:
     ) -> None:
         self.path = Path(path)
         self._unflushed = 0
+        self._validations: TextIO | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as files:
@@ -98,6 +100,15 @@ class RunDirectory:
         )
         self.flush()
         os.fsync(self._incidents.fileno())
+
+    def write_validation(self, step: int, epoch: int, loss: float) -> None:
+        """A line of validations.jsonl and of train.log; the file is there from the first one on."""
+        if self._validations is None:
+            self._validations = self._files.enter_context(open_to_append(self.path / "validations.jsonl"))
+        self._validations.write(to_json({"step": step, "epoch": epoch, "loss": loss}) + "\n")
+        self._validations.flush()
+        self._log.write(f"validation step={step} epoch={epoch} loss={_spell(loss)}\n")
+        self.flush()
 
     def flush(self) -> None:
         """Give what is held back to the system: a process that is killed from now on has left it."""

@@ -14,6 +14,7 @@ from steadygrad.facts import NUM_COLUMNS, GradientTable, Incident, StepRecord
 
 MAX_BLOCKS = 16
 """Parts of the model that get a curve of their own."""
+VALIDATION = "health/validation_loss"
 
 
 def list_step(record: StepRecord) -> dict[str, float]:

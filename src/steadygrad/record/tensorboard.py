@@ -12,7 +12,7 @@ from pathlib import Path
 
 from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, StepRecord
-from steadygrad.record.series import describe_incident, list_layers, list_norms, list_step
+from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_norms, list_step
 
 LOWEST = 1e-30
 """What a norm of 0 is drawn as: histograms are of powers of ten, and layers that are dead should show."""
@@ -43,6 +43,10 @@ class TensorBoardSink:
             import torch
 
             self._writer.add_histogram("grad/layer_norm_log10", torch.tensor(powers, dtype=torch.float64), step)
+
+    def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
+        """The validation loss, as a curve of its own."""
+        self._write_scalars({VALIDATION: loss}, step)
 
     def write_incident(self, incident: Incident) -> None:
         """Text under `incidents/<kind>`, and how often that action was taken so far."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
-from steadygrad.record.series import describe_incident, list_layers, list_norms, list_step
+from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_norms, list_step
 
 STEP = "optimizer_step"
 PREFIXES = ("grad/*", "health/*", "action/*")
@@ -44,6 +44,10 @@ class WandbSink:
         if numbers:
             numbers["grad/layer_norms"] = self._wandb.Histogram(list_norms(gradients))
             self.run.log({STEP: step, **numbers})
+
+    def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
+        """The validation loss, as a curve of its own."""
+        self.run.log({STEP: step, VALIDATION: loss})
 
     def write_incident(self, incident: Incident) -> None:
         """An alert, and the incident's text in the log."""

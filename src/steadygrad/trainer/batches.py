@@ -1,8 +1,12 @@
-"""A batch as a loader gives it -> the same on the device."""
+"""A batch as a loader gives it -> the same on the device; a number of batches -> the steps that they make.
+
+Steps are counted here only, so that the schedule, the loop and a resumed loop agree on them. Runs no model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -20,3 +24,32 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(move_batch(value, device) for value in batch)
     return batch
+
+
+def count_batches(loader: Iterable[Any]) -> int | None:
+    """Batches of an epoch; None where the data does not say."""
+    return len(loader) if isinstance(loader, Sized) else None
+
+
+def count_steps(num_batches: int | None, *, epochs: int, accumulation: int, limit: int | None) -> int | None:
+    """Optimizer steps of so many epochs, at most `limit`; None where nobody knows.
+
+    >>> count_steps(5, epochs=3, accumulation=2, limit=None)
+    9
+    """
+    if num_batches is None:
+        return limit
+    steps = epochs * math.ceil(num_batches / accumulation)
+    return steps if limit is None else min(steps, limit)
+
+
+def size_window(num_done: int, num_batches: int | None, accumulation: int) -> int:
+    """Microbatches of the step under way: fewer at the end of data that the windows do not divide.
+
+    >>> [size_window(done, 5, 2) for done in range(5)]
+    [2, 2, 2, 2, 1]
+    """
+    if num_batches is None:
+        return accumulation
+    start = num_done // accumulation * accumulation
+    return max(1, min(accumulation, num_batches - start))

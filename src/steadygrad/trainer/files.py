@@ -94,8 +94,29 @@ def load_model(
     return content
 
 
-def find_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint | None:
-    """The newest good checkpoint of the run, its `best`, or what `path` is or holds; None when it has none yet."""
+def find_checkpoint(run_dir: Path | None, path: str | Path | None, *, num_stages: int) -> Checkpoint | None:
+    """What `read_checkpoint` finds, if a Trainer with these stages can go on from it."""
+    found = read_checkpoint(run_dir, path)
+    if found is None:
+        return None
+    if "trainer" not in found.state.get("extras", {}):
+        raise CheckpointError(f"{found.info.path} was not saved by a Trainer. Resume it with guard.resume().")
+    if read_stage(found) >= num_stages:
+        raise CheckpointError(
+            f"{found.info.path} was saved in stage {read_stage(found) + 1}, and this training has {num_stages}. "
+            "Resume with the stages that it was begun with."
+        )
+    return found
+
+
+def read_stage(checkpoint: Checkpoint) -> int:
+    """The stage of a Trainer in which it was saved, from 0."""
+    return int(checkpoint.state["extras"]["trainer"]["stage"])
+
+
+def read_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint | None:
+    """The newest good checkpoint of the run (`latest`), its `best`, or what `path` is or holds; None: none yet."""
+    path = None if path == "latest" else path
     if path in (None, "best") and run_dir is None:
         raise UsageError("there is no run directory to resume from. Give the Trainer a run_dir, or a path.")
     if path == "best":
@@ -108,8 +129,6 @@ def find_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint
     store.close()
     if found is None and path is not None:
         raise CheckpointError(f"{path} holds no checkpoint. Give a run directory, or one of its checkpoints.")
-    if found is not None and "trainer" not in found.state.get("extras", {}):
-        raise CheckpointError(f"{found.info.path} was not saved by a Trainer. Resume it with guard.resume().")
     return found
 
 

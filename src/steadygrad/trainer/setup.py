@@ -18,6 +18,16 @@ from steadygrad.errors import UsageError
 from steadygrad.guard import Guard
 
 
+def check_given(model: Any, config: Any, loss_fn: Any) -> None:
+    """What would fail far from here, with an error that names nobody."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"Trainer's model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(config, TrainerConfig):
+        raise UsageError(f"Trainer's config must be a TrainerConfig, got {config!r:.80}. Use TrainerConfig(epochs=3).")
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError(f"Trainer's loss_fn must be a function of output and target, got {loss_fn!r:.80}.")
+
+
 def seed_generators(seed: int) -> None:
     """Python's, torch's on every device, and numpy's if somebody has imported it."""
     random.seed(seed)

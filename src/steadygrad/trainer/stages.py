@@ -38,15 +38,20 @@ def make_schedule(
     """Linear warm-up, then constant or cosine; None when the learning rate is to stay where it is."""
     if config.schedule == "constant" and not config.warmup_steps:
         return None
-    warmup = config.warmup_steps
-    falls = config.schedule == "cosine" and num_steps is not None
+    warmup, falls = config.warmup_steps, config.schedule == "cosine"
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: shape_rate(step, warmup, num_steps if falls else None)
+    )
 
-    def scale(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        if not falls or num_steps is None:
-            return 1.0
-        share = min(1.0, (step - warmup) / max(1, num_steps - warmup))
-        return 0.5 * (1.0 + math.cos(math.pi * share))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+def shape_rate(step: int, warmup: int, num_steps: int | None) -> float:
+    """Share of the highest rate at a step: up in a straight line, then a cosine to 0; None: no end, and it stays up.
+
+    >>> [round(shape_rate(step, 2, 6), 2) for step in range(7)]
+    [0.33, 0.67, 1.0, 0.85, 0.5, 0.15, 0.0]
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)  # a rate of exactly 0 would waste the first step
+    if num_steps is None:
+        return 1.0
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, num_steps - warmup))))

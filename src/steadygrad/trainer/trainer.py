@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.precision import DTYPES
 from steadygrad.act.random_state import unchanged_random
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.config import GuardConfig
@@ -30,11 +28,13 @@ from steadygrad.facts import Incident, StepRecord
 from steadygrad.guard import Guard
 from steadygrad.measure.loss import find_loss
 from steadygrad.record import Sink
-from steadygrad.trainer.batches import move_batch
+from steadygrad.trainer.batches import count_batches, count_steps, move_batch, size_window
 from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
-from steadygrad.trainer.files import append_metrics, find_checkpoint, load_model, save_model
+from steadygrad.trainer.evaluating import in_eval_mode, make_autocast
+from steadygrad.trainer.files import append_metrics, find_checkpoint, load_model, read_stage, save_model
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.setup import (
+    check_given,
     choose_device,
     go_on_counting,
     make_average,
@@ -72,6 +72,7 @@ class Trainer:
     ) -> None:
         """`tell` is given a line at each epoch's end; without it the line goes to the log."""
         self.config = config if config is not None else TrainerConfig()
+        check_given(model, self.config, loss_fn)
         self.device = choose_device(self.config.device)
         self.model = model.to(self.device)
         self.stages = list(stages) if stages else [Stage()]
@@ -132,10 +133,16 @@ class Trainer:
 
     def train(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None) -> dict[str, Any]:
         """Train through all stages, or go on where `resume()` has found a checkpoint; the final statistics."""
+        if count_batches(train_loader) == 0:
+            raise UsageError(
+                "the training loader has no batch. Give it data, or drop_last=False where there is little."
+            )
         checkpoint, self._resume_from = self._resume_from, None
-        first = 0 if checkpoint is None else int(checkpoint.state["extras"]["trainer"]["stage"])
+        first = 0 if checkpoint is None else read_stage(checkpoint)
         if checkpoint is None and self.config.seed is not None:
             seed_generators(self.config.seed)
+        if self.stage is not self.stages[0]:  # after a training through all stages
+            self._prepare(0)
         for index in range(1, first + 1):
             self._prepare(index)
         for index in range(first, len(self.stages)):
@@ -213,9 +220,9 @@ class Trainer:
             guard.save()
 
     def _train_epoch(self, guard: Guard, loader: Iterable[Any], val_loader: Iterable[Any] | None) -> None:
-        length = len(loader) if isinstance(loader, Sized) else None
+        num_batches, accumulation = count_batches(loader), self.config.accumulation_steps
         for batch in guard.batches(loader):
-            window = self._size_window(length)
+            window = size_window(self._progress.num_batches, num_batches, accumulation)
             self._progress.num_batches += 1
             loss, terms = guard.backward(self._run_microbatch, move_batch(batch, self.device), window)
             if terms:
@@ -229,14 +236,6 @@ class Trainer:
             self._do_what_is_due(guard, val_loader)
             if self._is_over(guard):
                 return
-
-    def _size_window(self, length: int | None) -> int:
-        """Microbatches of the step under way: fewer at the end of data that the windows do not divide."""
-        size = self.config.accumulation_steps
-        if length is None:
-            return size
-        start = self._progress.num_batches // size * size
-        return max(1, min(size, length - start))
 
     def _run_microbatch(self, batch: Any, window: int) -> tuple[Tensor, dict[str, Any]]:
         loss, terms = split_terms(self.compute_loss(batch))
@@ -272,25 +271,18 @@ class Trainer:
 
     @contextlib.contextmanager
     def _as_evaluated(self) -> Iterator[None]:
-        """Inside, `self.model` is what is evaluated, in eval mode; what a stage holds in eval mode stays so after."""
+        """Inside, `self.model` is what is evaluated, in eval mode."""
         trained = self.model
         self.model = trained if self.ema is None else self.ema.module
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
         try:
-            yield
+            with in_eval_mode(self.model):
+                yield
         finally:
-            for module, mode in modes:
-                module.training = mode
             self.model = trained
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision that training runs in, for code outside a step."""
-        precision = self.guard_config.autocast
-        if precision is None:
-            return contextlib.nullcontext()
-        dtype = DTYPES[precision]
-        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32)
+        return make_autocast(self.guard_config.autocast, self.device)
 
     def _tell_epoch(self, guard: Guard, val_loader: Iterable[Any] | None) -> dict[str, Any]:
         """Averages and maxima of the epoch, and what the evaluation says."""
@@ -318,11 +310,8 @@ class Trainer:
         return f"Epoch {number}/{self._num_epochs}{stage}: {describe_metrics(metrics)}"
 
     def _count_steps(self, loader: Iterable[Any]) -> int | None:
-        limit = self.config.max_steps
-        if not isinstance(loader, Sized):
-            return limit
-        steps = self._num_epochs * math.ceil(len(loader) / self.config.accumulation_steps)
-        return steps if limit is None else min(steps, limit)
+        accumulation, limit = self.config.accumulation_steps, self.config.max_steps
+        return count_steps(count_batches(loader), epochs=self._num_epochs, accumulation=accumulation, limit=limit)
 
     # --- going on ---------------------------------------------------------------------------------------------------
 
@@ -331,7 +320,7 @@ class Trainer:
 
         None when the run directory holds none yet: `train()` then starts anew.
         """
-        self._resume_from = find_checkpoint(self.run_dir, None if path == "latest" else path)
+        self._resume_from = find_checkpoint(self.run_dir, path, num_stages=len(self.stages))
         return None if self._resume_from is None else self._resume_from.step
 
     # --- asking -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from steadygrad.facts import Severity
 from steadygrad.view.read.incident_log import find_step, look
 from steadygrad.view.read.run import RunReader
+from steadygrad.view.read.validation_log import LOSS
 from steadygrad.view.words import spell_count, spell_number, spell_seconds, spell_share
 
 MANY = 0.05
@@ -76,6 +77,11 @@ def list_numbers(run: RunReader) -> dict[str, str]:
         numbers["loss"] = f"{spell_number(first_loss(run), 3)} → {spell_number(last_loss(run), 3)}"
     if steps.best_loss is not None:
         numbers["best loss"] = f"{spell_number(steps.best_loss[0], 3)} at {steps.best_loss[1]:,}"
+    for name, (at, values) in run.validation.losses.items():
+        if name == LOSS:
+            best, where = min(zip(values, at))
+            numbers["validation loss"] = spell_number(values[-1], 3)
+            numbers["best validation"] = f"{spell_number(best, 3)} at {where:,}"
     if steps.worst_norm is not None:
         numbers["largest norm"] = f"{spell_number(steps.worst_norm[0], 3)} at {steps.worst_norm[1]:,}"
     numbers["skipped"] = f"{steps.num_skipped:,} ({spell_share(steps.num_skipped, steps.num_steps)})"

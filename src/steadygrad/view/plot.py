@@ -10,7 +10,8 @@ from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader, open_run
-from steadygrad.view.render.charts import MARKS
+from steadygrad.view.read.validation_log import is_validation
+from steadygrad.view.render.charts import MARKS, list_validation
 
 FORMATS = ("png", "svg", "pdf")
 MARK_COLORS = {"rollback": "#8b2fc9", "scale_lr": "#2563c9", "halt": "#c8242f", "scale_weight_decay": "#0b8a7d"}
@@ -44,9 +45,10 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
 
 
 def choose_panels(path: str | Path) -> list[str]:
-    """What is drawn of a run when nobody has said: the loss, and the norm where there is one."""
+    """What is drawn of a run when nobody has said: the loss, and validation loss and norm where there are any."""
     run = open_run(path).read_all()
-    return ["loss", "norm"] if run.steps.curves["grad_norm"] else ["loss"]
+    there = {"validation": bool(list_validation(run)), "norm": bool(run.steps.curves["grad_norm"])}
+    return ["loss", *(name for name, is_there in there.items() if is_there)]
 
 
 def _finish(run: RunReader, axis: Any) -> None:
@@ -59,6 +61,9 @@ def _finish(run: RunReader, axis: Any) -> None:
 
 def _plot_loss(run: RunReader, axis: Any) -> None:
     steps, losses = run.steps.curves["loss"].points()
+    if not run.steps.num_steps:
+        why = "; ".join(run.notes) or "nothing has been written yet"
+        raise UsageError(f"{run.path} holds no step, so there is nothing to plot: {why}. Name another run.")
     _need(steps, "a loss", run)
     axis.plot(steps, losses, color="#2563c9", linewidth=0.9)
     axis.set_ylabel("loss")
@@ -67,8 +72,32 @@ def _plot_loss(run: RunReader, axis: Any) -> None:
     _mark(run, axis)
 
 
+def _plot_validation(run: RunReader, axis: Any) -> None:
+    """Losses of the evaluations, over the training loss."""
+    known = list_validation(run)
+    _need(list(known), "a validation loss (guard.validate tells it)", run)
+    steps, losses = run.steps.curves["loss"].points()
+    axis.plot(steps, losses, color="#9aa3b2", linewidth=0.6, label="training loss")
+    for name, (at, values) in known.items():
+        axis.plot(at, values, marker=".", linewidth=1.2, label=_spell(name))
+        losses = losses + values
+    if min(losses) > 0 and max(losses) / min(losses) > 100:
+        axis.set_yscale("log")
+    axis.set_ylabel("validation loss")
+    _mark(run, axis)
+
+
+def _plot_metrics(run: RunReader, axis: Any) -> None:
+    known = list_validation(run, losses=False)
+    _need(list(known), "a metric of an evaluation (metrics.jsonl has them)", run)
+    for name, (at, values) in known.items():
+        axis.plot(at, values, marker=".", linewidth=1.0, label=_spell(name))
+    axis.set_ylabel("validation metrics")
+    _mark(run, axis)
+
+
 def _plot_extra(run: RunReader, axis: Any) -> None:
-    known = {name: curve.points() for name, curve in run.steps.extra.items() if curve}
+    known = {name: curve.points() for name, curve in run.steps.extra.items() if curve and not is_validation(name)}
     _need(list(known), "a number of the program's own (guard.log tells them)", run)
     for name, (steps, values) in known.items():
         axis.plot(steps, values, linewidth=0.9, label=_spell(name))
@@ -150,6 +179,8 @@ def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) ->
 
 PANELS: dict[str, Callable[[RunReader, Any], None]] = {
     "loss": _plot_loss,
+    "validation": _plot_validation,
+    "metrics": _plot_metrics,
     "norm": _plot_norm,
     "rate": _plot_rate,
     "share": _plot_share,

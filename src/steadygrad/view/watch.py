@@ -31,6 +31,8 @@ PAUSE_SECONDS = 0.5
 SLICE_SECONDS = 0.4
 MAX_EXTRA = 6
 """Numbers of the program's own beside the others."""
+MAX_NOTES = 2
+"""What could not be read; the report has all of them."""
 WIDE = 90
 """Letters from which the two tables stand side by side."""
 BORDER = 2
@@ -92,6 +94,8 @@ def _write_head(run: RunReader, width: int) -> Text:
             text.append("\n" if is_first else GAP)
             text.append(f"{name} ", style="dim")
             text.append(value)
+    for note in run.notes[:MAX_NOTES]:
+        text.append(f"\n{make_printable(note)}", style="yellow")
     return text
 
 
@@ -162,7 +166,10 @@ def _draw_layers(run: RunReader, rows: int) -> RenderableType:
         text.append("   NaN/Inf" if bad else f"{10**exponent:10.3g}", style="bold red" if bad else "magenta")
         text.append(f"  {make_printable(name)}\n")
     text.rstrip()
-    return Panel(text or Text("not recorded", style="dim"), title="largest gradients", title_align="left")
+    # They are written every so many steps, and at a bad one: what stands here may be of a while ago.
+    since = "step" if run.norms.width == 1 else "from step"
+    title = f"largest gradients, {since} {run.norms.steps[-1]:,}" if run.norms.steps else "largest gradients"
+    return Panel(text or Text("not recorded", style="dim"), title=title, title_align="left")
 
 
 def _draw_incidents(run: RunReader, rows: int) -> RenderableType:

@@ -36,6 +36,9 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     except SystemExit:
         raise
     except BaseException as error:
+        if isinstance(error, ImportError) and _find_own_part(error.__traceback__) is None:  # runpy found nothing to run
+            what = f"the module {target}" if as_module else target
+            raise UsageError(f"{what} cannot be run: {error}. Check the name, or give the path of a script.") from None
         error = error.with_traceback(_find_own_part(error.__traceback__))
         sys.excepthook(type(error), error, error.__traceback__)
         if isinstance(error, KeyboardInterrupt):

@@ -8,6 +8,7 @@ graph. Its own failure never ends or alters a training: it is told once, and tha
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import logging
@@ -52,6 +53,7 @@ class Session:
         self._terminal = Terminal(sys.stderr, rank=self._rank)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._num_watched = 0
+        self._has_started_others = False
         self._losses: list[Loss] = []
         self._losses_are_spent = False
         self._thread = threading.local()
@@ -67,6 +69,7 @@ class Session:
         _replace(torch.amp.GradScaler, "step", self._around_scaler)
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
             _replace(place, "clip_grad_norm_", self._around_clipping)
+        atexit.register(self._tell_nothing)
         for place in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
             _replace(place, "start_processes", self._around_starting)
 
@@ -74,6 +77,11 @@ class Session:
         """Close every record now; without it they are closed when the process ends."""
         for watch in list(self._watches):
             watch.finish()
+
+    def _tell_nothing(self) -> None:
+        """At the end of a script that made no optimizer: a person who hears nothing believes that all is well."""
+        if not self._num_watched and not self._has_started_others and os.getpid() == self._process:
+            self._terminal.say("the script made no optimizer, so nothing was guarded and nothing is recorded")
 
     def _keep_log_to_itself(self) -> None:
         """The script's logging may go to standard output, and incidents are told here: only errors show."""
@@ -120,6 +128,7 @@ class Session:
             hear_calls(part, listener)
 
     def _around_starting(self, start: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._has_started_others = True
         return start(GuardedEntry(fn, self._options) if self._is_here else fn, *args, **kwargs)
 
     def _find_folder(self) -> Path | None:

@@ -38,6 +38,7 @@ from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.subjects import Subjects
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.tally import Tally
+from steadygrad.view.words import spell_count
 
 NO_LOSS = "a script does not tell how it computes its loss."
 
@@ -283,7 +284,8 @@ def _finish(
     tally, incidents = ledger
     recorder.close()
     where = "" if run_dir is None else f"; record in {run_dir}"
-    terminal.say(f"{name}: {tally.num_steps} steps, {tally.num_skipped} skipped, {len(incidents)} incidents{where}")
+    steps, told = spell_count(tally.num_steps, "step"), spell_count(len(incidents), "incident")
+    terminal.say(f"{name}: {steps}, {tally.num_skipped} skipped, {told}{where}")
 
 
 def _is_search(reading: Reading) -> bool:

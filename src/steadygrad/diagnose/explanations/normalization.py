@@ -39,7 +39,7 @@ ENTRIES = (
         ops=(*LAYERS, *BATCHES),
         phases=FORWARD,
         conditions=(reaches(1e15),),
-        why="the squares of the input leave the range of the dtype, so that the variance is inf",
+        why="the squares of the input leave the range of the dtype, so that the variance is Inf",
         evidence=show_largest(),
         fixes=(
             "F.layer_norm(x / x.abs().amax().clamp_min(1.0), x.shape[-1:])",

@@ -20,7 +20,7 @@ ENTRIES = (
         ops=("addcmul",),
         phases=OPTIMIZER,
         kinds=("inf",),
-        why="the square of a gradient leaves the range of the dtype, so that the second moment is inf and stays so",
+        why="the square of a gradient leaves the range of the dtype, so that the second moment is Inf and stays so",
         evidence=show_largest(),
         fixes=("nn.utils.clip_grad_norm_(params, 1.0)", "nn.utils.clip_grad_value_(params, 1.0)"),
     ),

@@ -109,7 +109,7 @@ class Clip6dConfig:
     enable_gradient_monitoring: bool = True
     #: Look at activations too; costs time.
     enable_activation_monitoring: bool = False
-    #: False: the logits and the loss that vanish and break, for comparison.
+    #: False: the product of all vectors at CLIP's scale, whose gradients vanish; for comparison.
     use_stable_loss: bool = True
     #: 0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance.
     stable_loss_version: int = 1

@@ -33,4 +33,5 @@ def evaluate(module: Any, corpus: Corpus, config: Clip6dConfig) -> dict[str, flo
                 seen.append(({name: f.float().cpu() for name, f in features.items()}, present.cpu()))
     finally:
         module.train(was_training)
-    return {"val_loss": float(torch.stack(losses).mean()), **measure_recall(*join_features(seen))}
+    recall = measure_recall(*join_features(seen), multiplies=module.multiplies)
+    return {"val_loss": float(torch.stack(losses).mean()), **recall}

@@ -21,6 +21,7 @@ from steadygrad.recipes.clip6d.config import IMAGE, VECTOR, ModelConfig
 from steadygrad.recipes.clip6d.encoders import ImageEncoder, TextEncoder, VectorEncoder, pad_tokens
 from steadygrad.recipes.clip6d.plain_logits import average_cross_entropy, compute_plain_logits
 from steadygrad.recipes.clip6d.retrieval import measure_recall
+from steadygrad.trainer.stages import shape_rate
 
 LightningModule: Any = import_extra(
     "lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d"
@@ -71,7 +72,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         self.calculate_loss: Callable[..., Tensor] = (
             get_stable_loss_function(loss_version=stable_loss_version, normalize=True, eps=1e-8)
             if use_stable_loss
-            else lambda *features: compute_plain_logits(stable_loss_version, features)
+            else compute_plain_logits
         )
         if model.gradient_checkpointing and any(isinstance(m, ImageEncoder | TextEncoder) for m in self.children()):
             add_gradient_checkpointing(model=self, modules_to_checkpoint=["transformer", "ResidualAttentionBlock"])
@@ -91,6 +92,11 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             self.text_encoder = TextEncoder(model)
         if VECTOR in self.modalities:
             self.vector_encoder = VectorEncoder(vector_dim, model)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether vectors are alike by their product, and not by their sum."""
+        return not self.use_stable_loss or self.stable_loss_version == 0
 
     # --- features, logits, loss -------------------------------------------------------------------------------------
 
@@ -113,8 +119,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
     def compute_loss(self, features: Mapping[str, Tensor], present: Tensor | None = None) -> Tensor:
         """One number for a batch."""
         if not self.use_stable_loss:
-            # CLIP's scale, whatever the number of modalities.
-            scale = self.logit_scale.log_scale.exp().clamp(max=100.0)
+            scale = self.logit_scale.log_scale.exp()  # CLIP's, whatever the number of modalities
             return average_cross_entropy(self.calculate_loss(*features.values()) * scale)
         return multiway_contrastive(
             [safe_normalize(f) for f in features.values()],
@@ -165,13 +170,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         total, warmup = int(self.trainer.estimated_stepping_batches), self.warmup_steps
         total = total if self.max_steps is None else min(total, self.max_steps)
 
-        def scale_rate(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            done = min(1.0, (step - warmup) / max(1, total - warmup))
-            return 0.5 * (1 + math.cos(math.pi * done))
-
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, scale_rate)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape_rate(step, warmup, total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_validation_epoch_start(self) -> None:
@@ -186,8 +185,8 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         self._seen.append(({name: f.float().cpu() for name, f in features.items()}, present.cpu()))
 
     def on_validation_epoch_end(self) -> None:
-        """R@1, R@5, R@10 for every pair."""
-        self.log_dict(measure_recall(*join_features(self._seen)))
+        """R@1, R@5, R@10 for every pair, and for each modality from all the rest."""
+        self.log_dict(measure_recall(*join_features(self._seen), multiplies=self.multiplies))
         self._seen.clear()
 
 

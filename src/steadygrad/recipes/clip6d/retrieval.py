@@ -1,6 +1,9 @@
 """Features of M modalities -> how often each finds its own sample in each other: R@1, R@5, R@10 for every pair.
 
-A tie counts against the query, and so does what is not finite: features that are all alike, or NaN, find nothing.
+With three or more also how often a modality is found from all the rest together, by what the loss compares: the sum of
+the rest, or their product. A product says nothing of pairs: it stays the same when two modalities change the signs of
+the same entries, and their cosines with a third do not. A tie counts against the query, and so does what is not finite:
+features that are all alike, or NaN, find nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RANKS = (1, 5, 10)
+REST = "(rest)"
+"""All modalities but the one that is looked for; no modality can have this name."""
 
 
 def rank_matches(queries: Tensor, gallery: Tensor) -> Tensor:
@@ -23,25 +28,37 @@ def rank_matches(queries: Tensor, gallery: Tensor) -> Tensor:
     return torch.where(bad, len(scores), nearer)
 
 
-def measure_recall(features: Mapping[str, Tensor], present: Tensor) -> dict[str, float]:
-    """`R@1/image->en` and so on for every pair both ways, and their means `R@1`, `R@5`, `R@10`.
+def measure_recall(features: Mapping[str, Tensor], present: Tensor, *, multiplies: bool = False) -> dict[str, float]:
+    """`R@1/image->en` and so on for every pair both ways, `R@1/(rest)->en` of three or more, and the means of both.
 
-    Of a pair those samples count that have both, [N, M] in `present`; `features` are in its order.
+    Of a pair those samples count that have both, [N, M] in `present`, and for the rest those that have everything;
+    `features` are in its order. `multiplies`: the rest is a product, not a sum.
     """
-    names = list(features)
-    found: dict[str, float] = {}
-    for i, query in enumerate(names):
-        for j, target in enumerate(names):
+    pairs: dict[str, float] = {}
+    for i, (query, queries) in enumerate(features.items()):
+        for j, (target, gallery) in enumerate(features.items()):
             both = present[:, i] & present[:, j]
-            if i == j or int(both.sum()) < 2:
-                continue
-            ranks = rank_matches(features[query][both], features[target][both])
-            found |= {f"R@{k}/{query}->{target}": float((ranks < k).float().mean()) for k in RANKS}
-    means = {f"R@{k}": _average([v for name, v in found.items() if name.startswith(f"R@{k}/")]) for k in RANKS}
-    return means | found
+            if i != j and int(both.sum()) >= 2:
+                pairs |= _count_found(f"{query}->{target}", queries[both], gallery[both])
+    whole = present.all(1)
+    joint: dict[str, float] = {}
+    if len(features) >= 3 and int(whole.sum()) >= 2:
+        for target, gallery in features.items():
+            rest = torch.stack(
+                [F.normalize(f[whole].float(), dim=-1) for name, f in features.items() if name != target]
+            )
+            joint |= _count_found(f"{REST}->{target}", rest.prod(0) if multiplies else rest.sum(0), gallery[whole])
+    means = {f"R@{k}": _average(pairs, k) for k in RANKS} | ({f"{REST} R@1": _average(joint, 1)} if joint else {})
+    return means | pairs | joint
 
 
-def _average(values: Sequence[float]) -> float:
+def _count_found(name: str, queries: Tensor, gallery: Tensor) -> dict[str, float]:
+    ranks = rank_matches(queries, gallery)
+    return {f"R@{k}/{name}": float((ranks < k).float().mean()) for k in RANKS}
+
+
+def _average(found: Mapping[str, float], k: int) -> float:
+    values = [value for name, value in found.items() if name.startswith(f"R@{k}/")]
     return sum(values) / len(values) if values else 0.0
 
 
@@ -51,11 +68,12 @@ def expect_by_chance(num: int) -> dict[str, float]:
 
 
 def list_pairs(metrics: Mapping[str, float], modalities: Sequence[str]) -> list[tuple[str, ...]]:
-    """Rows of a table: each pair once, `R@1 5 10` there and back in percent."""
-    rows = []
-    for i, a in enumerate(modalities):
-        for b in modalities[i + 1 :]:
-            if f"R@1/{a}->{b}" in metrics:
-                ways = [[f"{100 * metrics[f'R@{k}/{q}->{t}']:.1f}" for k in RANKS] for q, t in ((a, b), (b, a))]
-                rows.append((f"{a} - {b}", *ways[0], *ways[1]))
-    return rows
+    """Rows of a table: each pair once, `R@1 5 10` there and back in percent; then each from the rest, there only."""
+
+    def spell(query: str, target: str) -> list[str]:
+        return [f"{100 * metrics[f'R@{k}/{query}->{target}']:.1f}" for k in RANKS]
+
+    pairs = [(a, b) for i, a in enumerate(modalities) for b in modalities[i + 1 :] if f"R@1/{a}->{b}" in metrics]
+    rows = [(f"{a} - {b}", *spell(a, b), *spell(b, a)) for a, b in pairs]
+    found = [name for name in modalities if f"R@1/{REST}->{name}" in metrics]
+    return rows + [(f"{REST} - {name}", *spell(REST, name), *[""] * len(RANKS)) for name in found]

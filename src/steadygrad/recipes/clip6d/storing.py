@@ -14,11 +14,9 @@ from typing import Any
 
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.checkpoint.load import Checkpoint
-from steadygrad.checkpoint.refusals import NonFiniteStateError
-from steadygrad.checkpoint.run import FOLDER
-from steadygrad.errors import UsageError
+from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
 from steadygrad.extras import import_extra
-from steadygrad.trainer.files import find_best
+from steadygrad.trainer.files import read_checkpoint
 
 logger = logging.getLogger("steadygrad")
 
@@ -28,6 +26,8 @@ CheckpointIO: Any = import_extra(
 
 WEIGHTS = "state_dict"
 """Where Lightning keeps the weights in what it saves."""
+LIGHTNING = "lightning"
+"""Where the rest of it lies in our checkpoints."""
 
 
 class StoreIO(CheckpointIO):  # type: ignore[misc]
@@ -41,7 +41,7 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002
         """Lightning's; a state that is not finite is refused and told, and the training goes on."""
         rest = {key: value for key, value in checkpoint.items() if key != WEIGHTS}
-        state = {"model": dict(checkpoint[WEIGHTS]), "lightning": rest}
+        state = {"model": dict(checkpoint[WEIGHTS]), LIGHTNING: rest}
         try:
             self.store.save(state, step=checkpoint["global_step"], metrics=self.metrics)
         except NonFiniteStateError as error:
@@ -51,7 +51,7 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
         """Lightning's; on the CPU."""
         found = self.store.load(path=path)
         assert found is not None
-        return {**found.state["lightning"], WEIGHTS: found.state["model"]}
+        return {**found.state[LIGHTNING], WEIGHTS: found.state["model"]}
 
     def remove_checkpoint(self, path: Any) -> None:
         """Lightning never does: the store makes room."""
@@ -59,11 +59,7 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
 
 def find_checkpoint(resume: str | None, run_dir: Path) -> Checkpoint | None:
     """The newest good checkpoint of this run (`latest`), its `best`, of another's folder, or the one `resume` is."""
-    if resume is None:
-        return None
-    place = run_dir if resume == "latest" else find_best(run_dir / FOLDER) if resume == "best" else Path(resume)
-    if (place / "manifest.json").is_file():
-        return CheckpointStore(place.parent).load(path=place)
-    if not place.is_dir():
-        raise UsageError(f"{place} does not exist, so nothing can be resumed from it. Give a run directory.")
-    return CheckpointStore(place / FOLDER).load()
+    found = None if resume is None else read_checkpoint(run_dir, resume)
+    if found is not None and LIGHTNING not in found.state:
+        raise CheckpointError(f"{found.info.path} was not saved by clip6d. Give a run directory of this recipe.")
+    return found

@@ -6,7 +6,6 @@ backbone at a tenth of that, with a loss scaler that begins low and grows slowly
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from steadygrad.recipes.cod.config import CodConfig
 from steadygrad.trainer import Stage
+from steadygrad.trainer.stages import shape_rate
 
 MakeScaler = Callable[[dict[str, Any]], torch.amp.GradScaler]
 
@@ -70,10 +70,4 @@ def make_cycle(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Each group's rate from 0 to its highest in a straight line, and along a cosine back to 0."""
     warmup = round(warmup_share * num_steps)
-
-    def scale(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)  # a rate of exactly 0 would waste the first step
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, num_steps - warmup))))
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape_rate(step, warmup, num_steps))

@@ -134,7 +134,8 @@ class CodTrainer(Trainer):
         """The last batch of a step, counted from 0 in its epoch."""
         history = self.train_history
         first = history[-1]["step"] if history else 0
-        return max(0, (step - first + 1) * self.cod.accumulation_steps - 1)
+        last = (step - first + 1) * self.cod.accumulation_steps - 1
+        return max(0, min(last, self._progress.num_batches - 1))  # an epoch may end with a short window
 
     def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
         """The finished bar, the metrics, the norms."""

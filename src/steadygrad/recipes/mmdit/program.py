@@ -7,7 +7,6 @@ most; one that is resumed later keeps that rate, unless another is asked for.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +26,7 @@ from steadygrad.recipes.mmdit.sampling import draw_samples, spell
 from steadygrad.recipes.mmdit.synthetic import make_corpus
 from steadygrad.recipes.mmdit.trainer import MMDiTTrainer
 from steadygrad.trainer import load_trained
+from steadygrad.trainer.batches import count_steps
 from steadygrad.trainer.setup import choose_device
 
 VAL_BATCH = 64
@@ -124,9 +124,13 @@ def check_precision(config: MMDiTConfig, console: Teller) -> MMDiTConfig:
 def warn_of_warmup(config: MMDiTConfig, num_batches: int, console: Teller) -> None:
     """A word where the learning rate never gets to what was asked for: little data, and a warm-up meant for much."""
     training = config.training
-    num_steps = training.epochs * math.ceil(num_batches / training.gradient_accumulation_steps)
-    num_steps = min(num_steps, training.max_steps or num_steps)
-    if training.warmup_steps >= num_steps:
+    num_steps = count_steps(
+        num_batches,
+        epochs=training.epochs,
+        accumulation=training.gradient_accumulation_steps,
+        limit=training.max_steps,
+    )
+    if num_steps is not None and training.warmup_steps >= num_steps:
         console.say(
             f"The warm-up takes {training.warmup_steps} steps and the training has {num_steps}: lr never gets to "
             f"{config.optimizer.lr:g}. Lower --training.warmup-steps, or train for longer.",

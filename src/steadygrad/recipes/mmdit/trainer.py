@@ -45,7 +45,6 @@ class MMDiTTrainer(Trainer):
     ) -> None:
         self.recipe = config
         self._criterion = JointLoss(config.loss)
-        self.tell = tell
         settings = make_trainer_config(config)
         super().__init__(model, settings, run_dir=run_dir, guard_config=guard_config, tell=tell)
         if not self.is_protected:
@@ -74,12 +73,12 @@ class MMDiTTrainer(Trainer):
         if not record.skipped:
             return
         if record.loss is not None and not math.isfinite(record.loss):
-            self.tell(f"ERROR: Invalid loss at step {record.step}: {record.loss}")
+            self._tell(f"ERROR: Invalid loss at step {record.step}: {record.loss}")
             for name in ("text_loss", "latent_loss"):
-                self.tell(f"  {name}: {record.extra.get(name, 0.0)}")
+                self._tell(f"  {name}: {record.extra.get(name, 0.0)}")
         elif record.num_nonfinite or not math.isfinite(record.grad_norm):
-            self.tell(f"ERROR: NaN/Inf gradient norm at step {record.step}")
-            self.tell("  Skipping batch and resetting gradients")
+            self._tell(f"ERROR: NaN/Inf gradient norm at step {record.step}")
+            self._tell("  Skipping batch and resetting gradients")
 
     @property
     def trained(self) -> MMDiT:
@@ -90,7 +89,7 @@ class MMDiTTrainer(Trainer):
 
     def _tell_old(self) -> None:
         assert self.guard is not None
-        self.tell(f"Warning: NaN gradient detected at step {self.guard.num_steps}")
+        self._tell(f"Warning: NaN gradient detected at step {self.guard.num_steps}")
 
 
 def make_trainer_config(config: MMDiTConfig) -> TrainerConfig:

@@ -172,8 +172,7 @@ class UltraOptimizedSEOTrainer(Trainer):
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
-        optimizers = self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
-        return [group for optimizer in optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def _weight_decay(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ from steadygrad.view.read.pictures import Pictures, read_pictures
 from steadygrad.view.read.rank_log import RankLogs
 from steadygrad.view.read.step_log import StepLog
 from steadygrad.view.read.tail import Row, Tail, as_number
+from steadygrad.view.read.validation_log import ValidationLog
 
 FILES = ("steps.jsonl", "layers.jsonl", "incidents.jsonl")
+EVALUATIONS = ("metrics.jsonl", "validations.jsonl")
+"""Only there where something was evaluated."""
 MAX_RUN_BYTES = 64 << 20
 
 
@@ -34,7 +37,7 @@ class RunReader:
         self.name = self.path.resolve().name or str(self.path)
         """What a view calls it: the folder's name, or more of its path where several are shown."""
         self._within, self._max_buckets = within, max_buckets
-        names = (None, *FILES[1:]) if self.path.is_file() else FILES
+        names = (None, *FILES[1:]) if self.path.is_file() else (*FILES, *EVALUATIONS)
         self._tails = [Tail(self.path if name is None else self.path / name, within=within) for name in names]
         self._about_size = -1
         self._start()
@@ -44,6 +47,7 @@ class RunReader:
         self.steps = StepLog(max_buckets=self._max_buckets)
         self.norms, self.ratios = LayerMap(), LayerMap()
         self.incidents = IncidentLog()
+        self.validation = ValidationLog()
         self.ranks = RankLogs(self.path, within=self._within)
         self._about_note = ""
         self._caught_up = False
@@ -58,7 +62,7 @@ class RunReader:
         self.ranks.find()
         while True:  # at least one round: however little time there is, it comes to an end
             fed = False
-            for tail, feed in zip(self._tails, (self.steps.extend, self._feed_layers, self._feed_incidents)):
+            for tail, feed in zip(self._tails, self._feeds):
                 rows = tail.read()
                 if tail.num_restarts:
                     return self._begin_again()
@@ -76,11 +80,17 @@ class RunReader:
     def read_all(self) -> RunReader:
         """Read to the end, the last line included when it is whole."""
         self.update()
-        for tail, feed in zip(self._tails, (self.steps.extend, self._feed_layers, self._feed_incidents)):
+        for tail, feed in zip(self._tails, self._feeds):
             feed(tail.finish())
         self.ranks.read(finish=True)
         self._take_from_ranks(finish=True)
         return self
+
+    @property
+    def _feeds(self) -> tuple[Callable[[list[Row]], None], ...]:
+        """Who takes the lines of each file; a bare log has no evaluations beside it."""
+        own = self.steps.extend, self._feed_layers, self._feed_incidents
+        return (*own, self.validation.extend, self.validation.extend_told)
 
     def _begin_again(self) -> bool:
         """A file was replaced under us: what was read belongs to a run that is no more."""
@@ -99,7 +109,8 @@ class RunReader:
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            self._about_note = f"run.json cannot be read: {type(error).__name__}"
+            why = error.strerror if isinstance(error, OSError) else "it is cut short or spoilt"
+            self._about_note = f"run.json cannot be read: {why}"
             return True
         self.about = about if isinstance(about, dict) else {}
         self._about_note = "" if self.about else "run.json holds no object"
@@ -165,7 +176,7 @@ class RunReader:
         """What is missing or could not be read, each a sentence."""
         notes = [self._about_note] if self._about_note else []
         if not self.path.is_file():
-            notes += [f"{tail.path.name} is missing" for tail in self._tails if not tail.exists]
+            notes += [f"{tail.path.name} is missing" for tail in self._tails[: len(FILES)] if not tail.exists]
             if self._about_size < 0:
                 notes.append("run.json is missing")
         for tail in self._tails:
@@ -176,6 +187,8 @@ class RunReader:
             notes.append(f"{self.ranks.num_left_out} files of ranks beyond the first {len(self.ranks)} are not read")
         if self.steps.num_extra_left_out:
             notes.append(f"{self.steps.num_extra_left_out} more numbers of the program are in steps.jsonl, not drawn")
+        if self.validation.num_left_out:
+            notes.append("more numbers of the evaluations are in metrics.jsonl, not drawn")
         if self.steps.num_returns:
             notes.append(f"the steps go back {self.steps.num_returns} times: the run was resumed from an earlier step")
         return notes

@@ -6,15 +6,19 @@ Numbers are rounded to what a screen can show; a list has at most a few thousand
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from steadygrad.view.headline import first_loss, last_loss
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader
+from steadygrad.view.read.validation_log import is_loss, is_validation
 from steadygrad.view.words import spell_number
 
 CHARTS = {
     "loss": "Loss",
+    "validation": "Validation loss",
+    "metrics": "Validation metrics",
     "extra": "Terms and other numbers",
     "norm": "Gradient norm",
     "rate": "Learning rate",
@@ -26,6 +30,8 @@ CHARTS = {
 """Each chart, and its title."""
 ABOUT = {
     "loss": "Below it, what happened and where; a click on a mark opens its incident.",
+    "validation": "A point for each evaluation; the thin line is the training loss.",
+    "metrics": "What else the evaluations measured; a click on a name hides it.",
     "extra": "What the program told beside the loss; a click on a name hides it.",
     "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
     "rate": "The largest of the parameter groups.",
@@ -53,7 +59,13 @@ def describe_charts(run: RunReader) -> dict[str, Any]:
     return {
         "name": run.name,
         "curves": {name: _list_points(*curve.points()) for name, curve in steps.curves.items() if curve},
-        "extra": {name: _list_points(*curve.points()) for name, curve in steps.extra.items() if curve},
+        "validation": {name: _list_points(*points) for name, points in list_validation(run).items()},
+        "metrics": {name: _list_points(*points) for name, points in list_validation(run, losses=False).items()},
+        "extra": {
+            name: _list_points(*curve.points())
+            for name, curve in steps.extra.items()
+            if curve and not is_validation(name)
+        },
         "shares": {"clipped": _list_points(*steps.clipped.points()), "skipped": _list_points(*steps.skipped.points())},
         "threshold": run.clip_threshold,
         "marks": _list_marks(run),
@@ -63,14 +75,26 @@ def describe_charts(run: RunReader) -> dict[str, Any]:
     }
 
 
+def list_validation(run: RunReader, *, losses: bool = True) -> dict[str, tuple[list[int], list[float]]]:
+    """Name -> steps and values: what evaluations wrote, and what `guard.log` was told of them."""
+    logged = {
+        name: curve.points()
+        for name, curve in run.steps.extra.items()
+        if curve and is_validation(name) and is_loss(name) == losses
+    }
+    return logged | (run.validation.losses if losses else run.validation.metrics)
+
+
 def summarise_chart(run: RunReader, chart: str) -> str:
     """A chart in words, for those who do not see it."""
     steps = run.steps
     if chart == "loss":
         return f"Loss from {spell_number(first_loss(run))} to {spell_number(last_loss(run))}."
+    if chart in ("validation", "metrics"):
+        known = list_validation(run, losses=chart == "validation")
+        return _tell_last({name: values[-1] for name, (_, values) in known.items()})
     if chart == "extra":
-        last = (f"{name} {spell_number(number)}" for name, number in steps.last_extra.items())
-        return f"At the end: {', '.join(last)}."
+        return _tell_last({name: number for name, number in steps.last_extra.items() if not is_validation(name)})
     if chart == "norm" and steps.worst_norm is not None:
         return f"Gradient norm, at most {spell_number(steps.worst_norm[0])} at step {steps.worst_norm[1]}."
     if chart == "share":
@@ -78,6 +102,10 @@ def summarise_chart(run: RunReader, chart: str) -> str:
     if chart in ("layers", "ratios"):
         return f"{CHARTS[chart]}: {len(run.norms.names)} parameters at {len(run.norms.steps)} times."
     return f"{CHARTS[chart]} over {steps.num_steps} steps."
+
+
+def _tell_last(numbers: Mapping[str, float]) -> str:
+    return f"At the end: {', '.join(f'{name} {spell_number(number)}' for name, number in numbers.items())}."
 
 
 def _list_points(steps: list[int], values: list[float]) -> dict[str, Any]:

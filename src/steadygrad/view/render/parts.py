@@ -15,7 +15,7 @@ from steadygrad.view.render.incidents import render_incidents
 from steadygrad.view.render.pictures import render_pictures
 from steadygrad.view.render.ranks import render_ranks
 
-WIDE = ("loss", "extra", "norm", "layers", "ratios")
+WIDE = ("loss", "validation", "metrics", "extra", "norm", "layers", "ratios")
 
 
 def render_parts(run: RunReader) -> dict[str, Html]:
@@ -59,7 +59,11 @@ def render_run(run: RunReader, key: str, *, level: str = "h2") -> Html:
 
 def render_compared_charts() -> Html:
     """The charts in which all runs are drawn together."""
-    charts = ("compare_loss", "Loss of all runs"), ("compare_norm", "Gradient norm of all runs")
+    charts = (
+        ("compare_loss", "Loss of all runs"),
+        ("compare_validation", "Validation loss of all runs"),
+        ("compare_norm", "Gradient norm of all runs"),
+    )
     return tag("div", *(_frame(name, title, "", f"{title}.", wide=True) for name, title in charts), class_="charts")
 
 

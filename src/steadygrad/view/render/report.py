@@ -31,6 +31,8 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     try:
         aside.write_text(text, encoding="utf-8")
         aside.replace(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror or error}. Name another place: -o FILE.") from None
     finally:
         aside.unlink(missing_ok=True)
     return runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -71,7 +72,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)  # an unknown name has -2
-        raise UsageError(
-            f"Cannot listen on {host}:{port}: {why}. Choose another --port, or --port 0 for any."
-        ) from error
+        known = error.errno is not None and error.errno > 0  # an unknown name has -2
+        why = os.strerror(error.errno or 0) if known else (error.strerror or str(error)).partition(" (while")[0]
+        what = "--port, or --port 0 for any" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise UsageError(f"Cannot listen on {host}:{port}: {why}. Choose another {what}.") from error

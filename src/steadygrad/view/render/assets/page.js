@@ -115,14 +115,32 @@ const steadygrad = (() => {
     })];
   }
 
-  function drawExtra(run) {
-    const names = Object.keys(run.extra || {}).filter((name) => has(run.extra[name]));
+  function drawNamed(run, numbers, dots) {
+    const names = Object.keys(numbers || {}).filter((name) => has(numbers[name]));
     if (!names.length) return null;
-    const traces = names.map((name, i) => line(run.extra[name], name, ROUND[i % ROUND.length]));
+    const mark = (paint) => (dots ? { mode: "lines+markers", marker: { size: 5, color: color(paint) } } : {});
+    const paints = names.map((_, i) => ROUND[i % ROUND.length]);
+    const traces = names.map((name, i) => line(numbers[name], name, paints[i], mark(paints[i])));
     const low = Math.min(...traces.map((trace) => Math.min(...trace.y)));
     const high = Math.max(...traces.map((trace) => Math.max(...trace.y)));
     const yaxis = { type: low > 0 && high / low > 100 ? "log" : "linear", exponentformat: "power" };
     return [traces, layout(290, { showlegend: true, lastStep: run.last_step, yaxis, margin: { ...MARGIN, t: 40 } })];
+  }
+
+  function drawValidation(run) {
+    const names = Object.keys(run.validation || {}).filter((name) => has(run.validation[name]));
+    if (!names.length) return null;
+    const trained = run.curves.loss;
+    const soft = { line: { color: color("--soft"), width: 0.8 }, opacity: 0.6 };
+    const traces = has(trained) ? [line(trained, "training loss", "--soft", soft)] : [];
+    names.forEach((name, i) => {
+      const paint = ["--orange", "--purple", "--teal", "--red"][i % 4];
+      traces.push(line(run.validation[name], name, paint, {
+        mode: "lines+markers", marker: { size: 5, color: color(paint) }, line: { color: color(paint), width: 2 },
+      }));
+    });
+    const type = isLogLoss(traces) ? "log" : "linear";
+    return [traces, layout(290, { showlegend: true, lastStep: run.last_step, yaxis: { type }, margin: { ...MARGIN, t: 40 } })];
   }
 
   function drawSteps(run, points, name, paint, yaxis) {
@@ -183,22 +201,25 @@ const steadygrad = (() => {
     })];
   }
 
-  function drawAll(curve, isLog) {
-    const all = Object.values(runs).filter((run) => has(run.curves[curve]));
+  function drawAll(find, isLog) {
+    const all = Object.values(runs).filter((run) => has(find(run)));
     if (!all.length) return null;
-    const traces = all.map((run, i) => line(run.curves[curve], run.name, ROUND[i % ROUND.length]));
+    const traces = all.map((run, i) => line(find(run), run.name, ROUND[i % ROUND.length]));
     const type = isLog(traces) ? "log" : "linear";
     const lastStep = Math.max(...all.map((run) => run.last_step));
     return [traces, layout(320, { showlegend: true, lastStep, yaxis: { type }, margin: { ...MARGIN, t: 32 } })];
   }
 
   const DRAW = {
-    loss: drawLoss, extra: drawExtra, norm: drawNorm, share: drawShare,
+    loss: drawLoss, validation: drawValidation, norm: drawNorm, share: drawShare,
+    metrics: (run) => drawNamed(run, run.metrics, true), extra: (run) => drawNamed(run, run.extra, false),
     rate: (run) => drawSteps(run, run.curves.learning_rate, "learning rate", "--teal", { rangemode: "tozero" }),
     scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple", { type: "log" }),
     layers: (run) => drawCells(run.norms, "norm", null, run.last_step),
     ratios: (run) => drawCells(run.ratios, "ratio", -3, run.last_step),
-    compare_loss: () => drawAll("loss", isLogLoss), compare_norm: () => drawAll("grad_norm", () => true),
+    compare_loss: () => drawAll((run) => run.curves.loss, isLogLoss),
+    compare_validation: () => drawAll((run) => Object.values(run.validation || {})[0], isLogLoss),
+    compare_norm: () => drawAll((run) => run.curves.grad_norm, () => true),
   };
 
   function draw(figure) {

@@ -1,0 +1,33 @@
+"""The state of things in which a model is evaluated: eval mode and the training's precision; all as before after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadygrad.act.precision import DTYPES
+from steadygrad.config import Precision
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode inside, and each in its own mode after: a stage may hold some in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def make_autocast(precision: Precision | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The autocast that a guard opens around a step, for code outside of one."""
+    if precision is None:
+        return contextlib.nullcontext()
+    dtype = DTYPES[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32)
