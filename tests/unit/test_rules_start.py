@@ -189,3 +189,14 @@ def test_it_is_told_once_and_only_about_the_start() -> None:
 def test_a_wrong_threshold_is_named() -> None:
     with pytest.raises(ConfigError, match=r"StartThresholds\.weight_growth must be above 1, got 0\.9"):
         DetectConfig(start=StartThresholds(weight_growth=0.9))
+
+
+def test_a_history_that_an_earlier_version_wrote_is_taken_as_far_as_it_goes() -> None:
+    facts: list[Fact] = [reading(t, 3.3 if t == 2 else 3.0, 2.5 if t == 2 else 1.0) for t in range(7)]
+    before, after = rule_named("rate_too_high"), rule_named("rate_too_high")
+    assert not findings_of(before, [ParameterScan(step=-1, norms={"a": 3.0, "b": 4.0}), *facts])
+    after.load_state_dict(
+        {name: value for name, value in before.state_dict().items() if name not in ("pushes", "rates")}
+    )
+    (said,) = findings_of(after, [ParameterScan(step=7, norms={"a": 10.8, "b": 14.4}), reading(7, 3.0)])
+    assert said.evidence["weight_growth"] == pytest.approx(3.6)

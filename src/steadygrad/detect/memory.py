@@ -39,9 +39,10 @@ class Remembering:
         return {name.lstrip("_"): _save(getattr(self, name)) for name in self.memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the history of `state_dict()`."""
+        """Take the history of `state_dict()`. What an earlier version did not write down yet stays as it is."""
         for name in self.memory:
-            setattr(self, name, _load(getattr(self, name), state[name.lstrip("_")]))
+            if name.lstrip("_") in state:
+                setattr(self, name, _load(getattr(self, name), state[name.lstrip("_")]))
 
 
 def _save(value: Any) -> Any:

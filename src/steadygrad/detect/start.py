@@ -164,7 +164,7 @@ class RateTooHigh(Remembering):
         SGD adds a gradient at most once in each step, whatever its momentum, so this holds for Adam and its like only.
         """
         num = self._num_weighed
-        furthest = num * max(self._rates[:num]) * sum(self._pushes[:num])
+        furthest = num * max(self._rates[:num], default=0.0) * sum(self._pushes[:num])
         return 0 < furthest < move * math.hypot(*self._weights.values())
 
     def _tell(self, harm: str) -> Finding:
