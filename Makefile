@@ -16,7 +16,7 @@ help:
 	@echo "make demo    train a small transformer with three faults, unguarded and guarded (a minute)"
 	@echo "make test    lint, types, architecture, tests, the documentation built strictly"
 	@echo "make docs    the documentation as a site, in site/"
-	@echo "make bench   every benchmark of this machine (half an hour)"
+	@echo "make bench   every benchmark of this machine (an hour)"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

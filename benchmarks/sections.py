@@ -236,11 +236,20 @@ def render_tune(results: Results) -> str:
             f"{row['share']:.1%}",
             show_losses(row["given"]),
             show_losses(row["tuned"]),
+            show_verdict(row),
         ]
         for name, row in results.items()
     ]
-    header = ["recipe", "learning rate", "share of the steps", "loss as given", "loss tuned"]
+    header = ["recipe", "learning rate", "share of the steps", "loss as given", "loss tuned", "verdict"]
     return render_table(header, rows)
+
+
+def show_verdict(row: dict[str, Any]) -> str:
+    """'better, in 3 of 3 seeds'; for a repair, what the recipe's own settings reach."""
+    if "own" in row:
+        return f"{row['verdict']}: its own rate ends at {row['own']:.4f}"
+    seeds = f", better in {row['num_better']} of {len(row['seeds'])} seeds" if "num_better" in row else ""
+    return f"{row['verdict']}{seeds}"
 
 
 def show_losses(losses: list[float | None]) -> str:

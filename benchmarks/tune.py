@@ -1,11 +1,18 @@
 """Are settings that `steadygrad tune` chooses better than those it was given, and what do they cost?
 
-Each recipe, small and on made data, is tuned once from its first seed: range test, four short trials, no search. Then
-whole trainings with the given and the tuned settings, over several seeds; the best validation loss of each counts. Each
-is tuned a second time from a learning rate that is a hundred times too high, and trained once. `share` is the steps
-that the tuning tried against those of one whole training. Small models: read which is better, not digits.
-Run `python benchmarks/tune.py [--recipes seo,cod,mmdit] [--seeds 2]`; writes results/tune.json, and leaves what other
-recipes it holds. About ten minutes of one core.
+Each recipe, small and on made data, is tuned from seed 0 in two ways: by the range test alone, and with a search over
+learning rate, warm-up and clip threshold. Then whole trainings with the given and the chosen settings, over seeds that
+were not used for choosing; the best validation loss of each counts. `noise` is the standard deviation of the given
+settings' losses over those seeds. Chosen settings are `better` when they are in every seed, `within noise` when their
+mean is not above the given ones' by more than the noise, else `worse`. Each recipe is also tuned from a learning rate
+that is a hundred times too high, and trained once: `repaired` when that ends no worse than with the recipe's own rate,
+but for the noise. `share`: the steps that the tuning tried against those of one whole training. Small models: read
+which is better, not digits.
+
+    python benchmarks/tune.py [--recipes seo,cod,mmdit] [--ways range,search,x100] [--seeds 3] [--quick]
+
+Writes results/tune.json, and leaves what it holds of other recipes and ways. About 15 minutes of one core; `--quick` is
+one recipe in short, two seeds, a minute.
 """
 
 from __future__ import annotations
@@ -15,10 +22,11 @@ import contextlib
 import json
 import logging
 import math
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +40,33 @@ from steadygrad.recipes.catalogue import find_recipe
 from steadygrad.tune.ledger import Ledger
 from steadygrad.tune.plan import make_plan
 from steadygrad.tune.programs import open_recipe
+from steadygrad.tune.search import Search
+from steadygrad.tune.storage import open_study
 from steadygrad.tune.tuning import Tuned, Tuning, describe_request
 from steadygrad.tune.write import CONFIG, write_tuning
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
-    "seo": {"batch_size": 16, "epochs": 40, "patience": None},
-    "cod": {"epochs": 33, "num_pictures": 0},
-    "mmdit": {"training.epochs": 14},
+    "seo": {"hidden": 32, "batch_size": 8, "epochs": 35, "patience": None},
+    "cod": {"batch_size": 2, "epochs": 29, "num_pictures": 0},
+    "mmdit": {
+        "data.num_synthetic": 512,
+        "model.hidden_size": 32,
+        "model.num_layers": 1,
+        "model.num_heads": 2,
+        "training.train_batch_size": 8,
+        "training.gradient_accumulation_steps": 1,
+        "training.epochs": 25,
+    },
 }
-"""On top of `--quick`: long enough that a tenth of it is a range test and four trials."""
+"""On top of `--quick`: long enough that a tenth of it is a range test, a search of a few trials, and the comparison."""
+EPOCHS = {"seo": "epochs", "cod": "epochs", "mmdit": "training.epochs"}
 RATES = {"seo": "learning_rate", "cod": "lr", "mmdit": "optimizer.lr"}
 SEEDS = {"seo": "seed", "cod": "seed", "mmdit": "training.seed"}
+CHOOSING_SEED = 0
+SEARCHED = ("lr", "warmup", "clip")
 TOO_HIGH = 100.0
+WAYS = ("range", "search", "x100")
+QUICK_RECIPES, QUICK_EPOCHS = ("seo",), 6
 
 
 class Silence:
@@ -58,30 +81,29 @@ def make_values(recipe: str, **more: Any) -> dict[str, Any]:
     return merge(nest({**package.QUICK, **SIZES[recipe]}), nest(more))
 
 
-def tune(recipe: str, values: Mapping[str, Any], folder: Path) -> tuple[Tuned, dict[str, Any]]:
-    """What `steadygrad tune RECIPE` does, and the values of the config that it wrote."""
-    target = open_recipe(recipe, build(find_recipe(recipe).load().Config, values))
-    plan = make_plan(target.tunable.num_steps, trials=0, steps=None)
+def tune(recipe: str, values: Mapping[str, Any], names: tuple[str, ...], folder: Path) -> tuple[Tuned, dict[str, Any]]:
+    """What `steadygrad tune RECIPE [--search NAMES]` does, and the values of the config that it wrote."""
+    seeded = merge(values, nest({SEEDS[recipe]: CHOOSING_SEED}))
+    target = open_recipe(recipe, build(find_recipe(recipe).load().Config, seeded))
+    plan = make_plan(target.tunable.num_steps, trials=None if names else 0, steps=None)
     folder.mkdir(parents=True)
-    tuned = Tuning(target, plan, Ledger(folder, describe_request(recipe, None, plan, ()), resume=False)).run(
-        (), None, folder
-    )
+    request = describe_request(recipe, None, plan, names)
+    search = Search(open_study(None, folder, request), names) if names else None
+    tuned = Tuning(target, plan, Ledger(folder, request, resume=False), search=search).run()
     write_tuning(tuned, folder)
     return tuned, dict(read_mapping(folder / CONFIG))
 
 
 def train(recipe: str, values: Mapping[str, Any], seed: int) -> float | None:
     """The best validation loss of a whole training; None when it was halted before its first."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, loaders = open_training(recipe, merge(values, nest({SEEDS[recipe]: seed})), Path(folder))
-        with contextlib.suppress(TrainingHalted):
-            trainer.train(*loaders)
-        losses = [entry["loss"] for entry in trainer.val_history if math.isfinite(entry["loss"])]
-    return min(losses, default=None)
+    trainer, loaders = open_training(recipe, merge(values, nest({SEEDS[recipe]: seed})))
+    with contextlib.suppress(TrainingHalted):
+        trainer.train(*loaders)
+    return min((entry["loss"] for entry in trainer.val_history if math.isfinite(entry["loss"])), default=None)
 
 
-def open_training(recipe: str, values: Mapping[str, Any], folder: Path) -> tuple[Any, Any]:
-    """Trainer and loaders, as the recipe's own program makes them."""
+def open_training(recipe: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Trainer and loaders, as the recipe's own program makes them; nothing is written."""
     config = build(find_recipe(recipe).load().Config, values)
     if recipe == "seo":
         from steadygrad.recipes.seo.data import load_data
@@ -89,38 +111,73 @@ def open_training(recipe: str, values: Mapping[str, Any], folder: Path) -> tuple
         from steadygrad.recipes.seo.trainer import make_trainer
 
         data = load_data(config)
-        return make_trainer(build_model(config, data), config, run_dir=folder), data.make_loaders(config.batch_size)
+        return make_trainer(build_model(config, data), config, run_dir=None), data.make_loaders(config.batch_size)
     if recipe == "cod":
         from steadygrad.recipes.cod.data import open_datasets, open_loaders
         from steadygrad.recipes.cod.trainer import CodTrainer
 
         train_set, test_set, _ = open_datasets(config)
-        return CodTrainer(config, run_dir=folder), open_loaders(config, train_set, test_set)
+        return CodTrainer(config, run_dir=None), open_loaders(config, train_set, test_set)
     from steadygrad.recipes.mmdit.program import load_corpus, make_loaders, make_trainer
 
     corpus = load_corpus(config)
-    return make_trainer(config, corpus, folder, Silence()), make_loaders(config, corpus)
+    return make_trainer(config, corpus, None, Silence()), make_loaders(config, corpus)
 
 
-def measure(recipe: str, values: Mapping[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
-    """One row: tuned from these values, and trained with what came out and as they were."""
+def measure(
+    recipe: str,
+    values: Mapping[str, Any],
+    names: tuple[str, ...],
+    seeds: Sequence[int],
+    given: list[float | None],
+) -> dict[str, Any]:
+    """One row: tuned from these values, and trained with what came out; `given`: the losses without."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        tuned, chosen = tune(recipe, values, Path(folder) / "tune")
+        tuned, chosen = tune(recipe, values, names, Path(folder) / "tune")
     seconds = time.perf_counter() - started
-    assert tuned.target.tunable.num_steps is not None
-    row: dict[str, Any] = {
+    whole, changed = tuned.target.tunable.num_steps, tuned.choice.changed
+    assert whole is not None
+    losses = [train(recipe, chosen, seed) for seed in seeds] if changed else given
+    return {
         "given_lr": tuned.target.given.lr,
         "tuned_lr": tuned.choice.settings.lr,
+        "changed": [f"{name}: {before} -> {after}" for name, before, after, _ in tuned.evidence if before != after],
         "reason": tuned.choice.reason,
+        "num_trials": len(tuned.searched),
         "num_steps_tried": tuned.num_steps,
-        "num_steps_of_a_training": tuned.target.tunable.num_steps,
-        "share": round(tuned.num_steps / tuned.target.tunable.num_steps, 4),
+        "num_steps_of_a_training": whole,
+        "share": round(tuned.num_steps / whole, 4),
         "seconds": round(seconds, 1),
-        "tuned": [train(recipe, chosen, seed) for seed in seeds],
+        "seeds": list(seeds),
+        "given": given,
+        "tuned": losses,
+        **judge(given, losses, changed=bool(changed)),
     }
-    row["given"] = [train(recipe, values, seed) for seed in seeds]
-    return row
+
+
+def judge(given: Sequence[float | None], tuned: Sequence[float | None], *, changed: bool) -> dict[str, Any]:
+    """Better, within the noise of the seeds, or worse."""
+    if not changed:
+        return {"verdict": "kept"}
+    pairs = [(math.inf if a is None else a, math.inf if b is None else b) for a, b in zip(given, tuned)]
+    before, after = [a for a, _ in pairs], [b for _, b in pairs]
+    finite = all(map(math.isfinite, [*before, *after]))
+    noise = statistics.stdev(before) if finite and len(pairs) > 1 else None
+    difference = statistics.fmean(after) - statistics.fmean(before) if finite else None
+    if all(b < a for a, b in pairs):
+        verdict = "better"
+    elif noise is not None and difference is not None and difference <= noise:
+        verdict = "within noise"
+    else:
+        verdict = "worse"
+    return {
+        "verdict": verdict,
+        "num_better": sum(b < a for a, b in pairs),
+        "noise": noise,
+        "mean_difference": difference,
+        "noise_of_difference": statistics.stdev([b - a for a, b in pairs]) if noise is not None else None,
+    }
 
 
 def spell(row: Mapping[str, Any]) -> str:
@@ -129,29 +186,31 @@ def spell(row: Mapping[str, Any]) -> str:
         return f"{statistics.median(known):.4f} ({min(known):.4f} to {max(known):.4f})" if known else "halted"
 
     rates = f"{row['given_lr']:.3g} -> {row['tuned_lr']:.3g}"
-    return f"{rates:<22}{row['share']:>7.1%}  given {one(row['given']):<30} tuned {one(row['tuned'])}"
+    cost = f"{row['num_trials']:>3} trials {row['share']:>6.1%}"
+    return f"{rates:<22}{cost}  given {one(row['given']):<28} tuned {one(row['tuned']):<28} {row['verdict']}"
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--recipes", default=",".join(SIZES))
-    parser.add_argument("--seeds", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
-    results: dict[str, Any] = {}
-    for recipe in arguments.recipes.split(","):
-        seeds = range(arguments.seeds)
-        values = make_values(recipe)
-        row = results[recipe] = measure(recipe, values, seeds)
-        print(f"{recipe:<18}{spell(row)}", flush=True)
-        high = make_values(recipe, **{RATES[recipe]: TOO_HIGH * find_rate(recipe, values)})
-        row = results[f"{recipe}, rate x{TOO_HIGH:g}"] = measure(recipe, high, seeds[:1])
-        print(f"{recipe + f' x{TOO_HIGH:g}':<18}{spell(row)}", flush=True)
-    before = RESULTS / "tune.json"
-    held = json.loads(before.read_text(encoding="utf-8"))["results"] if before.is_file() else {}
-    print(write_results("tune", {**held, **results}))
+def measure_recipe(recipe: str, ways: Sequence[str], num_seeds: int, **more: Any) -> Iterator[tuple[str, Any]]:
+    """The rows of one recipe, with their names."""
+    seeds = range(CHOOSING_SEED + 1, CHOOSING_SEED + 1 + num_seeds)
+    values = make_values(recipe, **more)
+    own = [train(recipe, values, seed) for seed in seeds]
+    for way, names in (("range", ()), ("search", SEARCHED)):
+        if way in ways:
+            yield f"{recipe}, {way}", measure(recipe, values, names, seeds, own)
+    if "x100" in ways:
+        high = merge(values, nest({RATES[recipe]: TOO_HIGH * find_rate(recipe, values)}))
+        given = [train(recipe, high, seed) for seed in seeds[:1]]
+        row = measure(recipe, high, (), seeds[:1], given)
+        yield f"{recipe}, x{TOO_HIGH:g}", row | judge_repair(own, row["tuned"][0])
+
+
+def judge_repair(own: Sequence[float | None], tuned: float | None) -> dict[str, Any]:
+    """Whether a training that was repaired ends no worse than with the recipe's own settings; the first seed is its."""
+    known = [loss for loss in own if loss is not None]
+    noise = statistics.stdev(known) if len(known) > 1 else 0.0
+    repaired = tuned is not None and own[0] is not None and tuned <= own[0] + noise
+    return {"own": own[0], "noise": noise, "verdict": "repaired" if repaired else "not repaired"}
 
 
 def find_rate(recipe: str, values: Mapping[str, Any]) -> float:
@@ -159,6 +218,35 @@ def find_rate(recipe: str, values: Mapping[str, Any]) -> float:
     for name in RATES[recipe].split("."):
         config = getattr(config, name)
     return float(config)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--recipes", help=f"some of {','.join(SIZES)}")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {','.join(WAYS)}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one recipe in short, two seeds; nothing is written")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
+    quick = arguments.quick
+    recipes = arguments.recipes.split(",") if arguments.recipes else QUICK_RECIPES if quick else list(SIZES)
+    written = None
+    for recipe in recipes:
+        more = {EPOCHS[recipe]: QUICK_EPOCHS} if quick else {}
+        num_seeds = 2 if quick else arguments.seeds
+        for name, row in measure_recipe(recipe, arguments.ways.split(","), num_seeds, **more):
+            print(f"{name:<15}{spell(row)}", flush=True)
+            written = add_row(name, row, quick=quick)
+    print("written:", written)
+
+
+def add_row(name: str, row: Mapping[str, Any], *, quick: bool) -> Path | None:
+    """Put a row beside those that are there, at once: all of them take a while."""
+    path = Path(os.environ.get("OUT") or RESULTS) / "tune.json"
+    held = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
+    return write_results("tune", {**held, name: row}, quick=quick)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,26 @@
 """Does it help to act on the forecast? Final loss and steps lost, with the learning rate halved at a forecast or not.
 
-First the stories of benchmarks/rescue.py on a Guard with every default, with and without the forecast acting, and the
-same trainings with nothing wrong. Most of their faults come from outside, within one step, and cannot be foreseen. Then
-held-out programs of the traces, begun anew: some that became unstable late and some that did not, with nothing but the
-forecast to save them.
+Every story of benchmarks/rescue.py on a Guard with every default, with and without the forecast acting, and the same
+trainings with nothing wrong. Most of their faults come from outside, within one step, and cannot be foreseen. And held-
+out programs of the traces, begun anew: some that became unstable late and some that did not, with nothing but the
+forecast to save them. `--quick` is three stories, one seed, and nothing written; each part adds to
+results/forecast.json by itself.
 
-    PYTHONPATH=src python benchmarks/forecast/act.py --traces DIR [--quick]    adds to results/forecast.json
+    PYTHONPATH=src python benchmarks/forecast/act.py --part stories [--quick]
+    PYTHONPATH=src python benchmarks/forecast/act.py --part again --traces DIR
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import logging
 import math
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from steadygrad.config import DetectConfig, ForecastConfig
 from steadygrad.facts import Incident
 
 ACTING = Policy(actions={"instability_forecast": Action.SCALE_LR})
+CLEAN = "nothing wrong"
 LOW = 0.25
 """A probability that is passed more often than the model's own threshold."""
 
@@ -74,30 +78,71 @@ WAYS: dict[str, Callable[[Story], Run]] = {
 }
 
 
-def tell_stories(stories: Sequence[Story], seeds: Sequence[int]) -> dict[str, Any]:
-    """Each story, each way, over the seeds."""
+Cells = dict[str, list[dict[str, Any]]]
+"""Way -> one run a seed."""
+
+
+def tell_stories(stories: Sequence[Story], seeds: Sequence[int]) -> dict[str, Cells]:
+    """Each story, each way, over the seeds; clean runs are shared between stories."""
     rescue.RUNS.update(WAYS)
-    results: dict[str, Any] = {}
+    results: dict[str, Cells] = {}
+    clean: dict[tuple[int, int], float] = {}
     for story in stories:
-        cells: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        cells: Cells = {way: [] for way in WAYS}
         for seed in seeds:
-            seeded = story.with_seed(seed)
-            clean = train_plain(seeded.clean).loss
+            key, seeded = (id(story.clean), seed), story.with_seed(seed)
+            if key not in clean:
+                clean[key] = train_plain(seeded.clean).loss
             for way in WAYS:
                 FORECASTS.clear()
-                cells[way].append({"seed": seed, **rescue.measure(way, seeded, clean), "forecasts": list(FORECASTS)})
+                told = rescue.measure(way, seeded, clean[key])
+                cells[way].append({"seed": seed, **told, "forecasts": list(FORECASTS)})
         results[story.name] = cells
         shown = (f"{rescue.show(cells[way])}, {sum(len(c['forecasts']) for c in cells[way])} acted" for way in WAYS)
         print(f"{story.name:<31}" + "".join(f"{text:>34}" for text in shown), flush=True)
     return results
 
 
+def list_stories() -> list[Story]:
+    """All that benchmarks/rescue.py tells."""
+    return [
+        *rescue.make_stories(),
+        *rescue.make_rate_stories(),
+        rescue.make_slow_story(),
+        rescue.make_hopeless_story(),
+    ]
+
+
+def sum_up(told: Mapping[str, Cells]) -> dict[str, Any]:
+    """Each way against not acting, run by run: how often, final loss and steps lost."""
+    names = [name for name in told if not name.startswith(CLEAN)]
+    groups = {"stories": names, CLEAN: [name for name in told if name not in names]}
+    return {group: {way: _sum_way(told, chosen, way) for way in WAYS} for group, chosen in groups.items() if chosen}
+
+
+def _sum_way(told: Mapping[str, Cells], names: Sequence[str], way: str) -> dict[str, Any]:
+    pairs = [pair for name in names for pair in zip(told[name]["Guard"], told[name][way])]
+    ratios = [b["relative_loss"] / a["relative_loss"] for a, b in pairs if a["relative_loss"] and b["relative_loss"]]
+    same = [a["relative_loss"] == b["relative_loss"] and a["num_steps_lost"] == b["num_steps_lost"] for a, b in pairs]
+    return {
+        "num_stories": len(names),
+        "num_runs": len(pairs),
+        "num_runs_acted": sum(bool(b["forecasts"]) for _, b in pairs),
+        "num_same": sum(same),
+        "num_better": sum(ratio < 1.0 for ratio in ratios),
+        "num_worse": sum(ratio > 1.0 for ratio in ratios),
+        "median_final_loss_ratio": round(statistics.median(ratios), 4) if ratios else None,
+        "best_final_loss_ratio": round(min(ratios), 4) if ratios else None,
+        "worst_final_loss_ratio": round(max(ratios), 4) if ratios else None,
+        "num_steps_lost": sum(b["num_steps_lost"] for _, b in pairs),
+        "num_died_or_halted": sum(b["died"] or b["halted"] for _, b in pairs),
+    }
+
+
 def make_clean_stories() -> list[Story]:
     """The trainings with nothing wrong: what acting without need costs."""
     trainings: list[Training] = [train_language(), train_images(), train_memory()]
-    return [
-        Story(name=f"nothing wrong, {one.name}", clean=one, finds=frozenset(), does=frozenset()) for one in trainings
-    ]
+    return [Story(name=f"{CLEAN}, {one.name}", clean=one, finds=frozenset(), does=frozenset()) for one in trainings]
 
 
 # --- held-out programs, begun anew -----------------------------------------------------------------------------------
@@ -161,12 +206,14 @@ def compare_again(setups: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--traces", type=Path, help="what generate.py wrote; only `--part stories` needs none")
     parser.add_argument("--quick", action="store_true", help="three stories, few runs, nothing written")
     parser.add_argument("--part", choices=("all", "again", "stories"), default="all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--num-again", type=int, default=60, help="runs of held-out programs of each sort")
     arguments = parser.parse_args()
+    if arguments.part != "stories" and arguments.traces is None:
+        parser.error(f"--part {arguments.part} begins runs of traces anew, and none were given. Give --traces DIR.")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
@@ -178,10 +225,11 @@ def main() -> None:
             parts["acting_held_out"][kind] = compare_again(setups)
             print(f"held-out programs that {kind}: {parts['acting_held_out'][kind]}", flush=True)
     if arguments.part != "again":
-        stories = [*make_clean_stories(), *rescue.make_stories(), *rescue.make_rate_stories()]
-        stories = [s for s in stories if not arguments.quick or s.name in rescue.QUICK]
+        stories = [s for s in [*make_clean_stories(), *list_stories()] if not arguments.quick or s.name in rescue.QUICK]
         print(f"{'story':<31}" + "".join(f"{way:>34}" for way in WAYS))
-        parts["acting_stories"] = tell_stories(stories, range(1 if arguments.quick else arguments.seeds))
+        told = tell_stories(stories, range(1 if arguments.quick else arguments.seeds))
+        parts |= {"acting_stories": told, "acting_stories_in_short": sum_up(told)}
+        print(json.dumps(parts["acting_stories_in_short"], indent=1))
     if not arguments.quick:
         print(add_results(**parts))
 

@@ -8,6 +8,7 @@ import operator
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import steadygrad
 from steadygrad import FixedNorm, GuardConfig
 from steadygrad.cli import main
 from steadygrad.config.plain import build
@@ -26,9 +26,12 @@ from steadygrad.tune import Tunable
 from steadygrad.tune.choose import choose
 from steadygrad.tune.ledger import Ledger
 from steadygrad.tune.plan import Plan, make_plan
+from steadygrad.tune.search import Search
 from steadygrad.tune.settings import Settings
+from steadygrad.tune.space import Space
+from steadygrad.tune.storage import open_study
 from steadygrad.tune.target import Target
-from steadygrad.tune.trial import TrialResult
+from steadygrad.tune.trial import Report, TrialResult, set_optimizers
 from steadygrad.tune.tuning import Tuned, Tuning
 
 SCRIPT = """
@@ -71,10 +74,12 @@ def make_tunable(rate: float = 1e-3, **more: Any) -> Tunable:
     return Tunable(model=model, optimizer=optimizer, loader=DataLoader(data, 8, shuffle=True), **settings)
 
 
-def tune(tunable: Tunable, folder: Path, search: tuple[str, ...] = (), plan: Plan = PLAN, **options: Any) -> Tuned:
+def tune(tunable: Tunable, folder: Path, search: tuple[str, ...] = (), plan: Plan = PLAN) -> Tuned:
     folder.mkdir(exist_ok=True)
-    ledger = Ledger(folder, {"search": list(search)}, resume=options.pop("resume", False))
-    return Tuning(Target(name="test", tunable=tunable), plan, ledger).run(search, None, folder, **options)
+    request = {"search": list(search)}
+    ledger = Ledger(folder, request, resume=False)
+    shared = Search(open_study(None, folder, request), search) if search else None
+    return Tuning(Target(name="test", tunable=tunable), plan, ledger, search=shared).run()
 
 
 def copy_state(tunable: Tunable) -> dict[str, Any]:
@@ -152,6 +157,13 @@ def test_a_rate_far_too_low_is_raised(tmp_path: Path, rate: float) -> None:
     assert "better in both orders" in tuned.choice.reason
 
 
+def test_a_rate_that_works_is_kept_where_the_range_test_cannot_tell_a_better_one_from_it(tmp_path: Path) -> None:
+    tuned = tune(make_tunable(0.05), tmp_path)
+    assert tuned.choice.changed == ()
+    assert f"the suggested {tuned.curve.suggested:.3g} is within 3 times of it" in tuned.choice.reason
+    assert len(tuned.compared) == 2, "no step is spent on a rate that would not be taken"
+
+
 def test_a_rate_a_hundred_times_too_high_is_repaired_and_its_trial_ends_within_steps(tmp_path: Path) -> None:
     tunable = make_tunable(optimizer_rate := 100.0, guard_config=GuardConfig(clip=None))
     plan = Plan(range_steps=40, trial_steps=60, num_trials=0)
@@ -184,9 +196,10 @@ def test_nothing_that_works_is_told_and_not_written_as_a_success(tmp_path: Path)
 
 
 def test_all_of_it_stays_a_tenth_of_the_training() -> None:
-    for num_steps in (800, 3000, 100_000):
-        for trials in (0, 20) if num_steps > 3500 else (0,):
+    for num_steps in (800, 1300, 3000, 100_000):
+        for trials in (0, None) if num_steps > 1260 else (0,):
             assert make_plan(num_steps, trials=trials, steps=None).num_steps <= num_steps / 10
+    assert [make_plan(steps, trials=None, steps=None).num_trials for steps in (100, 1400, 100_000)] == [4, 5, 20]
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
@@ -269,22 +282,111 @@ def test_a_worker_that_was_killed_leaves_a_trial_that_is_tried_again(script: str
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE"]
 
 
-def test_two_workers_share_one_search(script: str, tmp_path: Path) -> None:
-    command = ["tune", f"{script}:make", "--search", "lr", "--trials", "6", "--steps", "12", "--run-dir", "out"]
-    paths = {"PYTHONPATH": str(Path(steadygrad.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    workers = []
-    for rank in ("0", "1"):
-        env = {**os.environ, **paths, "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}
-        arguments = [sys.executable, "-m", "steadygrad", *command]
-        workers.append(
-            subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    told = [worker.communicate()[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], told
-    trials = [line for text in told for line in text.splitlines() if line.startswith("Trial ")]
-    numbers = sorted(int(line.split()[1].rstrip(":")) for line in trials)
-    assert numbers == list(range(len(numbers))), "no trial was tried twice"
-    assert 6 <= len(numbers) <= 7
+def test_a_study_of_other_settings_is_refused_and_one_that_is_there_is_only_joined_when_asked(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", f"{script}:make", "--search", "lr", "--steps", "12", "--storage", "sqlite:///all.db"]
+    assert main([*command, "--trials", "1", "--run-dir", "a"]) == 0
+    curve = json.loads(Path("a/tune.json").read_text())["range"]
+    for more, words in (
+        (["--trials", "1"], ("already holds the study 'steadygrad'", "--resume")),
+        (["--resume", "--steps", "13"], ("was begun with trial_steps 12, and now it is 13", "--study")),
+        (["--resume", "--search", "lr,clip"], ("was begun with search ['lr']", "Ask for the same")),
+    ):
+        assert main([*command, "--run-dir", "b", *more]) == 2
+        told = capsys.readouterr().err
+        assert all(word in told for word in words), told
+    assert main([*command, "--trials", "1", "--run-dir", "c", "--study", "another"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--trials", "2", "--run-dir", "d", "--resume"]) == 0, "from another folder"
+    told = capsys.readouterr().out
+    assert "Range test:" not in told, "it comes with the study"
+    assert json.loads(Path("d/tune.json").read_text())["range"]["points"] == curve["points"]
+    assert [line.split(":")[0] for line in told.splitlines() if line.startswith("Trial ")] == ["Trial 1"]
+
+
+def test_a_search_first_tries_the_given_settings_at_the_suggested_rate(tmp_path: Path) -> None:
+    names = ("lr", "warmup", "clip", "weight_decay", "betas")
+    clip = FixedNorm(max_norm=1.0)
+    tunable = make_tunable(guard_config=GuardConfig(clip=clip))
+    tuned = tune(tunable, tmp_path, names, Plan(range_steps=30, trial_steps=12, num_trials=1))
+    wanted = dataclasses.replace(tunable.given, lr=tuned.curve.suggested)
+    assert dataclasses.replace(tuned.searched[0].settings, clip=clip) == wanted
+    assert isinstance(tuned.searched[0].settings.clip, FixedNorm)
+
+
+def test_a_trial_of_the_given_settings_leaves_groups_with_their_own_decay_and_betas() -> None:
+    weight, bias = nn.Linear(4, 1).parameters()
+    groups = [{"params": [weight]}, {"params": [bias], "betas": (0.5, 0.6), "weight_decay": 0.05}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    tunable = Tunable(model=nn.Linear(4, 1), optimizer=optimizer, loss_fn=nn.functional.mse_loss, loader=[])
+    set_optimizers(tunable, tunable.given)
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999), (0.5, 0.6)]
+    set_optimizers(tunable, dataclasses.replace(tunable.given, weight_decay=0.2, beta2=0.95))
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95), (0.9, 0.95)]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.1]
+
+
+def test_workers_in_one_folder_do_not_lose_each_others_trials(tmp_path: Path) -> None:
+    def result(lr: float) -> TrialResult:
+        return TrialResult(settings=Settings(lr=lr), score=1.0, num_steps=9, num_batches=9, losses=())
+
+    first, second = Ledger(tmp_path, {}, resume=True), Ledger(tmp_path, {}, resume=True)
+    first.keep_trial(result(0.1))
+    second.keep_trial(result(0.2))
+    again = Ledger(tmp_path, {}, resume=True)
+    assert sorted(one.settings.lr for one in again.trials) == [0.1, 0.2]
+
+
+def try_trials(folder: Path, num: int, *, leads: bool, meanwhile: Callable[[Any, int], None]) -> tuple[Any, list[int]]:
+    """A search without a training: its study, and the trials that were told. `meanwhile`: what others do."""
+    study, told = open_study(None, folder, {}, resume=True), list[int]()
+    rates = iter(range(100))
+
+    def run_trial(settings: Settings, report: Report) -> TrialResult:
+        meanwhile(study, next(rates))
+        report(0.5, 1.0)
+        return TrialResult(settings=settings, score=1.0, num_steps=9, num_batches=9, losses=())
+
+    space = Space(
+        names=("lr",),
+        given=Settings(lr=0.1),
+        rates=(0.01, 0.1),
+        norms=(0.1, 1.0),
+        clips=("fixed_norm",),
+        precisions=(),
+        batches=(),
+        accumulations=(),
+        has_beta1=False,
+    )
+    Search(study, ("lr",)).run(space, num, run_trial, lambda number, _: told.append(number), leads=leads)
+    return study, told
+
+
+def test_a_trial_that_was_wrongly_taken_for_abandoned_is_tried_again_and_told_once(tmp_path: Path) -> None:
+    import optuna
+
+    def take_the_first(study: Any, number: int) -> None:
+        if number == 0:
+            study.tell(0, state=optuna.trial.TrialState.FAIL)
+
+    study, told = try_trials(tmp_path, 2, leads=True, meanwhile=take_the_first)
+    assert told == [1, 2]
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE", "COMPLETE"]
+
+
+def test_a_trial_on_another_machine_counts_until_it_has_taken_far_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = open_study(None, tmp_path, {}).ask()
+    elsewhere.set_user_attr("worker", "elsewhere:1")
+    study, told = try_trials(tmp_path, 2, leads=False, meanwhile=lambda *_: None)
+    assert told == [1]
+    assert study.trials[0].state.name == "RUNNING"
+    monkeypatch.setattr("steadygrad.tune.search.LEAST_PATIENCE_SECONDS", 0.0)
+    study, told = try_trials(tmp_path, 2, leads=True, meanwhile=lambda *_: None)
+    assert told == [2]
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE", "COMPLETE"]
 
 
 def test_without_optuna_a_search_says_what_to_install(
@@ -292,7 +394,9 @@ def test_without_optuna_a_search_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["tune", f"{script}:make", "--search", "lr", "--run-dir", "out", "--steps", "12"]) == 2
-    assert "pip install 'steadygrad[tune]'" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "pip install 'steadygrad[tune]'" in told.err
+    assert "Range test" not in told.out, "it is told before anything is tried"
     assert main(["tune", f"{script}:make", "--run-dir", "other", "--steps", "12"]) == 0, "the range test needs none"
 
 
@@ -317,13 +421,23 @@ def test_wrong_input_is_told_with_where_and_what_to_do(
         ([f"{script}:make", "--steps", "3"], ("at least 12", "got 3")),
         ([f"{script}:make", "--run-dir", "used"], ("already holds a tuning", "--resume")),
         ([f"{script}:make", "--run-dir", "used", "--resume"], ("cannot be read as a tuning", "Move it away")),
+        ([f"{script}:make", "--resume"], ("none was named", "--run-dir")),
+        ([f"{script}:make", "--run-dir", f"{script}/out"], ("cannot be made: Not a directory", "--run-dir")),
+        (
+            [f"{script}:make", "--search", "lr", "--run-dir", "x", "--storage", "nosql://me:secret@host/name"],
+            ("nosql://me:***@host/name cannot be used", "journal:"),
+        ),
     ):
         assert main(["tune", *arguments]) == 2, arguments
         told = capsys.readouterr().err
         assert all(word in told for word in words), (arguments, told)
+        assert "secret" not in told
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["tune", f"{script}:make"]) == 2
     assert "Give them one by --run-dir" in capsys.readouterr().err
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert main(["tune", f"{script}:make", "--search", "lr", "--run-dir", "y"]) == 2
+    assert "Give a --storage that all reach" in capsys.readouterr().err
 
 
 def test_another_request_does_not_go_on_with_a_tuning(script: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,17 +38,19 @@ RUNS = Path("runs")
 @click.option(
     "--trials",
     type=int,
-    default=20,
-    show_default=True,
     metavar="N",
-    help="Trials of the search, of all workers together.",
+    help="Trials of the search, of all workers together.  [default: 20, or fewer, for a tenth of the training]",
 )
 @click.option(
     "--steps", type=int, metavar="N", help="Steps of a trial.  [default: so that all stays a tenth of the training]"
 )
 @click.option(
-    "--storage", metavar="URL", help="Optuna's storage, shared by all workers.  [default: tune.db in the run directory]"
+    "--storage",
+    metavar="URL",
+    help="Optuna's storage, shared by all workers: a data base, or journal:FILE for a network file system.  "
+    "[default: SQLite, tune.db in the run directory]",
 )
+@click.option("--study", metavar="NAME", help="The search's name in --storage.  [default: steadygrad]")
 @click.option(
     "--run-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -66,7 +68,8 @@ def tune(context: click.Context, /, **options: Any) -> None:
     function in it that returns (model, optimizer, loss_fn, loader), or a steadygrad.tune.Tunable.
 
     Several workers share a search: start the command several times with the same --run-dir and --resume, or once by
-    torchrun. Exit code 0: settings were chosen, or kept; 2: nothing that was tried works, or it could not be tried.
+    torchrun, where rank 0 chooses and writes. Workers on several machines need a --storage that all of them reach. Exit
+    code 0: settings were chosen, or kept; 2: nothing that was tried works, or it could not be tried.
 
     \b
     Example:
@@ -74,6 +77,7 @@ def tune(context: click.Context, /, **options: Any) -> None:
       steadygrad tune mmdit --search lr,warmup,clip --trials 30 --run-dir runs/tuned
       steadygrad train mmdit --config runs/tuned/tuned.yaml
       steadygrad tune train.py:make --search lr,batch
+      torchrun --nproc-per-node 4 -m steadygrad tune mmdit --search lr,clip --run-dir runs/tuned
     """
     context.exit(run_tuning(Console(), **options))
 
@@ -86,37 +90,67 @@ def run_tuning(
     quick: bool,
     fields: tuple[str, ...],
     search: str | None,
-    trials: int,
+    trials: int | None,
     steps: int | None,
     storage: str | None,
+    study: str | None,
     run_dir: Path | None,
     resume: bool,
 ) -> int:
     """Tune, tell, write; the exit code."""
     from steadygrad.tune.ledger import Ledger
+    from steadygrad.tune.search import Search
     from steadygrad.tune.settings import read_search
     from steadygrad.tune.space import check_search
+    from steadygrad.tune.storage import open_study
     from steadygrad.tune.tuning import Tuning, describe_request
     from steadygrad.tune.write import write_tuning
 
     names = () if search is None else read_search(search)
-    rank, is_shared = join_ranks(run_dir)
-    is_script = ":" in target
-    folder = run_dir if run_dir is not None else name_folder(RUNS, f"tune-{Path(target).stem if is_script else target}")
+    rank, is_shared = join_ranks(run_dir, storage)
+    if rank > 0 and not names:
+        return DONE  # only a search has something to share
+    folder = choose_folder(target, run_dir, storage, resume=resume)
     resume = resume or is_shared
     subject = open_target(target, config_file, quick=quick, fields=fields)
     check_search(subject, names)
     plan = plan_steps(subject.tunable.num_steps, folder, trials=trials if names else 0, steps=steps, resume=resume)
-    request = describe_request(target, None if is_script else to_plain(subject.config), plan, names)
-    ledger = Ledger(folder, request, resume=resume)
-    folder.mkdir(parents=True, exist_ok=True)
+    request = describe_request(target, to_plain(subject.config) if subject.is_recipe else None, plan, names)
+    ledger = Ledger(folder if rank == 0 else None, request, resume=resume)
+    if rank == 0 or storage is None:
+        make_folder(folder)
+    seed = None if resume else 0
+    shared = (
+        Search(open_study(storage, folder, request, name=study, resume=resume, seed=seed), names) if names else None
+    )
+    if rank > 0:
+        Tuning(subject, plan, ledger, search=shared, tell=lambda line: console.say(f"Rank {rank}: {line}")).help()
+        return DONE
     console.say(f"Tuning {target} in {folder}", "bold")
     if subject.note:
         console.say(f"It is {subject.note}.")
-    tuning = Tuning(subject, plan, ledger, tell=console.say, track=console.track)
-    tuned = tuning.run(names, storage, folder, seed=None if resume else rank)
+    tuned = Tuning(subject, plan, ledger, search=shared, tell=console.say, track=console.track).run()
     tell_choice(console, tuned, write_tuning(tuned, folder))
     return DONE if tuned.choice.works else FAILED
+
+
+def choose_folder(target: str, run_dir: Path | None, storage: str | None, *, resume: bool) -> Path:
+    """Where everything is written: as asked for, or a new one."""
+    if run_dir is not None:
+        return run_dir
+    if resume and storage is None:
+        raise UsageError("--resume goes on with a tuning, and none was named. Give its folder by --run-dir.")
+    return name_folder(RUNS, f"tune-{Path(target.partition(':')[0]).stem}")
+
+
+def make_folder(folder: Path) -> None:
+    """So that a folder that cannot be written is told before anything is tried."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror}. Give another folder by --run-dir.") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{folder} cannot be written by this user. Change that, or give another by --run-dir.")
 
 
 def open_target(target: str, config_file: Path | None, *, quick: bool, fields: tuple[str, ...]) -> Any:
@@ -150,7 +184,7 @@ def open_target(target: str, config_file: Path | None, *, quick: bool, fields: t
     return open_recipe(recipe.name, build(package.Config, values))
 
 
-def plan_steps(num_steps: int | None, folder: Path, *, trials: int, steps: int | None, resume: bool) -> Any:
+def plan_steps(num_steps: int | None, folder: Path, *, trials: int | None, steps: int | None, resume: bool) -> Any:
     """How much is tried; a tuning that goes on keeps the steps it began with, so that trials can be compared."""
     import dataclasses
 
@@ -164,17 +198,24 @@ def plan_steps(num_steps: int | None, folder: Path, *, trials: int, steps: int |
     return dataclasses.replace(plan, range_steps=before[0], trial_steps=steps or before[1])
 
 
-def join_ranks(run_dir: Path | None) -> tuple[int, bool]:
+def join_ranks(run_dir: Path | None, storage: str | None) -> tuple[int, bool]:
     """This worker's number, and whether torchrun has started several; each takes a device of its own."""
     rank, num = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if num > 1 and run_dir is None:
+    if num == 1:
+        return 0, False
+    if run_dir is None:
         raise UsageError(f"{num} workers were started and must share a folder. Give them one by --run-dir.")
-    if num > 1:
-        import torch
+    num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if num_machines > 1 and storage is None:
+        raise UsageError(
+            f"workers were started on {num_machines} machines, and SQLite in the run directory is for one. Give a "
+            "--storage that all reach: journal:FILE on a file system that they share, or the URL of a data base."
+        )
+    import torch
 
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return rank, num > 1
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return rank, True
 
 
 def tell_choice(console: Console, tuned: Any, files: list[Path]) -> None:

@@ -1,7 +1,8 @@
 """Trials -> the settings to train with, and the evidence for each of them. Pure.
 
 Other settings than the given ones are chosen only where they did better in both orders of the data, or where the given
-ones broke.
+ones broke. A range test alone does not replace a rate that works and is near the suggested one: short trials like high
+rates better than whole trainings do.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from steadygrad.tune.target import Target
 from steadygrad.tune.trial import TrialResult, describe_trial
 
 NUM_TOP = 3
+NEAR = 3.0
+"""Times a rate that a test of a few dozen steps cannot tell from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,17 @@ def choose(given: Sequence[TrialResult], other: Sequence[TrialResult]) -> Choice
         return _take(first, rival, f"better in both orders of the data: {_spell(other)}, before {_spell(given)}")
     text = f"not better in both orders of the data: {_spell(other)}, with the given ones {_spell(given)}"
     return _keep(first, text, True)
+
+
+def is_near(rate: float, other: float) -> bool:
+    """Whether a range test cannot tell them apart."""
+    return 1 / NEAR <= rate / other <= NEAR
+
+
+def keep_near(given: Sequence[TrialResult], suggested: float) -> Choice:
+    """The given settings, which work and whose rate is near the suggested one."""
+    reason = f"the given rate works, {_spell(given)}, and the suggested {suggested:.3g} is within {NEAR:g} times of it"
+    return _keep(given[0].settings, reason, True)
 
 
 def _keep(settings: Settings, reason: str, works: bool) -> Choice:

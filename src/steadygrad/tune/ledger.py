@@ -1,7 +1,7 @@
 """Ledger: what a tuning was asked for and has tried so far, in one file of its run directory.
 
-Everything that is finished is written at once, whole or not at all, and not tried again by a tuning that goes on. The
-trials of a search are in Optuna's own storage.
+Everything that is finished is written at once, whole or not at all, and not tried again by a tuning that goes on. What
+another worker has written there meanwhile stays. The trials of a search are in Optuna's own storage.
 """
 
 from __future__ import annotations
@@ -23,33 +23,12 @@ NAME = "tune.json"
 class Ledger:
     """The file, and what is in it."""
 
-    def __init__(self, run_dir: Path, request: Mapping[str, Any], *, resume: bool) -> None:
-        """`request` must be the same as before when a tuning goes on."""
-        self._path = run_dir / NAME
+    def __init__(self, run_dir: Path | None, request: Mapping[str, Any], *, resume: bool) -> None:
+        """`request` must be the same as before when a tuning goes on. Without `run_dir` nothing is written."""
+        self._path = None if run_dir is None else run_dir / NAME
         self._content: dict[str, Any] = {"request": dict(request), "range": None, "trials": {}}
-        if self._path.exists():
-            self._take_over(request, resume=resume)
-
-    def _take_over(self, request: Mapping[str, Any], *, resume: bool) -> None:
-        if not resume:
-            raise UsageError(
-                f"{self._path.parent} already holds a tuning. Go on with it by --resume, or give another --run-dir."
-            )
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            before = content["request"]
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(
-                f"{self._path} cannot be read as a tuning. Move it away, or give another --run-dir."
-            ) from None
-        wanted = json.loads(json.dumps(request))
-        for name in wanted:
-            if before.get(name) != wanted[name]:
-                raise UsageError(
-                    f"{self._path.parent} was tuned with {name} {before.get(name)!r}, and now it is {wanted[name]!r}. "
-                    "Ask for the same, or give another --run-dir."
-                )
-        self._content = content
+        if self._path is not None and self._path.exists():
+            self._content = _take_over(self._path, request, resume=resume)
 
     @property
     def curve(self) -> RateCurve | None:
@@ -78,8 +57,32 @@ class Ledger:
         return [from_plain_result(values) for values in self._content["trials"].values()]
 
     def write(self) -> None:
-        """The file, whole or not at all."""
+        """The file, whole or not at all, with what another worker has added to it."""
+        if self._path is None:
+            return
+        if self._path.exists():
+            held = json.loads(self._path.read_text(encoding="utf-8"))
+            self._content["trials"] = {**held["trials"], **self._content["trials"]}
         write_text(self._path, json.dumps(self._content, indent=1, allow_nan=False) + "\n")
+
+
+def _take_over(path: Path, request: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
+    """What a file holds, when the same was asked for."""
+    if not resume:
+        raise UsageError(f"{path.parent} already holds a tuning. Go on with it by --resume, or give another --run-dir.")
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        before = content["request"]
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path} cannot be read as a tuning. Move it away, or give another --run-dir.") from None
+    wanted = json.loads(json.dumps(request))
+    for name in wanted:
+        if before.get(name) != wanted[name]:
+            raise UsageError(
+                f"{path.parent} was tuned with {name} {before.get(name)!r}, and now it is {wanted[name]!r}. "
+                "Ask for the same, or give another --run-dir."
+            )
+    return content
 
 
 def read_steps(run_dir: Path) -> tuple[int, int] | None:

@@ -12,6 +12,8 @@ RANGE_STEPS = (30, 100)
 """Least and most steps of the range test."""
 TRIAL_STEPS = (12, 200)
 """Least and most steps of a trial."""
+NUM_TRIALS = (4, 20)
+"""Least and most trials of a search whose number nobody has said."""
 NUM_COMPARED = 4
 """Trials beside the search: the given settings and the chosen ones, each in two orders of the data."""
 BELOW, ABOVE = 1e4, 300.0
@@ -34,16 +36,21 @@ class Plan:
         return self.range_steps + (NUM_COMPARED + self.num_trials) * self.trial_steps
 
 
-def make_plan(num_steps: int | None, *, trials: int, steps: int | None) -> Plan:
-    """`num_steps` of the whole training, where it is known; `steps` of a trial, where the user has said it."""
-    if trials < 0:
-        raise UsageError(f"--trials must not be negative, got {trials}. 20 is a good number.")
+def make_plan(num_steps: int | None, *, trials: int | None, steps: int | None) -> Plan:
+    """`num_steps` of the whole training, where it is known; `trials` of a search and `steps` of a trial, where the user
+    has said them; `trials` 0: no search."""
+    if trials is not None and trials < 0:
+        raise UsageError(f"--trials must not be negative, got {trials}. {NUM_TRIALS[1]} is a good number.")
     if steps is not None and steps < TRIAL_STEPS[0]:
         raise UsageError(f"--steps must be at least {TRIAL_STEPS[0]} for a trial to say something, got {steps}.")
     if num_steps is None:
-        return Plan(range_steps=RANGE_STEPS[1], trial_steps=steps or 50, num_trials=trials)
+        return Plan(
+            range_steps=RANGE_STEPS[1], trial_steps=steps or 50, num_trials=NUM_TRIALS[1] if trials is None else trials
+        )
     budget = SHARE * num_steps
-    range_steps = _bound(budget / 3, RANGE_STEPS)
+    range_steps = _bound(budget / 3 if trials == 0 else budget / 6, RANGE_STEPS)
+    if trials is None:
+        trials = _bound((budget - range_steps) / (steps or TRIAL_STEPS[0]) - NUM_COMPARED, NUM_TRIALS)
     trial_steps = _bound((budget - range_steps) / (NUM_COMPARED + trials), TRIAL_STEPS)
     return Plan(range_steps=range_steps, trial_steps=steps or trial_steps, num_trials=trials)
 

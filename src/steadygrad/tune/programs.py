@@ -5,14 +5,14 @@ Those that a framework of their own drives are refused by name: their loops cann
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from steadygrad.errors import UnsupportedError
 from steadygrad.trainer import Trainer
+from steadygrad.trainer.batches import count_batches, count_steps
 from steadygrad.trainer.trainer import split_terms
 from steadygrad.tune.target import Field, Target, write_norm
 from steadygrad.tune.tunable import Tunable
@@ -129,9 +129,9 @@ def _make_target(
 
 
 def _count_steps(loader: Iterable[Any], accumulation: int, epochs: int, limit: int | None) -> int:
-    assert isinstance(loader, Sized)
-    steps = epochs * math.ceil(len(loader) / accumulation)
-    return steps if limit is None else min(steps, limit)
+    steps = count_steps(count_batches(loader), epochs=epochs, accumulation=accumulation, limit=limit)
+    assert steps is not None  # the recipes' data know their length
+    return steps
 
 
 def _write_rate(given: float) -> Callable[[float, Target], float]:

@@ -18,8 +18,9 @@ WARMUPS = (0.0, 0.02, 0.05, 0.1, 0.2)
 BETA1 = (0.8, 0.9, 0.95)
 BETA2 = (0.9, 0.95, 0.98, 0.99, 0.999)
 DECAYS = (1e-5, 0.3)
-LOWER, HIGHER = 10.0, 4.0
-"""Factors around the suggested rate; less above it: what wins in a short trial is often too high for a long run."""
+LOWER = 10.0
+"""The lowest rate is the suggested one divided by it. None above is tried: what wins in a short trial is too
+high for a long run, and the suggested rate is already corrected for that."""
 
 
 class Drawer(Protocol):
@@ -63,7 +64,19 @@ class Space:
                 wanted[name] = getattr(settings, name)
         if "weight_decay" in self.names:
             wanted["weight_decay"] = min(max(settings.weight_decay or 0.0, DECAYS[0]), DECAYS[1])
+        if "clip" in self.names:
+            wanted |= self._place_clip(settings)
+        if "betas" in self.names:
+            wanted |= {"beta2": settings.beta2, **({"beta1": settings.beta1} if self.has_beta1 else {})}
         return wanted
+
+    def _place_clip(self, settings: Settings) -> dict[str, Any]:
+        kind = "none" if settings.clip is None else settings.clip.kind
+        if kind not in self.clips:
+            return {}
+        norm = settings.clip.max_norm if isinstance(settings.clip, FixedNorm) else None
+        placed = {} if norm is None else {"clip_norm": min(max(norm, self.norms[0]), self.norms[1])}
+        return {"clip": kind, **placed} if len(self.clips) > 1 else placed
 
     def _draw_lr(self, drawer: Drawer) -> dict[str, Any]:
         return {"lr": drawer.suggest_float("lr", *self.rates, log=True)}
@@ -102,14 +115,13 @@ def make_space(target: Target, names: Sequence[str], curve: RateCurve) -> Space:
     """The space of a target; UsageError for a setting that it has not."""
     given, tunable = target.given, target.tunable
     check_search(target, names)
-    high = curve.suggested * HIGHER if curve.edge is None else min(curve.suggested * HIGHER, curve.edge / 2)
     norms = sorted(point.grad_norm for point in curve.points if not point.skipped) or [1.0]
     middle = statistics.median(norms)
     precisions = tunable.list_precisions()
     return Space(
         names=tuple(names),
         given=given,
-        rates=(curve.suggested / LOWER, max(high, curve.suggested)),
+        rates=(curve.suggested / LOWER, max(curve.suggested, given.lr if given.lr <= curve.largest_quiet else 0.0)),
         norms=(max(middle / 10, 1e-6), max(middle * 4, 1e-5)),
         clips=("fixed_norm",) if target.is_recipe else ("fixed_norm", "zclip", "autoclip", "none"),
         precisions=tuple(dict.fromkeys([*precisions, given.precision or "fp32"])),

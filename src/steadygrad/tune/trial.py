@@ -128,16 +128,15 @@ def scale_rate(step: int, num_steps: int, warmup: float, schedule: str) -> float
 
 
 def set_optimizers(tunable: Tunable, settings: Settings) -> None:
-    """Weight decay and betas; groups keep their share of the highest decay, and those without any stay without."""
-    groups = tunable.groups
-    highest = tunable.given.weight_decay
-    for group in groups:
-        if settings.weight_decay is not None and "weight_decay" in group:
-            share = float(group["weight_decay"]) / highest if highest else 1.0
-            if float(group["weight_decay"]) != settings.weight_decay * share:
-                group["weight_decay"] = settings.weight_decay * share
-        if "betas" in group and settings.beta1 is not None and settings.beta2 is not None:
-            group["betas"] = (settings.beta1, settings.beta2)
+    """Weight decay and betas, where they are not the given ones; groups keep their share of the highest decay, and
+    those without any stay without."""
+    given, betas = tunable.given, (settings.beta1, settings.beta2)
+    for group in tunable.groups:
+        if settings.weight_decay != given.weight_decay and "weight_decay" in group:
+            share = float(group["weight_decay"]) / given.weight_decay if given.weight_decay else 1.0
+            group["weight_decay"] = (settings.weight_decay or 0.0) * share
+        if betas != (given.beta1, given.beta2) and "betas" in group:
+            group["betas"] = (*betas, *group["betas"][2:])
 
 
 def make_scaler(tunable: Tunable, settings: Settings) -> torch.amp.GradScaler | None:

@@ -68,16 +68,20 @@ class Tunable:
 
     def compute_loss(self, batch: Any) -> Tensor:
         """The loss of one batch."""
+        return find_loss(self._call(batch))
+
+    def _call(self, batch: Any) -> Any:
+        """What `loss_fn` returns for one batch."""
         batch = move_batch(batch, self.device)
         if not self._takes_pairs:
-            return find_loss(self.loss_fn(batch))
+            return self.loss_fn(batch)
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             raise UsageError(
                 f"loss_fn takes output and target, and a batch of the loader is a {type(batch).__name__}, not a pair. "
                 "Give a loss_fn that takes the batch."
             )
         inputs, targets = batch
-        return find_loss(self.loss_fn(self.model(inputs), targets))
+        return self.loss_fn(self.model(inputs), targets)
 
     @property
     def _takes_pairs(self) -> bool:
@@ -102,20 +106,10 @@ class Tunable:
                 return float(self.evaluate())
             if self.val_loader is None:
                 return None
-            losses = [float(self._loss_without_graph(batch)) for batch in self.val_loader]
+            losses = [_read_loss(self._call(batch)) for batch in self.val_loader]
         if not losses:
             raise UsageError("the validation loader has no batch. Give one with data, or none at all.")
         return math.fsum(losses) / len(losses)
-
-    def _loss_without_graph(self, batch: Any) -> Tensor:
-        batch = move_batch(batch, self.device)
-        result = self.loss_fn(self.model(batch[0]), batch[1]) if self._takes_pairs else self.loss_fn(batch)
-        if isinstance(result, Mapping):
-            result = result["loss"]
-        elif isinstance(result, tuple | list):
-            result = result[0]
-        loss: Tensor = result if isinstance(result, Tensor) else result.loss
-        return loss
 
     # --- settings ---------------------------------------------------------------------------------------------------
 
@@ -160,6 +154,13 @@ class Tunable:
         """Samples of the loader's data set, where it tells."""
         data = getattr(self.loader, "dataset", None)
         return len(data) if isinstance(data, Sized) else None
+
+
+def _read_loss(result: Any) -> float:
+    """As `find_loss` finds it, of a result that has no graph."""
+    if isinstance(result, Mapping):
+        return float(result["loss"])
+    return float(result[0] if isinstance(result, tuple | list) else getattr(result, "loss", result))
 
 
 def find_batch_size(loader: Any) -> int | None:

@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from steadygrad.guard import Guard
 from steadygrad.guard.range_test import run_range
 from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.guard.rehearsal import Rehearsal
-from steadygrad.tune.choose import Choice, choose, gather_evidence
+from steadygrad.tune.choose import Choice, choose, gather_evidence, is_near, keep_near
 from steadygrad.tune.ledger import Ledger
 from steadygrad.tune.plan import ABOVE, BELOW, Plan
 from steadygrad.tune.search import Search
@@ -55,23 +54,29 @@ class Tuning:
     """One worker's way through it."""
 
     def __init__(
-        self, target: Target, plan: Plan, ledger: Ledger, *, tell: Tell | None = None, track: Track | None = None
+        self,
+        target: Target,
+        plan: Plan,
+        ledger: Ledger,
+        *,
+        search: Search | None = None,
+        tell: Tell | None = None,
+        track: Track | None = None,
     ) -> None:
-        self._target, self._plan, self._ledger = target, plan, ledger
+        self._target, self._plan, self._ledger, self._search = target, plan, ledger, search
         self._tell: Tell = tell if tell is not None else lambda _: None
         self._track: Track = track if track is not None else lambda *_: nullcontext(lambda *_: None)
         tunable = target.tunable
         self._rehearsal = Rehearsal(tunable.model, tunable.optimizers, tunable.loader, make_guard=Guard)
-        self._search: Search | None = None
 
-    def run(self, search: tuple[str, ...], storage: str | None, run_dir: Path, *, seed: int | None = 0) -> Tuned:
+    def run(self) -> Tuned:
         """All of it."""
         curve = self._find_range()
-        if search:
-            self._search_settings(curve, search, storage, run_dir, seed)
+        if self._search is not None:
+            self._search_settings(self._search, curve, leads=True)
         choice, compared = self._decide(curve)
         searched = [] if self._search is None else self._search.results
-        reasons = dict.fromkeys(_spread(search), "")
+        reasons = dict.fromkeys([] if self._search is None else _spread(self._search.names), "")
         reasons["lr"] = f"range test: {curve.suggested:.3g} suggested, {curve.reason}"
         tried = [*self._ledger.trials, *searched]
         return Tuned(
@@ -84,12 +89,19 @@ class Tuning:
             num_steps=len(curve.points) + sum(one.num_steps for one in tried),
         )
 
+    def help(self) -> None:
+        """Only trials of a search that another worker leads; it chooses and writes."""
+        assert self._search is not None
+        self._ledger.keep_curve(curve := self._search.wait_for_curve())
+        self._search_settings(self._search, curve, leads=False)
+
     # --- the range test ---------------------------------------------------------------------------------------------
 
     def _find_range(self) -> RateCurve:
         curve = self._ledger.curve
         if curve is None:
-            curve = self._run_range()
+            shared = None if self._search is None else self._search.curve
+            curve = shared if shared is not None else self._run_range()
             self._ledger.keep_curve(curve)
         for line in str(curve).splitlines():
             self._tell(f"  {line}")
@@ -131,13 +143,18 @@ class Tuning:
         return None if curve is None else curve.start
 
     def _try_once(self, settings: Settings, order: int, name: str) -> TrialResult:
-        result = self._ledger.find_trial(settings, order)
+        result = self._ledger.find_trial(settings, order) or self._find_searched(settings, order)
         if result is None:
             with self._track(name, self._plan.trial_steps) as advance:
                 result = self._try(settings, order, _show(advance, self._plan.trial_steps))
             self._ledger.keep_trial(result)
             self._tell(f"{name}, rate {settings.lr:.3g}, order {order} of the data: {describe_trial(result)}")
         return result
+
+    def _find_searched(self, settings: Settings, order: int) -> TrialResult | None:
+        """The same trial of the search: it would come out the same."""
+        done = [] if self._search is None else self._search.results
+        return next((one for one in done if one.is_good and (one.settings, one.order) == (settings, order)), None)
 
     def _try_orders(self, settings: Settings, name: str) -> list[TrialResult]:
         """In two orders of the data; the second only where the first held."""
@@ -146,27 +163,30 @@ class Tuning:
 
     # --- the search -------------------------------------------------------------------------------------------------
 
-    def _search_settings(
-        self, curve: RateCurve, names: tuple[str, ...], storage: str | None, run_dir: Path, seed: int | None
-    ) -> None:
-        space = make_space(self._target, names, curve)
-        self._search = search = Search(storage, run_dir, space, seed=seed)
-        search.suggest(dataclasses.replace(self._target.given, lr=curve.suggested))
+    def _search_settings(self, search: Search, curve: RateCurve, *, leads: bool) -> None:
+        space = make_space(self._target, search.names, curve)
+        if leads:
+            search.suggest(space, dataclasses.replace(self._target.given, lr=curve.suggested))
+            search.keep_curve(curve)  # last: the others begin when it is there
         total = self._plan.num_trials
         with self._track("search", total) as advance:
 
             def tell(number: int, result: TrialResult) -> None:
                 advance(min(total, number + 1), describe_trial(result)[:40])
-                told = ", ".join(f"{name} {result.settings.describe().get(name, '-')}" for name in _spread(names))
+                words = result.settings.describe()
+                told = ", ".join(f"{name} {words.get(name, '-')}" for name in _spread(search.names))
                 self._tell(f"Trial {number}: {told}: {describe_trial(result)}")
 
-            search.run(total, lambda settings, report: self._try(settings, 0, report), tell)
+            search.run(space, total, lambda settings, report: self._try(settings, 0, report), tell, leads=leads)
 
     # --- the choice -------------------------------------------------------------------------------------------------
 
     def _decide(self, curve: RateCurve) -> tuple[Choice, list[TrialResult]]:
         given = self._try_orders(self._target.given, "Given settings")
-        candidates = self._list_best() or [self._descend(curve, can_stay=all(one.is_good for one in given))]
+        works = all(one.is_good for one in given)
+        if works and self._search is None and is_near(self._target.given.lr, curve.suggested):
+            return keep_near(given, curve.suggested), given
+        candidates = self._list_best() or [self._descend(curve, can_stay=works)]
         other: list[TrialResult] = []
         for settings in candidates:
             other = self._try_orders(settings, "Suggested settings")

@@ -1,0 +1,188 @@
+"""Workers that torchrun starts share one search: one study, one result, and nothing is lost with a worker."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import steadygrad
+from steadygrad.tune.ledger import NAME
+from steadygrad.tune.write import CONFIG, PAGE, PICTURE
+
+pytest.importorskip("optuna")
+
+PROGRAM = """
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+MEETING = Path(os.environ["MEETING"])  # a folder with a pipe: both ends wait for each other
+RANK = int(os.environ["RANK"])
+MEETS_AT = (101, 1)  # batches; no range test has more, so that rank 0 is in a trial, and waits for rank 1 to be in one
+calls = 0
+
+def loss_fn(output, target):
+    global calls
+    calls += 1
+    seen = MEETING / f"seen_{RANK}"
+    if calls == MEETS_AT[RANK] and not seen.exists():
+        seen.touch()
+        open(MEETING / "pipe", "rw"[RANK]).close()
+    if RANK == 1 and calls == 14 and (MEETING / "kill").exists():
+        (MEETING / "kill").unlink()  # in its second trial of twelve steps
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nn.functional.mse_loss(output, target)
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(96, 6)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8, shuffle=True)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, loader
+"""
+NUM_TRIALS = 12
+"""More than rank 0 makes before its 101st batch."""
+TUNE = [
+    "-m",
+    "steadygrad",
+    "tune",
+    "train.py:make",
+    "--search",
+    "lr,clip",
+    "--trials",
+    str(NUM_TRIALS),
+    "--steps",
+    "12",
+]
+
+
+class Workers:
+    """A folder with the program, a place to meet, and torchrun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.meeting = folder, folder / "meeting"
+        self.meeting.mkdir()
+        os.mkfifo(self.meeting / "pipe")
+
+    def start(self, *arguments: str, folder: str = ".") -> subprocess.Popen[str]:
+        """One torchrun, in a working folder of its own."""
+        there = self.folder / folder
+        there.mkdir(exist_ok=True)
+        (there / "train.py").write_text(PROGRAM)
+        source = str(Path(steadygrad.__file__).parent.parent)
+        env = {**os.environ, "MEETING": str(self.meeting), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--monitor-interval", "0.1", *arguments]
+        return subprocess.Popen(
+            command, cwd=there, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def run(self) -> tuple[int, str]:
+        """Two workers on this machine: exit code, and what was said."""
+        started = self.start("--standalone", "--nproc-per-node", "2", *TUNE, "--run-dir", "out")
+        return wait_for(started)
+
+
+def wait_for(started: subprocess.Popen[str]) -> tuple[int, str]:
+    with started:
+        try:
+            told, _ = started.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            started.send_signal(signal.SIGTERM)  # it ends its workers, which SIGKILL would leave behind
+            told, _ = started.communicate(timeout=60)
+    return started.returncode, told
+
+
+def load_study(storage: Any) -> Any:
+    import optuna
+
+    return optuna.load_study(study_name="steadygrad", storage=storage)
+
+
+def read_numbers(told: str) -> dict[str, list[int]]:
+    """Worker -> the trials that it says it has done."""
+    done: dict[str, list[int]] = {"0": [], "1": []}
+    for rank, number in re.findall(r"^(?:Rank (\d): )?Trial (\d+):", told, re.MULTILINE):
+        done[rank or "0"].append(int(number))
+    return done
+
+
+def assert_shared(told: str, study: Any) -> None:
+    """Both did trials, each trial once, and one of them has chosen and written."""
+    done = read_numbers(told)
+    assert done["0"], told
+    assert done["1"], told
+    finished = [trial.number for trial in study.trials if trial.state.name in ("COMPLETE", "PRUNED")]
+    assert sorted(done["0"] + done["1"]) == finished
+    assert NUM_TRIALS <= len(finished) <= NUM_TRIALS + 1, "both may ask for the last one"
+    assert len({trial.user_attrs["worker"] for trial in study.trials}) == 2
+    assert told.count("Range test:") == 1
+    assert told.count("Written:") == 1
+    assert "Rank 1: Written" not in told
+
+
+@pytest.mark.timeout(300)
+def test_two_workers_of_torchrun_share_one_search_and_one_writes_the_result(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    code, told = workers.run()
+    assert code == 0, told
+    assert_shared(told, load_study(f"sqlite:///{tmp_path}/out/tune.db"))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        [CONFIG, PAGE, PICTURE, NAME, "tune.db"]
+    )
+    assert yaml.safe_load((tmp_path / "out" / CONFIG).read_text())["lr"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_worker_leaves_a_search_that_the_same_command_goes_on_with(tmp_path: Path) -> None:
+    workers = Workers(tmp_path)
+    (workers.meeting / "kill").touch()
+    code, told = workers.run()
+    assert code != 0, told
+    assert not (tmp_path / "out" / CONFIG).exists()
+    storage = f"sqlite:///{tmp_path}/out/tune.db"
+    before = {t.number: t.values for t in load_study(storage).trials if t.state.is_finished()}
+    abandoned = [t.number for t in load_study(storage).trials if t.state.name == "RUNNING"]
+    assert before
+    assert abandoned
+
+    code, told = workers.run()
+    assert code == 0, told
+    trials = load_study(storage).trials
+    assert {t.number: t.values for t in trials if t.number in before} == before
+    assert [trials[number].state.name for number in abandoned] == ["FAIL"] * len(abandoned)
+    finished = [t.number for t in trials if t.state.name in ("COMPLETE", "PRUNED")]
+    assert NUM_TRIALS <= len(finished) <= NUM_TRIALS + 1
+    assert "Range test:" not in told, "what was finished is not done again"
+    assert (tmp_path / "out" / CONFIG).exists()
+
+
+@pytest.mark.timeout(300)
+def test_workers_on_two_machines_need_nothing_in_common_but_the_storage(tmp_path: Path) -> None:
+    import optuna
+
+    workers = Workers(tmp_path)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    tune = [*TUNE, "--run-dir", "out", "--storage", f"journal:{tmp_path}/tune.log"]
+    started = [workers.start(*nodes, "--node-rank", rank, *tune, folder=f"machine_{rank}") for rank in "01"]
+    ends = [wait_for(one) for one in started]
+    assert [code for code, _ in ends] == [0, 0], ends
+    backend = optuna.storages.journal.JournalFileBackend(f"{tmp_path}/tune.log")
+    assert_shared("\n".join(told for _, told in ends), load_study(optuna.storages.JournalStorage(backend)))
+    assert (tmp_path / "machine_0" / "out" / CONFIG).exists()
+    assert not (tmp_path / "machine_1" / "out").exists(), "only rank 0 writes"
