@@ -245,11 +245,12 @@ def render_tune(results: Results) -> str:
 
 
 def show_verdict(row: dict[str, Any]) -> str:
-    """'better, in 3 of 3 seeds'; for a repair, what the recipe's own settings reach."""
+    """'within noise; better in 2 of 3 seeds'; for a repair, what the recipe's own settings reach."""
     if "own" in row:
         return f"{row['verdict']}: its own rate ends at {row['own']:.4f}"
-    seeds = f", better in {row['num_better']} of {len(row['seeds'])} seeds" if "num_better" in row else ""
-    return f"{row['verdict']}{seeds}"
+    if "num_better" not in row or row["verdict"] == "better":
+        return str(row["verdict"])
+    return f"{row['verdict']}; better in {row['num_better']} of {len(row['seeds'])} seeds"
 
 
 def show_losses(losses: list[float | None]) -> str:

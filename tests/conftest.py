@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 # Some virtual CPUs advertise AMX and fault on it (SIGILL in half-precision matmuls); see the Makefile.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -19,3 +21,12 @@ torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and tests 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_is_left() -> Iterator[None]:
+    """A process in which something was compiled is looked at less closely; that must not reach the next test."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.eval_frame.cached_backends:
+        dynamo.reset()

@@ -195,10 +195,8 @@ def test_names_that_meet_are_kept_apart() -> None:
 
 
 def test_a_place_that_cannot_hold_checkpoints_or_holds_none_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for place in ("", tmp_path / "file"):
-        with pytest.raises(UsageError, match="needs a folder"):
-            CheckpointStore(place)
+    with pytest.raises(UsageError, match="needs a folder"):
+        CheckpointStore("")
     with CheckpointStore(tmp_path / "store") as store, pytest.raises(CheckpointError, match="nothing is there"):
         store.load(path=tmp_path / "nosuch")
 

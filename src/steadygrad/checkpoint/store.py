@@ -105,8 +105,8 @@ class CheckpointStore:
         clean_value: float = 0.0,
     ) -> None:
         self.directory = Path(directory)
-        if not str(directory) or self.directory.is_file():
-            raise UsageError(f"a CheckpointStore needs a folder, got {str(directory)!r}. Use runs/first/checkpoints.")
+        if not str(directory):
+            raise UsageError("a CheckpointStore needs a folder, got ''. Use runs/first/checkpoints.")
         self.config = CheckpointConfig(
             keep_last=keep_last,
             keep_best=keep_best,
