@@ -98,7 +98,7 @@ def main() -> None:
         "--quick", action="store_true", help="a tiny model, two rounds of two steps; nothing is written"
     )
     quick = parser.parse_args().quick
-    shape, rounds, steps = ("tiny", 2, 2) if quick else ("10M", 9, 4)
+    shape, rounds, steps = ("tiny", 2, 2) if quick else ("10M", 21, 4)
     print(describe_machine())
     table: dict[str, Any] = {}
     for kind in ("ddp", "fsdp2"):
