@@ -92,12 +92,13 @@ def remove_leftovers(parent: Path) -> None:
         if prefix is None:
             continue
         owner = folder.name.removeprefix(prefix).partition("-")[0]
-        if not owner.isdigit() or int(owner) == os.getpid() or not _is_alive(int(owner)):
+        if not owner.isdigit() or int(owner) == os.getpid() or not is_alive(int(owner)):
             with contextlib.suppress(OSError):
                 shutil.rmtree(folder)
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether there is a process of this number on this machine, whoever owns it."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

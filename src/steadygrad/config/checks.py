@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 from steadygrad.errors import ConfigError
@@ -43,6 +44,13 @@ def set_names(owner: object, name: str, example: str) -> None:
     meant = value if isinstance(value, str) else example
     require(fits, owner, name, "be a tuple of names", f"Write {name}=({meant!r},).")
     object.__setattr__(owner, name, tuple(value))
+
+
+def require_kinds(owner: object, kinds: Mapping[str, type]) -> None:
+    """Each of these fields of `owner` must be of its kind: the settings of a part, not a mapping or a name of them."""
+    for name, kind in kinds.items():
+        fits = isinstance(getattr(owner, name), kind)
+        require(fits, owner, name, f"be a {kind.__name__}", f"Write {name}={kind.__name__}(...).")
 
 
 def require_positive(owner: Any, *, but: tuple[str, ...] = ()) -> None:

@@ -9,6 +9,7 @@ from steadygrad.config.checks import (
     is_number,
     require,
     require_booleans,
+    require_kinds,
     require_positive,
     set_names,
 )
@@ -266,14 +267,7 @@ class DetectConfig:
         set_names(self, "off", "loss_spike")
         require(isinstance(self.rules, list | tuple), self, "rules", "be a tuple of rules", "Write rules=(mine,).")
         object.__setattr__(self, "rules", tuple(self.rules))
-        for name, kind in _PARTS.items():
-            require(
-                isinstance(getattr(self, name), kind),
-                self,
-                name,
-                f"be a {kind.__name__}",
-                f"Write {name}={kind.__name__}(...).",
-            )
+        require_kinds(self, _PARTS)
         for one in self.rules:
             require(
                 hasattr(one, "observe") and hasattr(one, "name"),

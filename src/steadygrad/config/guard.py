@@ -15,6 +15,7 @@ from steadygrad.config.checks import (
     is_number,
     require,
     require_booleans,
+    require_kinds,
 )
 from steadygrad.config.clip import ClipStrategy, FixedNorm
 from steadygrad.config.detect import DetectConfig
@@ -94,22 +95,7 @@ class GuardConfig:
             "be callable or None",
             "It is called with each Incident.",
         )
-        for name, kind in (
-            ("measure", MeasureConfig),
-            ("detect", DetectConfig),
-            ("policy", Policy),
-            ("snapshots", SnapshotConfig),
-            ("checkpoint", CheckpointConfig),
-            ("diagnose", DiagnoseConfig),
-            ("record", RecordConfig),
-        ):
-            require(
-                isinstance(getattr(self, name), kind),
-                self,
-                name,
-                f"be a {kind.__name__}",
-                f"Write {name}={kind.__name__}(...).",
-            )
+        require_kinds(self, _PARTS)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GuardConfig:
@@ -128,3 +114,14 @@ class GuardConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` reads back; callables are left out."""
         return typing.cast(dict[str, Any], to_plain(self))
+
+
+_PARTS = {
+    "measure": MeasureConfig,
+    "detect": DetectConfig,
+    "policy": Policy,
+    "snapshots": SnapshotConfig,
+    "checkpoint": CheckpointConfig,
+    "diagnose": DiagnoseConfig,
+    "record": RecordConfig,
+}

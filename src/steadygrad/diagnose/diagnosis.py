@@ -79,9 +79,7 @@ class Diagnosis:
         with self._replay() as run:
             first = find_symptoms(run, self._step.model)
             if not first.hurts and run.loss is None and not run.grads:
-                find_loss(
-                    run.result
-                )  # raises: without a loss or a gradient nothing was looked at, and nothing is healthy
+                find_loss(run.result)  # raises: without loss and gradient nothing was looked at
         if isinstance(first.error, CollectiveError):
             return unknown(
                 "the step itself talks to other ranks, so that it cannot be replayed on one. Diagnose the saved batch "

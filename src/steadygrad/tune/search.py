@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from steadygrad.checkpoint.write import is_alive
 from steadygrad.extras import import_extra
 from steadygrad.guard.rate_curve import RateCurve, restore_curve
 from steadygrad.tune.settings import Settings
@@ -134,7 +135,7 @@ class Search:
         """On this machine: its process is gone. Elsewhere: watched for too long, by this worker's own clock."""
         host, _, process = str(trial.user_attrs.get(WORKER, "")).rpartition(":")
         if host == socket.gethostname():
-            return not _is_alive(int(process))
+            return not is_alive(int(process))
         seen = self._first_seen.setdefault(trial.number, time.monotonic())
         return time.monotonic() - seen > self._measure_patience()
 
@@ -146,13 +147,3 @@ class Search:
     @property
     def _states(self) -> Any:
         return self._optuna.trial.TrialState
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
