@@ -2,7 +2,8 @@
 
 D=512, every anchor against all B^5 combinations: an einsum to [B]^6, two halves and one matmul, Symile's enumeration
 of the combinations for each anchor, and ours. Then the form with one vector exchanged (`fibre`) at B=8192. Peak memory
-is above what the features hold; a way that does not fit is written down as such. `--tune` times tile sizes instead.
+is above what the features hold; a way that does not fit is written down as such. Last what each precision of ours is
+worth: how far loss and gradients are from float64. `--tune` times tile sizes instead.
 
     python benchmarks/multiway.py [--device cuda|cpu] [--quick] [--tune]
 """
@@ -142,6 +143,7 @@ def compare(sizes: dict[str, list[int]], dim: int, device: str, rounds: int) -> 
         "Symile's enumeration": symile_loss,
         "ours, tiled": ours(impl="tiled"),
         "ours": ours(),
+        "ours, TF32": ours(precision="tf32"),
         "ours, bf16": ours(precision="bf16"),
     }
     table: dict[str, Any] = {}
@@ -161,6 +163,7 @@ def compare_fibre(size: int, dim: int, device: str, rounds: int) -> dict[str, An
         "M cross entropies": plain_fibre_loss,
         "M cross entropies, TF32": in_tf32(plain_fibre_loss),
         "ours": ours(negatives="fibre"),
+        "ours, TF32": ours(negatives="fibre", precision="tf32"),
         "ours, bf16": ours(negatives="fibre", precision="bf16"),
     }
     print(f"\nfibre, B={size}", flush=True)
@@ -168,6 +171,27 @@ def compare_fibre(size: int, dim: int, device: str, rounds: int) -> dict[str, An
     for name, found in row.items():
         report(name, found)
     return row
+
+
+def compare_accuracy(sizes: list[int], dim: int, device: str) -> dict[str, Any]:
+    """How far the loss, and the worst of its gradients, is from float64, as a share of its norm."""
+    table: dict[str, Any] = {}
+    for size in sizes:
+        print(f"\naccuracy, B={size}", flush=True)
+        row = table[f"B={size}"] = {}
+        features, scale = make_features(size, dim, device), 14.0 * align_gain(NUM, dim)
+        exact = differentiate([f.detach().double().requires_grad_() for f in features], scale, "auto")
+        for precision in ("fp32", "tf32", "fp16", "bf16"):
+            found = differentiate(features, scale, precision)
+            errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact)]
+            row[precision] = {"loss": errors[0], "gradients": max(errors[1:])}
+            print(f"  {precision:26s} loss {errors[0]:.1e}   gradients {max(errors[1:]):.1e}", flush=True)
+    return table
+
+
+def differentiate(features: Sequence[Tensor], scale: float, precision: str) -> list[Tensor]:
+    loss = multiway_contrastive(features, scale, precision=precision)
+    return [loss.detach(), *torch.autograd.grad(loss, features)]
 
 
 def report(name: str, found: dict[str, Any]) -> None:
@@ -182,6 +206,7 @@ def tune(device: str) -> dict[str, Any]:
     """TFLOP/s of the two kernels and of the products behind them, for tile sizes, on one panel as at B=32."""
     # rows, columns, depth, warps, stages. Four warps leave room for a second program, whose matmul hides the rest.
     shapes = {
+        "fp16": [(128, 128, 64, 4, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 3)],
         "bf16": [(128, 128, 64, 4, 3), (128, 128, 64, 4, 2), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3),
                  (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (64, 256, 64, 4, 3), (64, 128, 64, 4, 3)],
         "tf32": [(128, 128, 32, 4, 3), (128, 128, 32, 8, 4), (128, 256, 32, 8, 3), (256, 128, 32, 8, 3),
@@ -202,21 +227,23 @@ def tune(device: str) -> dict[str, Any]:
 
 def time_tiles(precision: str, cut: tuple[int, ...], device: str) -> dict[str, float]:
     """TFLOP/s on 4096 x 32768 logits: the sums, the weights, and the weights with both products behind them."""
-    from steadygrad.losses.multiway.engine import Diagonal, Side
+    from steadygrad.losses.multiway.engine import Diagonal, Panel, Side
     from steadygrad.losses.multiway.precision import use_precision
     from steadygrad.losses.multiway.triton import Tiles, TritonEngine
 
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     p, q = (torch.randn(n, 512, device=device).to(dtype) * 0.05 for n in (4096, 32768))
     sides = [Side(torch.full((n,), 10.0, device=device), torch.ones(n, device=device)) for n in (4096, 32768)]
     grad_q, weights = torch.zeros(q.shape, device=device), torch.empty(4096, 32768, dtype=dtype, device=device)
-    engine, positives = TritonEngine(precision, Tiles(*cut)), Diagonal(0, 1057, 0, 1057, 4)
+    engine = TritonEngine(precision, Tiles(*cut))
+    unit = torch.ones((), device=device) if precision == "fp16" else None
+    panel = Panel(p, q, Diagonal(0, 1057, 0, 1057, 4), unit)
     flop = 2 * math.prod([4096, 32768, 512])
     with use_precision(precision):
         return {
-            "sum": flop / time_call(lambda: engine.sum_panel(p, q, positives)) / 1e12,
-            "weigh": flop / time_call(lambda: engine.weigh_panel(p, q, positives, *sides, weights)) / 1e12,
-            "pull": 3 * flop / time_call(lambda: engine.pull_panel(p, q, positives, *sides, grad_q)) / 1e12,
+            "sum": flop / time_call(lambda: engine.sum_panel(panel)) / 1e12,
+            "weigh": flop / time_call(lambda: engine.weigh_panel(panel, *sides, weights)) / 1e12,
+            "pull": 3 * flop / time_call(lambda: engine.pull_panel(panel, *sides, grad_q)) / 1e12,
         }
 
 
@@ -251,7 +278,8 @@ def main() -> None:
     rounds = 3 if args.quick else 7
     table = {"all": compare(sizes, dim, args.device, rounds)}
     table["fibre"] = {f"B={fibre}": compare_fibre(fibre, dim, args.device, rounds)}
-    check(table)
+    table["accuracy"] = compare_accuracy(sizes["others"][::2], dim, args.device)
+    check({name: table[name] for name in ("all", "fibre")})
     print("\nwritten:", write_results(f"multiway_{args.device}", table, quick=args.quick))
 
 

@@ -200,7 +200,13 @@ def render_multiway(results: Results) -> str:
     table = render_table(["all combinations", *sizes], rows)
     (size, fibre), *_ = results["fibre"].items()
     rows = [[way, show_cost(found)] for way, found in fibre.items()]
-    return f"{table}\n\n{render_table([f'one vector exchanged, {size}', ''], rows)}"
+    table += f"\n\n{render_table([f'one vector exchanged, {size}', ''], rows)}"
+    accuracy = results["accuracy"]
+    rows = [
+        [name, *(f"{row[name]['loss']:.0e}, {row[name]['gradients']:.0e}" for row in accuracy.values())]
+        for name in next(iter(accuracy.values()))
+    ]
+    return f"{table}\n\n{render_table(['error of loss, gradients', *accuracy], rows)}"
 
 
 def render_distributed(results: Results) -> str:

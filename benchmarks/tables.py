@@ -234,7 +234,7 @@ def summarise_multiway(results: Results) -> list[Row]:
     size, row = next((size, row) for size, row in reversed(results["all"].items()) if len(row) > 3)
     shown = {name: show_cost(found) for name, found in row.items()}
     beside = "; ".join(f"{name} {cost}" for name, cost in shown.items() if "ours" not in name)
-    ours = f"TF32 {shown['ours']}; bf16 {shown['ours, bf16']}"
+    ours = f"{shown['ours']}; bf16 {shown['ours, bf16']}"
     return [(f"The exact contrastive loss over six modalities, {size}, D=512", ours, beside)]
 
 

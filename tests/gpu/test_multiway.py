@@ -28,10 +28,10 @@ def differ(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 # Relative error of loss and gradients against float64, halves of 11 and 8 bits of mantissa; logits of a few tens.
-LIMITS = {"fp32": 2e-5, "tf32": 6e-3, "bf16": 4e-2}
+LIMITS = {"fp32": 2e-5, "tf32": 6e-3, "fp16": 6e-3, "bf16": 4e-2}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("precision", list(LIMITS))
 @pytest.mark.parametrize("impl", ["triton", "tiled"])
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize(("num", "size", "dim"), [(2, 301, 65), (3, 37, 64), (4, 19, 100), (5, 11, 96), (6, 9, 512)])
@@ -48,7 +48,31 @@ def test_six_modalities_equal_the_specification() -> None:
     exact = [f.detach().double().requires_grad_() for f in features]
     expected = evaluate(exact, scale, impl="naive")
     assert max(differ(evaluate(features, scale, precision="fp32"), expected)) < LIMITS["fp32"]
-    assert max(differ(evaluate(features, scale), expected)) < LIMITS["tf32"]
+    assert max(differ(evaluate(features, scale), expected)) < LIMITS["fp16"]
+
+
+@pytest.mark.parametrize("weight", [1e-20, 2.0**16])
+@pytest.mark.parametrize("size", [1e-4, 1e3])
+def test_fp16_has_the_digits_of_tf32_whatever_the_size(size: float, weight: float) -> None:
+    exact = [f.detach().double().requires_grad_() for f in make_features(4, 19, 100)]
+    features = [(f.detach() * size).float().requires_grad_() for f in exact]
+    scale = 10.0 * align_gain(4, 100)
+    loss = multiway_contrastive(features, scale / size**4, precision="fp16", impl="triton")
+    grads = [grad * (size / weight) for grad in torch.autograd.grad(loss * weight, features)]
+    assert max(differ([loss.detach(), *grads], evaluate(exact, scale, impl="tiled"))) < LIMITS["fp16"]
+
+
+def test_a_program_that_sums_fp16_in_fp16_gets_fp32_sums_here() -> None:
+    features, scale = make_features(4, 19, 512), 10.0 * align_gain(4, 512)
+    plain = evaluate(features, scale)
+    switch = torch.backends.cuda.matmul
+    before, switch.allow_fp16_accumulation = switch.allow_fp16_accumulation, True
+    try:
+        found = evaluate(features, scale)
+        assert switch.allow_fp16_accumulation
+    finally:
+        switch.allow_fp16_accumulation = before
+    assert all(torch.equal(a, b) for a, b in zip(plain, found))
 
 
 def test_bf16_features_use_bf16_and_get_bf16_gradients() -> None:
@@ -69,7 +93,7 @@ def test_absent_modalities_on_the_device() -> None:
     assert max(differ(found, expected)) < LIMITS["tf32"]
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_the_same_bits_every_time(precision: str) -> None:
     features = make_features(5, 16, 128)
     runs = [evaluate(features, 1e4, precision=precision) for _ in range(3)]
@@ -91,7 +115,7 @@ def test_the_host_never_waits() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_six_modalities_of_32_samples_stay_under_a_gibibyte(precision: str) -> None:
     features, scale = make_features(6, 32, 512), 14.0 * align_gain(6, 512)
     torch.cuda.synchronize()

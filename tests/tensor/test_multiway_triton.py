@@ -14,7 +14,7 @@ from steadygrad.losses.multiway import multiway_contrastive
 if not importlib.util.find_spec("triton"):
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from steadygrad.losses.multiway.engine import Diagonal, Side
+from steadygrad.losses.multiway.engine import Diagonal, Panel, Side
 from steadygrad.losses.multiway.similarity import CURVES
 from steadygrad.losses.multiway.tiled import TiledEngine
 from steadygrad.losses.multiway.triton import Tiles, TritonEngine
@@ -47,7 +47,7 @@ def test_triton_equals_the_specification(shape: tuple[int, int, int], negatives:
     assert_same(found, evaluate(exact, scale, impl="naive", **options), rtol=SINGLE, atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 def test_a_lower_precision_rounds_as_tiled_does(precision: str) -> None:
     single, scale, *_ = make_both(4, 5, 32)
     found = evaluate(single, scale, impl="triton", precision=precision, tiles=SMALL)
@@ -76,7 +76,9 @@ def test_rows_far_below_their_tile_keep_their_sums(gap: float) -> None:
     p[3, 0] -= gap
     q[5, 0] -= gap
     fast, plain = TritonEngine("fp32", SMALL), TiledEngine("fp64", CURVES["mip"])
-    for found, expected in zip(fast.sum_panel(p, q, POSITIVES), plain.sum_panel(p.double(), q.double(), POSITIVES)):
+    for found, expected in zip(
+        fast.sum_panel(Panel(p, q, POSITIVES)), plain.sum_panel(Panel(p.double(), q.double(), POSITIVES))
+    ):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -84,7 +86,7 @@ def test_rows_far_below_their_tile_keep_their_sums(gap: float) -> None:
 def test_peaks_far_from_each_other_neither_overflow_nor_vanish(gap: float) -> None:
     p, q = torch.randn(21, 16, device=DEVICE), torch.randn(37, 16, device=DEVICE)
     fast, plain = TritonEngine("fp32", SMALL), TiledEngine("fp64", CURVES["mip"])
-    rows, columns = plain.sum_panel(p.double(), q.double(), POSITIVES)
+    rows, columns = plain.sum_panel(Panel(p.double(), q.double(), POSITIVES))
     rows[4] += gap
     sides = [
         Side(rows, torch.randn(21, device=DEVICE).double()),
@@ -92,8 +94,8 @@ def test_peaks_far_from_each_other_neither_overflow_nor_vanish(gap: float) -> No
     ]
     narrow = [Side(side.peak.float(), side.weight.float()) for side in sides]
     found_q, expected_q = torch.zeros_like(q), torch.zeros_like(q).double()
-    found = fast.pull_panel(p, q, POSITIVES, *narrow, found_q)
-    expected = plain.pull_panel(p.double(), q.double(), POSITIVES, *sides, expected_q)
+    found = fast.pull_panel(Panel(p, q, POSITIVES), *narrow, found_q)
+    expected = plain.pull_panel(Panel(p.double(), q.double(), POSITIVES), *sides, expected_q)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found_q.double(), expected_q, rtol=1e-4, atol=1e-4)
 
@@ -106,7 +108,7 @@ def test_a_logit_that_rounding_left_above_its_peak_weighs_one(name: str) -> None
     rows, columns = (
         Side(torch.full((n,), 2.0**30 - 128, device=DEVICE), torch.ones(n, device=DEVICE)) for n in (16, 32)
     )
-    grad = engine.pull_panel(p, q, Diagonal(0, 1, 0, 1, 0), rows, columns, torch.zeros_like(q))
+    grad = engine.pull_panel(Panel(p, q, Diagonal(0, 1, 0, 1, 0)), rows, columns, torch.zeros_like(q))
     torch.testing.assert_close(grad, torch.full_like(grad, 2.0 * 32))
 
 

@@ -1,8 +1,7 @@
 """What a sweep asks of an implementation: the sums of one panel of logits, and the pull of their gradient.
 
-A panel is all logits between some rows of P and all rows of Q: curve(P Q^T), less those of samples with themselves. An
-engine may cut it into tiles; it must return the same numbers whatever the cut, and keep nothing of the panel's size
-beyond the call.
+An engine may cut a panel into tiles; it must return the same numbers whatever the cut, and keep nothing of the panel's
+size beyond the call.
 """
 
 from __future__ import annotations
@@ -38,6 +37,19 @@ class Diagonal:
     num: int
 
 
+@dataclass(frozen=True)
+class Panel:
+    """All logits between some rows of P and all rows of Q: curve(unit * p q^T), less those of samples with themselves.
+
+    `unit` is there if the halves were multiplied by something: see `precision.Gains`.
+    """
+
+    p: Tensor
+    q: Tensor
+    positives: Diagonal
+    unit: Tensor | None = None
+
+
 class Engine(Protocol):
     """`tiled.TiledEngine` on any device, `triton.TritonEngine` on CUDA."""
 
@@ -50,17 +62,15 @@ class Engine(Protocol):
         """How many rows a panel may have when summed, or pulled, so that what the engine holds stays small."""
         ...
 
-    def sum_rows(self, p: Tensor, q: Tensor, positives: Diagonal) -> Tensor:
+    def sum_rows(self, panel: Panel) -> Tensor:
         """The first of `sum_panel` alone."""
         ...
 
-    def sum_panel(self, p: Tensor, q: Tensor, positives: Diagonal) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp of each row and of each column of curve(p q^T) without the positives; about MASKED if empty."""
+    def sum_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of each row and of each column; about MASKED if empty."""
         ...
 
-    def pull_panel(
-        self, p: Tensor, q: Tensor, positives: Diagonal, rows: Side, columns: Side | None, grad_q: Tensor
-    ) -> Tensor:
+    def pull_panel(self, panel: Panel, rows: Side, columns: Side | None, grad_q: Tensor) -> Tensor:
         """grad_p of the panel; grad_q is added to in place.
 
         W = (exp(L - rows.peak) * rows.weight + exp(L - columns.peak) * columns.weight) * slope, 0 at the

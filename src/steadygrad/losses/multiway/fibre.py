@@ -6,14 +6,15 @@ fibre of the tensor has no label and adds nothing. The matrices are swept panel 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from steadygrad.losses.multiway.batch import Batch
-from steadygrad.losses.multiway.engine import Diagonal, Engine, Side
-from steadygrad.losses.multiway.precision import round_half, use_precision
+from steadygrad.losses.multiway.engine import Diagonal, Engine, Panel, Side
+from steadygrad.losses.multiway.precision import NO_GAINS, Gains, find_gain, round_half, use_precision
 from steadygrad.losses.multiway.similarity import build_columns, build_rows
 
 
@@ -39,11 +40,13 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, engine: Engine, offset: int, p: Tensor, q: Tensor) -> Tensor:
-        p, q = (round_half(half, engine.precision) for half in (p, q))
-        with use_precision(engine.precision):
+        precision = engine.precision
+        gains = Gains(find_gain(p.abs().amax()), find_gain(q.abs().amax())) if precision == "fp16" else NO_GAINS
+        p, q = round_half(p, precision, gains.p), round_half(q, precision, gains.q)
+        with use_precision(precision):
             parts = _cut_rows(engine, p, q, pull=False)
-            out = torch.cat([engine.sum_rows(p[part], q, _find_positives(part, offset)) for part in parts])
-        ctx.engine, ctx.offset = engine, offset
+            out = torch.cat([engine.sum_rows(_make_panel(p, q, part, offset, gains)) for part in parts])
+        ctx.engine, ctx.offset, ctx.gains = engine, offset, gains
         ctx.save_for_backward(out, p, q)
         return out
 
@@ -51,13 +54,18 @@ class _SumRows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         engine: Engine = ctx.engine
+        gains: Gains = ctx.gains
         out, p, q = ctx.saved_tensors
         grad_p, grad_q = torch.empty(p.shape, dtype=out.dtype, device=p.device), torch.zeros_like(q, dtype=out.dtype)
+        if engine.precision == "fp16":  # no weight is above its row's gradient
+            gain = find_gain(grad_out.abs().amax())
+            gains, grad_out = replace(gains, weights=gain), grad_out * gain
         with use_precision(engine.precision):
             for part in _cut_rows(engine, p, q, pull=True):
-                rows, positives = Side(out[part], grad_out[part].contiguous()), _find_positives(part, ctx.offset)
-                grad_p[part] = engine.pull_panel(p[part], q, positives, rows, None, grad_q)
-        return None, None, grad_p, grad_q
+                rows = Side(out[part], grad_out[part].contiguous())
+                panel = _make_panel(p, q, part, ctx.offset, gains)
+                grad_p[part] = engine.pull_panel(panel, rows, None, grad_q)
+        return None, None, gains.free_rows(grad_p), gains.free_columns(grad_q)
 
 
 def _cut_rows(engine: Engine, p: Tensor, q: Tensor, *, pull: bool) -> list[slice]:
@@ -65,5 +73,5 @@ def _cut_rows(engine: Engine, p: Tensor, q: Tensor, *, pull: bool) -> list[slice
     return [slice(start, min(start + step, len(p))) for start in range(0, len(p), step)]
 
 
-def _find_positives(part: slice, offset: int) -> Diagonal:
-    return Diagonal(0, 1, offset + part.start, 1, part.stop - part.start)
+def _make_panel(p: Tensor, q: Tensor, part: slice, offset: int, gains: Gains) -> Panel:
+    return Panel(p[part], q, Diagonal(0, 1, offset + part.start, 1, part.stop - part.start), gains.unit)

@@ -55,15 +55,16 @@ def multiway_contrastive(
     Features are normalised and `logit_scale` is exponentiated by the caller, as for CLIP (see `MultiwayScale`).
     `present` [B, M] is False where a sample lacks a modality: such a vector is no negative and no anchor, and the
     sample's positive is made of what it has. `anchors` chooses modalities. `reduction="none"` returns [B, anchors].
-    `precision` is that of the matmuls: on CUDA TF32 for fp32 features and bf16 for bf16 ones, unless set; sums
-    are fp32.
+    `precision` is that of the matmuls: on CUDA bf16 for bf16 features, for others fp16 with TF32's accuracy (TF32
+    itself with `present`), unless set; sums are fp32.
     `gather=True` takes the samples of all processes of `group` as the batch and returns the loss of this one's own.
     """
     check_choices(similarity, negatives, reduction, impl, precision, label_smoothing, num_samples)
     check_features(features, present)
     chosen = choose_anchors(anchors, len(features))
     batch = _make_batch(features, logit_scale, similarity, present, gather=gather, group=group)
-    engine = None if impl == "naive" else _choose_engine(impl, precision, features, similarity, tiles)
+    masked = present is not None
+    engine = None if impl == "naive" else _choose_engine(impl, precision, features, similarity, tiles, masked=masked)
     positives = (naive.score_positives(batch) if engine is None else score_positives(batch))[batch.span]
     if negatives == "all":
         table = naive.sum_combinations(batch) if engine is None else sum_combinations(batch, engine)
@@ -131,15 +132,21 @@ def _make_batch(
 
 
 def _choose_engine(
-    impl: str, precision: str, features: Sequence[Tensor], similarity: Similarity, tiles: Tiles | None
+    impl: str,
+    precision: str,
+    features: Sequence[Tensor],
+    similarity: Similarity,
+    tiles: Tiles | None,
+    *,
+    masked: bool,
 ) -> Engine:
     device, dtype = features[0].device, features[0].dtype
-    chosen = choose_precision(precision, dtype, device, linear=similarity == "mip")
-    fits = similarity == "mip" and chosen in ("tf32", "bf16")
+    chosen = choose_precision(precision, dtype, device, linear=similarity == "mip", masked=masked)
+    fits = similarity == "mip" and chosen in ("tf32", "fp16", "bf16")
     if impl == "triton" and not (similarity == "mip" and chosen != "fp64"):
         raise UnsupportedError(
             f"impl='triton' of multiway_contrastive with similarity={similarity!r} and precision={chosen!r}. "
-            "It is written for 'mip' in fp32, TF32 and bf16: use impl='tiled' or 'auto'."
+            "It is written for 'mip' in fp32, TF32, fp16 and bf16: use impl='tiled' or 'auto'."
         )
     if impl == "triton" or (impl == "auto" and fits and device.type == "cuda" and _has_triton()):
         from steadygrad.losses.multiway.triton import TritonEngine

@@ -2,7 +2,12 @@
 
     fp64, fp32   as they are; fp32 ignores a global TF32 switch
     tf32         halves rounded once to TF32's 10 bits of mantissa, products exact, fp32 sums
+    fp16         halves and weights times a power of two each, rounded once to fp16: the same 10 bits, twice as fast
     bf16         halves built in fp32, rounded once to bf16, products exact, fp32 sums
+
+fp16 has TF32's digits and not its range. Each half, and the weights of the backward pass, have one power of two (a
+`gain`) that puts a bound of theirs at fp16's end; the result is divided by it. Numbers down to 2^-29 of the bound keep
+all digits, those below 2^-40 count as zero. Logits matter by their absolute error, and so lose nothing by that.
 
 On the CPU the rounding is the same and the multiplication is fp32, so a lower precision can be tried there.
 """
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,13 +24,41 @@ from torch import Tensor
 
 from steadygrad.errors import UnsupportedError
 
-Precision = Literal["fp64", "fp32", "tf32", "bf16"]
-PRECISIONS: tuple[str, ...] = ("auto", "fp64", "fp32", "tf32", "bf16")
+Precision = Literal["fp64", "fp32", "tf32", "fp16", "bf16"]
+PRECISIONS: tuple[str, ...] = ("auto", "fp64", "fp32", "tf32", "fp16", "bf16")
+HALF = (torch.float16, torch.bfloat16)
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.addmm, "dtype_out")  # since torch 2.8, CUDA only
 
 
-def choose_precision(asked: str, dtype: torch.dtype, device: torch.device, *, linear: bool) -> Precision:
-    """What `asked` means for features of this dtype on this device; sums of squares need fp32."""
+@dataclass(frozen=True)
+class Gains:
+    """What P, Q and the weights of the backward pass are multiplied by before they are rounded; None is nothing."""
+
+    p: Tensor | None = None
+    q: Tensor | None = None
+    weights: Tensor | None = None
+
+    @property
+    def unit(self) -> Tensor | None:
+        """What P Q^T must be multiplied by."""
+        return None if self.p is None or self.q is None else self.p.reciprocal() * self.q.reciprocal()
+
+    def free_rows(self, grad: Tensor) -> Tensor:
+        """A gradient that came from weights times Q, without their gains."""
+        return grad if self.weights is None or self.q is None else grad / self.weights / self.q
+
+    def free_columns(self, grad: Tensor) -> Tensor:
+        """A gradient that came from weights times P, without their gains."""
+        return grad if self.weights is None or self.p is None else grad / self.weights / self.p
+
+
+NO_GAINS = Gains()
+
+
+def choose_precision(
+    asked: str, dtype: torch.dtype, device: torch.device, *, linear: bool, masked: bool = False
+) -> Precision:
+    """What `asked` means for features of this dtype on this device; sums of squares need fp32, masks its range."""
     if dtype == torch.float64:
         if asked not in ("auto", "fp64"):
             raise UnsupportedError(
@@ -36,16 +70,33 @@ def choose_precision(asked: str, dtype: torch.dtype, device: torch.device, *, li
         raise UnsupportedError(
             f"precision='fp64' for {dtype} features in multiway_contrastive. Convert the features to float64 first."
         )
+    if asked == "fp16" and (masked or not linear):
+        raise UnsupportedError(
+            "precision='fp16' of multiway_contrastive is for similarity='mip' without present. "
+            "Use precision='tf32', or leave 'auto'."
+        )
     if asked != "auto":
         return asked  # type: ignore[return-value]
     if not linear or device.type != "cuda":
         return "fp32"
-    return "bf16" if dtype == torch.bfloat16 else "tf32"
+    if dtype == torch.bfloat16:
+        return "bf16"
+    return "tf32" if masked else "fp16"
 
 
-def round_half(half: Tensor, precision: Precision) -> Tensor:
-    """`half` as the multiplication sees it; no gradient goes through."""
+def find_gain(bound: Tensor) -> Tensor:
+    """The power of two that puts `bound` just below 2^15, half of what fp16 holds."""
+    exponent = torch.frexp(bound).exponent.clamp(-100, 128)
+    return torch.exp2((15 - exponent).to(bound.dtype))
+
+
+def round_half(half: Tensor, precision: Precision, gain: Tensor | None = None) -> Tensor:
+    """`half` (times `gain`) as the multiplication sees it; no gradient goes through."""
     half = half.detach()
+    if gain is not None:
+        half = half * gain
+    if precision == "fp16":
+        return half.half()
     if precision == "bf16":
         return half.bfloat16()
     if precision == "tf32":
@@ -56,7 +107,7 @@ def round_half(half: Tensor, precision: Precision) -> Tensor:
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, summed and returned in fp32 or wider."""
-    if a.dtype != torch.bfloat16:
+    if a.dtype not in HALF:
         return a @ b
     if a.is_cuda and HAS_OUT_DTYPE:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -65,7 +116,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     """into += a @ b, in place."""
-    if a.dtype == torch.bfloat16 and a.is_cuda and HAS_OUT_DTYPE:
+    if a.dtype in HALF and a.is_cuda and HAS_OUT_DTYPE:
         torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
     else:
         into.addmm_(a.to(into.dtype), b.to(into.dtype))
@@ -73,15 +124,25 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 @contextmanager
 def use_precision(precision: Precision) -> Iterator[None]:
-    """cuBLAS takes TF32 for fp32 operands here if `precision` says so, and not otherwise, whatever the program set."""
-    switch = torch.backends.cuda.matmul
-    name, on, off = (
-        ("fp32_precision", "tf32", "ieee") if hasattr(switch, "fp32_precision") else ("allow_tf32", True, False)
-    )
-    before = getattr(switch, name)
-    setattr(switch, name, on if precision == "tf32" else off)
+    """cuBLAS takes TF32 for fp32 operands if `precision` says so and not otherwise, and sums fp16 in fp32.
+
+    Whatever the program has set, which is put back.
+    """
+    switch, tf32 = torch.backends.cuda.matmul, precision == "tf32"
+    wanted: dict[str, object] = {"allow_tf32": tf32}
+    if hasattr(switch, "fp32_precision"):  # since torch 2.9
+        wanted = {"fp32_precision": "tf32" if tf32 else "ieee"}
+    if hasattr(switch, "allow_fp16_accumulation"):  # since 2.7
+        wanted["allow_fp16_accumulation"] = False
+    before = {name: getattr(switch, name) for name in wanted}
+    _set_all(switch, wanted)
     try:
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
             yield
     finally:
-        setattr(switch, name, before)
+        _set_all(switch, before)
+
+
+def _set_all(switch: object, values: dict[str, object]) -> None:
+    for name, value in values.items():
+        setattr(switch, name, value)

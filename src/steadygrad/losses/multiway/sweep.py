@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from steadygrad.losses.multiway.batch import Batch, count_left
-from steadygrad.losses.multiway.engine import Diagonal, Engine, Side
-from steadygrad.losses.multiway.precision import round_half, use_precision
+from steadygrad.losses.multiway.engine import Diagonal, Engine, Panel, Side
+from steadygrad.losses.multiway.precision import NO_GAINS, Gains, find_gain, round_half, use_precision
 from steadygrad.losses.multiway.similarity import MASKED, Similarity, build_columns, build_rows
 
 Box = tuple[slice, ...]
@@ -37,6 +38,7 @@ class Plan:
     absent: tuple[Tensor, ...] | None
     span: slice
     """The range of the first index: another process takes another."""
+    gains: Gains = NO_GAINS
 
 
 def sum_combinations(batch: Batch, engine: Engine) -> Tensor:
@@ -53,20 +55,25 @@ class _SumCombinations(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, scale: Tensor, *features: Tensor) -> Tensor:
         middle, size = count_left(len(features)), len(features[0])
         precision = plan.engine.precision
+        if precision == "fp16":
+            plan = replace(plan, gains=_find_gains(scale, features, middle))
+        panel_sums = []
         with use_precision(precision):
-            q = _flatten(round_half(_build_q(plan, features[middle:]), precision))
+            q = _flatten(round_half(_build_q(plan, features[middle:]), precision, plan.gains.q))
             row_sums = [torch.full((size,), MASKED, dtype=features[0].dtype, device=q.device) for _ in range(middle)]
             column_sums = torch.full((len(q),), MASKED, dtype=features[0].dtype, device=q.device)
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=False)):
-                half = round_half(
-                    _build_p(plan, box, scale, [f[r] for f, r in zip(features, box)], len(features)), precision
-                )
-                rows, columns = plan.engine.sum_panel(_flatten(half), q, find_positives(box, len(features), size))
+                half = _build_p(plan, box, scale, [f[r] for f, r in zip(features, box)], len(features))
+                half = round_half(half, precision, plan.gains.p)
+                positives = find_positives(box, len(features), size)
+                rows, columns = plan.engine.sum_panel(Panel(_flatten(half), q, positives, plan.gains.unit))
+                panel_sums.append(rows)
                 column_sums = torch.logaddexp(column_sums, columns)
                 for axis, part in enumerate(_sum_axes(rows.view(half.shape[:-1]))):
                     row_sums[axis][box[axis]] = torch.logaddexp(row_sums[axis][box[axis]], part)
         out = torch.stack([*row_sums, *_sum_axes(column_sums.view([size] * (len(features) - middle)))])
         ctx.plan = plan
+        ctx.sums = torch.cat(panel_sums), column_sums
         ctx.save_for_backward(out, scale, *features)
         return out
 
@@ -77,10 +84,16 @@ class _SumCombinations(torch.autograd.Function):
         out, scale, *features = ctx.saved_tensors
         middle, size = count_left(len(features)), len(features[0])
         grads = [torch.zeros_like(tensor) for tensor in (scale, *features)]
+        everything = (slice(0, size),) * (len(features) - middle)
+        if plan.engine.precision == "fp16":
+            rows, columns = ctx.sums
+            bound = _bound_weights(rows, out[:middle], grad_out[:middle], (plan.span, *everything[: middle - 1]))
+            bound = bound + _bound_weights(columns, out[middle:], grad_out[middle:], everything)
+            gain = find_gain(bound)
+            plan, grad_out = replace(plan, gains=replace(plan.gains, weights=gain)), grad_out * gain
         with use_precision(plan.engine.precision):
-            q = _flatten(round_half(_build_q(plan, features[middle:]), plan.engine.precision))
+            q = _flatten(round_half(_build_q(plan, features[middle:]), plan.engine.precision, plan.gains.q))
             grad_q = torch.zeros(q.shape, dtype=out.dtype, device=q.device)
-            everything = (slice(0, size),) * (len(features) - middle)
             column_side = _weigh_side(out[middle:], grad_out[middle:], everything)
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=True)):
                 row_side = _weigh_side(out[:middle], grad_out[:middle], box)
@@ -90,7 +103,8 @@ class _SumCombinations(torch.autograd.Function):
                 ):
                     target += grad
             del q  # before its graph is built: that needs as much again
-            grads[1 + middle :] = _pull_q(plan, features[middle:], grad_q)
+            grads[: 1 + middle] = [plan.gains.free_rows(grad) for grad in grads[: 1 + middle]]
+            grads[1 + middle :] = [plan.gains.free_columns(grad) for grad in _pull_q(plan, features[middle:], grad_q)]
         return None, *(grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[1:]))
 
 
@@ -104,22 +118,35 @@ def _pull_box(
     columns: Side,
     grad_q: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the scale and of the features inside the box; grad_q is added to."""
+    """Gradients of the scale and of the features inside the box, gains included; grad_q is added to."""
     leaves = [t.detach().requires_grad_() for t in (scale, *(f[r] for f, r in zip(features, box)))]
     with torch.enable_grad():
         graph = _build_p(plan, box, leaves[0], leaves[1:], len(features))
-    p = _flatten(round_half(graph, plan.engine.precision))
-    positives = find_positives(box, len(features), len(features[-1]))
-    grad_p = plan.engine.pull_panel(p, q, positives, rows, columns, grad_q)
+    p = _flatten(round_half(graph, plan.engine.precision, plan.gains.p))
+    panel = Panel(p, q, find_positives(box, len(features), len(features[-1])), plan.gains.unit)
+    grad_p = plan.engine.pull_panel(panel, rows, columns, grad_q)
     return torch.autograd.grad(graph, leaves, grad_p.view(graph.shape))
 
 
 def _pull_q(plan: Plan, features: Sequence[Tensor], grad_q: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the columns' features."""
+    """Gradients of the columns' features, gains included."""
     leaves = [feature.detach().requires_grad_() for feature in features]
     with torch.enable_grad():
         graph = _build_q(plan, leaves)
     return torch.autograd.grad(graph, leaves, grad_q.view(graph.shape))
+
+
+def _find_gains(scale: Tensor, features: Sequence[Tensor], middle: int) -> Gains:
+    """From a bound of each half: the largest product there could be of what its features hold in one column."""
+    tops = [feature.abs().amax(0) for feature in features]
+    p, q = reduce(torch.mul, tops[:middle]) * scale.abs(), reduce(torch.mul, tops[middle:])
+    return Gains(find_gain(p.amax()), find_gain(q.amax()))
+
+
+def _bound_weights(sums: Tensor, out: Tensor, grads: Tensor, box: Box) -> Tensor:
+    """No row (or column) has a weight above it: none of its logits is above their log-sum-exp, which is `sums`."""
+    side = _weigh_side(out, grads.abs(), box)
+    return ((sums - side.peak).clamp(max=0).exp() * side.weight).amax()
 
 
 def cut_boxes(num_axes: int, size: int, span: slice, max_rows: int) -> Iterator[Box]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from steadygrad.losses.multiway.engine import Diagonal, Side
+from steadygrad.losses.multiway.engine import Panel, Side
 from steadygrad.losses.multiway.precision import Precision, add_product, multiply
 from steadygrad.losses.multiway.similarity import MASKED, Curve
 
@@ -28,29 +28,28 @@ class TiledEngine:
         del num_columns, depth, pull
         return 4096 if self._tile_bytes is None else max(1, int((self._tile_bytes / 8) ** 0.5))
 
-    def sum_rows(self, p: Tensor, q: Tensor, positives: Diagonal) -> Tensor:
+    def sum_rows(self, panel: Panel) -> Tensor:
         """See `Engine.sum_rows`."""
-        parts = [self._score(p, q, tile, positives).logsumexp(1) for tile in self._cut(p, q)]
+        parts = [self._score(panel, tile).logsumexp(1) for tile in self._cut(panel)]
         return torch.stack(parts).logsumexp(0) if len(parts) > 1 else parts[0]
 
-    def sum_panel(self, p: Tensor, q: Tensor, positives: Diagonal) -> tuple[Tensor, Tensor]:
+    def sum_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         """See `Engine.sum_panel`."""
-        sums = _sum_dtype(p)
-        row_sums = torch.full((len(p),), MASKED, dtype=sums, device=p.device)
-        column_sums = torch.empty(len(q), dtype=sums, device=p.device)
-        for tile in self._cut(p, q):
-            logits = self._score(p, q, tile, positives)
+        sums, device = _sum_dtype(panel.p), panel.p.device
+        row_sums = torch.full((len(panel.p),), MASKED, dtype=sums, device=device)
+        column_sums = torch.empty(len(panel.q), dtype=sums, device=device)
+        for tile in self._cut(panel):
+            logits = self._score(panel, tile)
             row_sums = torch.logaddexp(row_sums, logits.logsumexp(1))
             column_sums[tile] = logits.logsumexp(0)
         return row_sums, column_sums
 
-    def pull_panel(
-        self, p: Tensor, q: Tensor, positives: Diagonal, rows: Side, columns: Side | None, grad_q: Tensor
-    ) -> Tensor:
+    def pull_panel(self, panel: Panel, rows: Side, columns: Side | None, grad_q: Tensor) -> Tensor:
         """See `Engine.pull_panel`."""
+        p, q = panel.p, panel.q
         grad_p = torch.zeros(p.shape, dtype=_sum_dtype(p), device=p.device)
-        for tile in self._cut(p, q):
-            logits = self._score(p, q, tile, positives)
+        for tile in self._cut(panel):
+            logits = self._score(panel, tile)
             # No logit is above its peak but by rounding: the clamp keeps that rounding from overflowing.
             weights = (logits - rows.peak[:, None]).clamp_(max=0).exp_().mul_(rows.weight[:, None])
             if columns is not None:
@@ -62,9 +61,11 @@ class TiledEngine:
             add_product(grad_q[tile], weights.t(), p)
         return grad_p
 
-    def _score(self, p: Tensor, q: Tensor, tile: slice, positives: Diagonal) -> Tensor:
+    def _score(self, panel: Panel, tile: slice) -> Tensor:
         """Logits of all rows with the tile's columns, MASKED at the positives."""
-        logits = self._curve.value(multiply(p, q[tile].t()))
+        product = multiply(panel.p, panel.q[tile].t())
+        logits = self._curve.value(product if panel.unit is None else product.mul_(panel.unit))
+        positives = panel.positives
         width, step = logits.shape[1], positives.column_step
         first = max(0, -((positives.column - tile.start) // step))  # the first j whose column is in the tile
         last = min(positives.num, -((positives.column - tile.start - width) // step))
@@ -74,11 +75,12 @@ class TiledEngine:
             logits.view(-1)[row * width + column :: stride][: last - first] = MASKED
         return logits
 
-    def _cut(self, p: Tensor, q: Tensor) -> Iterator[slice]:
+    def _cut(self, panel: Panel) -> Iterator[slice]:
         """Slices of q's rows."""
+        p = panel.p
         tile_bytes = self._tile_bytes or TILE_BYTES.get(p.device.type, TILE_BYTES["cpu"])
         width = max(1, tile_bytes // (len(p) * _sum_dtype(p).itemsize))
-        yield from (slice(start, start + width) for start in range(0, len(q), width))
+        yield from (slice(start, start + width) for start in range(0, len(panel.q), width))
 
 
 def _sum_dtype(half: Tensor) -> torch.dtype:

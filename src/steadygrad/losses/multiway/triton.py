@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steadygrad.losses.multiway.engine import Diagonal, Side
+from steadygrad.losses.multiway.engine import Panel, Side
 from steadygrad.losses.multiway.precision import Precision, add_product, multiply
 
 PANEL_BYTES = (512 << 20, 1 << 30)  # of weights; least, most; between them as much as the columns' half takes twice
@@ -42,6 +42,7 @@ class Tiles:
 # The fastest of those that `benchmarks/multiway.py --tune` tries, on an H200: of the sums, and of the weights.
 DEFAULT_TILES: dict[Precision, tuple[Tiles, Tiles]] = {
     "bf16": (Tiles(128, 128, 64, 4, 3), Tiles(128, 256, 64, 8, 3)),
+    "fp16": (Tiles(128, 128, 64, 4, 3), Tiles(128, 256, 64, 8, 3)),
     "tf32": (Tiles(256, 128, 32, 8, 3), Tiles(128, 256, 32, 8, 3)),
     "fp32": (Tiles(64, 64, 32, 4, 2), Tiles(64, 64, 32, 4, 2)),
 }
@@ -49,11 +50,11 @@ DEFAULT_TILES: dict[Precision, tuple[Tiles, Tiles]] = {
 
 @triton.jit
 def _multiply_tile(
-    p, q, row, column, num_rows, num_columns, depth,
+    p, q, unit, row, column, num_rows, num_columns, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """sum_z p[row, z] q[column, z], in fp32; rows and columns beyond the end repeat earlier ones."""
+    """unit * sum_z p[row, z] q[column, z], in fp32; rows and columns beyond the end repeat earlier ones."""
     z = tl.arange(0, DEPTH)
     left = p + (row % num_rows).to(tl.int64)[:, None] * depth + z[None, :]
     right = q + (column % num_columns).to(tl.int64)[None, :] * depth + z[:, None]
@@ -71,6 +72,8 @@ def _multiply_tile(
         total = tl.dot(a, b, total, input_precision=PRECISION)
         left += DEPTH
         right += DEPTH
+    if HAS_UNIT:
+        total *= tl.load(unit)
     return total
 
 
@@ -90,10 +93,10 @@ def _drop_positives(x, row, column, first_row, row_step, first_column, column_st
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _sum_tiles(
-    p, q, row_sums, column_sums, num_rows, num_columns, depth, row_tiles, column_tiles,
+    p, q, unit, row_sums, column_sums, num_rows, num_columns, depth, row_tiles, column_tiles,
     first_row, row_step, first_column, column_step, num_positives,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
-    WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """row_sums[i, t] = log sum of exp L[i, :] over the columns of tile t; column_sums[t, k] likewise over its rows."""
     tile = tl.program_id(0)
@@ -102,7 +105,7 @@ def _sum_tiles(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     x = _multiply_tile(
-        p, q, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, PRECISION
+        p, q, unit, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, HAS_UNIT, PRECISION
     )  # fmt: skip
     if not WHOLE:
         x = tl.where((row < num_rows)[:, None] & (column < num_columns)[None, :], x, -1e30)
@@ -131,10 +134,10 @@ def _sum_tiles(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _weigh_tiles(
-    p, q, row_peak, row_weight, column_peak, column_weight, weights, num_rows, num_columns, depth, row_tiles,
-    first_row, row_step, first_column, column_step, num_positives,
+    p, q, unit, row_peak, row_weight, column_peak, column_weight, weights, num_rows, num_columns, depth,
+    row_tiles, first_row, row_step, first_column, column_step, num_positives,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr,
-    WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, HAS_UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """weights[i, k] = exp(L - row_peak[i]) row_weight[i] + exp(L - column_peak[k]) column_weight[k]."""
     tile = tl.program_id(0)
@@ -143,7 +146,7 @@ def _weigh_tiles(
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     x = _multiply_tile(
-        p, q, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, PRECISION
+        p, q, unit, row, column, num_rows, num_columns, depth, ROWS, COLUMNS, DEPTH, EVEN, WIDEN, HAS_UNIT, PRECISION
     )  # fmt: skip
     x = _drop_positives(x, row, column, first_row, row_step, first_column, column_step, num_positives)
     u_peak = tl.load(row_peak + row % num_rows)
@@ -183,48 +186,48 @@ class TritonEngine:
         if not pull:
             return PANEL_ROWS
         least, most = PANEL_BYTES
-        size = 2 if self.precision == "bf16" else 4
+        size = 2 if self.precision in ("fp16", "bf16") else 4
         allowed = min(most, max(least, 8 * num_columns * depth))
         rows = self._weigh_tiles.rows
         return max(1, allowed // (num_columns * size) // rows) * rows
 
-    def sum_rows(self, p: Tensor, q: Tensor, positives: Diagonal) -> Tensor:
+    def sum_rows(self, panel: Panel) -> Tensor:
         """See `Engine.sum_rows`; the columns cost next to nothing here."""
-        return self.sum_panel(p, q, positives)[0]
+        return self.sum_panel(panel)[0]
 
-    def sum_panel(self, p: Tensor, q: Tensor, positives: Diagonal) -> tuple[Tensor, Tensor]:
+    def sum_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
         """See `Engine.sum_panel`."""
-        row_tiles, column_tiles = _count_tiles(self._sum_tiles, p, q)
+        p, q = panel.p, panel.q
+        row_tiles, column_tiles = _count_tiles(self._sum_tiles, panel)
         row_sums = torch.empty(len(p), column_tiles, dtype=torch.float32, device=p.device)
         column_sums = torch.empty(row_tiles, len(q), dtype=torch.float32, device=p.device)
         _sum_tiles[(row_tiles * column_tiles,)](
-            p, q, row_sums, column_sums, len(p), len(q), p.shape[1], row_tiles, column_tiles,
-            *astuple(positives), **self._options(self._sum_tiles, p, q),
+            p, q, panel.unit, row_sums, column_sums, len(p), len(q), p.shape[1], row_tiles, column_tiles,
+            *astuple(panel.positives), **self._options(self._sum_tiles, panel),
         )  # fmt: skip
         return row_sums.logsumexp(1), column_sums.logsumexp(0)
 
-    def pull_panel(
-        self, p: Tensor, q: Tensor, positives: Diagonal, rows: Side, columns: Side | None, grad_q: Tensor
-    ) -> Tensor:
+    def pull_panel(self, panel: Panel, rows: Side, columns: Side | None, grad_q: Tensor) -> Tensor:
         """See `Engine.pull_panel`."""
+        p, q = panel.p, panel.q
         if columns is None:  # any bound of the logits will do as a peak that has no weight
             columns = Side(rows.peak.max().expand(len(q)).contiguous(), torch.zeros_like(q[:, 0], dtype=torch.float32))
         weights = torch.empty(len(p), len(q), dtype=p.dtype, device=p.device)
-        self.weigh_panel(p, q, positives, rows, columns, weights)
+        self.weigh_panel(panel, rows, columns, weights)
         add_product(grad_q, weights.t(), p)
         return multiply(weights, q)
 
-    def weigh_panel(
-        self, p: Tensor, q: Tensor, positives: Diagonal, rows: Side, columns: Side, weights: Tensor
-    ) -> None:
+    def weigh_panel(self, panel: Panel, rows: Side, columns: Side, weights: Tensor) -> None:
         """Write dLoss/dL of the panel into `weights`."""
-        row_tiles, column_tiles = _count_tiles(self._weigh_tiles, p, q)
+        p, q = panel.p, panel.q
+        row_tiles, column_tiles = _count_tiles(self._weigh_tiles, panel)
         _weigh_tiles[(row_tiles * column_tiles,)](
-            p, q, rows.peak, rows.weight, columns.peak, columns.weight, weights,
-            len(p), len(q), p.shape[1], row_tiles, *astuple(positives), **self._options(self._weigh_tiles, p, q),
+            p, q, panel.unit, rows.peak, rows.weight, columns.peak, columns.weight, weights, len(p), len(q), p.shape[1],
+            row_tiles, *astuple(panel.positives), **self._options(self._weigh_tiles, panel),
         )  # fmt: skip
 
-    def _options(self, tiles: Tiles, p: Tensor, q: Tensor) -> dict[str, int | bool | str]:
+    def _options(self, tiles: Tiles, panel: Panel) -> dict[str, int | bool | str]:
+        p, q = panel.p, panel.q
         return {
             "ROWS": tiles.rows,
             "COLUMNS": tiles.columns,
@@ -232,11 +235,12 @@ class TritonEngine:
             "EVEN": p.shape[1] % tiles.depth == 0,
             "WHOLE": len(p) % tiles.rows == 0 and len(q) % tiles.columns == 0,
             "WIDEN": not p.is_cuda,
+            "HAS_UNIT": panel.unit is not None,
             "PRECISION": self._input_precision,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
         }
 
 
-def _count_tiles(tiles: Tiles, p: Tensor, q: Tensor) -> tuple[int, int]:
-    return triton.cdiv(len(p), tiles.rows), triton.cdiv(len(q), tiles.columns)
+def _count_tiles(tiles: Tiles, panel: Panel) -> tuple[int, int]:
+    return triton.cdiv(len(panel.p), tiles.rows), triton.cdiv(len(panel.q), tiles.columns)
