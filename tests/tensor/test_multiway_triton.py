@@ -112,11 +112,15 @@ def test_a_logit_that_rounding_left_above_its_peak_weighs_one(name: str) -> None
     torch.testing.assert_close(grad, torch.full_like(grad, 2.0 * 32))
 
 
-def test_a_nan_feature_is_not_hidden() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("negatives", ["all", "fibre"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_feature_that_is_no_number_is_not_hidden(value: float, negatives: str, precision: str) -> None:
     single, scale, *_ = make_both(3, 4, 16)
     with torch.no_grad():
-        single[1][2, 3] = torch.nan
-    assert multiway_contrastive(single, scale, impl="triton", precision="fp32", tiles=SMALL).isnan()
+        single[1][2, 3] = value
+    loss = multiway_contrastive(single, scale, impl="triton", precision=precision, tiles=SMALL, negatives=negatives)
+    assert not loss.isfinite()
 
 
 def test_what_it_is_not_written_for_is_refused_by_name() -> None:

@@ -5,7 +5,10 @@ What stands in an absent place is never read: not its value, not a NaN in it, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -56,6 +59,24 @@ class Batch:
             return self.features
         neutral = self.features[0].shape[1] ** -0.5
         return tuple(torch.where(here[:, None], f, neutral) for f, here in zip(self.features, self.present.unbind(1)))
+
+    @cached_property
+    def others(self) -> list[list[Tensor]]:
+        """For each modality views of the own samples that multiply (or add up) to what all others of them do."""
+        views = [self.own(view) for view in self.aligned]
+        if self.similarity != "mip":
+            return [views[:m] + views[m + 1 :] for m in range(len(views))]
+        before, after = _multiply_up(views), _multiply_up(views[::-1])[::-1]
+        return [before[m - 1 : m] * (m > 0) + after[m + 1 : m + 2] for m in range(len(views))]
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The rows of this process's samples."""
+        return tensor if self.span == slice(0, self.num_samples) else tensor[self.span]
+
+
+def _multiply_up(views: Sequence[Tensor]) -> list[Tensor]:
+    """Products of the first, of the first two, and so on."""
+    return list(accumulate(views, torch.mul))
 
 
 def score_positives(batch: Batch) -> Tensor:

@@ -14,18 +14,27 @@ from torch import Tensor
 
 from steadygrad.losses.multiway.batch import Batch
 from steadygrad.losses.multiway.engine import Diagonal, Engine, Panel, Side
-from steadygrad.losses.multiway.precision import NO_GAINS, Gains, find_gain, round_half, use_precision
+from steadygrad.losses.multiway.precision import (
+    NO_GAINS,
+    Gains,
+    find_gain,
+    find_gains,
+    find_top,
+    round_half,
+    use_precision,
+)
 from steadygrad.losses.multiway.similarity import build_columns, build_rows
 
 
 def build_fibres(batch: Batch, modality: int) -> tuple[Tensor, Tensor]:
     """P [n, K] of each own sample's other vectors, Q [B, K] of the vectors that may stand at `modality`."""
-    views = [f[batch.span] for m, f in enumerate(batch.aligned) if m != modality]
     num = batch.num_present
-    num = num if isinstance(num, int) else num[batch.span]
+    num = num if isinstance(num, int) else batch.own(num)
     absent = None if batch.absent is None else batch.absent[modality]
-    nobody = None if absent is None else torch.zeros_like(absent[batch.span])
-    rows = build_rows(views, batch.scale, batch.similarity, num=num, whole=batch.num_modalities, absent=nobody)
+    nobody = None if absent is None else torch.zeros_like(batch.own(absent))
+    rows = build_rows(
+        batch.others[modality], batch.scale, batch.similarity, num=num, whole=batch.num_modalities, absent=nobody
+    )
     return rows, build_columns([batch.features[modality]], batch.similarity, absent=absent)
 
 
@@ -41,7 +50,7 @@ class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, offset: int, p: Tensor, q: Tensor) -> Tensor:
         precision = engine.precision
-        gains = Gains(find_gain(p.abs().amax()), find_gain(q.abs().amax())) if precision == "fp16" else NO_GAINS
+        gains = find_gains(find_top(p), find_top(q)) if precision == "fp16" else NO_GAINS
         p, q = round_half(p, precision, gains.p), round_half(q, precision, gains.q)
         with use_precision(precision):
             parts = _cut_rows(engine, p, q, pull=False)
@@ -58,7 +67,7 @@ class _SumRows(torch.autograd.Function):
         out, p, q = ctx.saved_tensors
         grad_p, grad_q = torch.empty(p.shape, dtype=out.dtype, device=p.device), torch.zeros_like(q, dtype=out.dtype)
         if engine.precision == "fp16":  # no weight is above its row's gradient
-            gain = find_gain(grad_out.abs().amax())
+            gain = find_gain(find_top(grad_out))
             gains, grad_out = replace(gains, weights=gain), grad_out * gain
         with use_precision(engine.precision):
             for part in _cut_rows(engine, p, q, pull=True):

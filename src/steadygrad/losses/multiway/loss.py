@@ -65,11 +65,11 @@ def multiway_contrastive(
     batch = _make_batch(features, logit_scale, similarity, present, gather=gather, group=group)
     masked = present is not None
     engine = None if impl == "naive" else _choose_engine(impl, precision, features, similarity, tiles, masked=masked)
-    positives = (naive.score_positives(batch) if engine is None else score_positives(batch))[batch.span]
+    positives = batch.own(naive.score_positives(batch) if engine is None else score_positives(batch))
     if negatives == "all":
         table = naive.sum_combinations(batch) if engine is None else sum_combinations(batch, engine)
         table = join_sums(table, group) if gather else table
-        sums = [table[m, batch.span] for m in chosen]
+        sums = [batch.own(table[m]) for m in chosen]
     elif negatives == "fibre":
         sums = [naive.sum_fibres(batch, m) if engine is None else sum_fibres(batch, engine, m) for m in chosen]
     elif negatives == "sampled":

@@ -36,23 +36,24 @@ class Gains:
 
     p: Tensor | None = None
     q: Tensor | None = None
+    unit: Tensor | None = None
+    """What P Q^T must be multiplied by."""
     weights: Tensor | None = None
-
-    @property
-    def unit(self) -> Tensor | None:
-        """What P Q^T must be multiplied by."""
-        return None if self.p is None or self.q is None else self.p.reciprocal() * self.q.reciprocal()
 
     def free_rows(self, grad: Tensor) -> Tensor:
         """A gradient that came from weights times Q, without their gains."""
-        return grad if self.weights is None or self.q is None else grad / self.weights / self.q
+        return _divide(grad, self.weights, self.q)
 
     def free_columns(self, grad: Tensor) -> Tensor:
         """A gradient that came from weights times P, without their gains."""
-        return grad if self.weights is None or self.p is None else grad / self.weights / self.p
+        return _divide(grad, self.weights, self.p)
 
 
 NO_GAINS = Gains()
+
+
+def _divide(grad: Tensor, one: Tensor | None, other: Tensor | None) -> Tensor:
+    return grad if one is None or other is None else grad * (one.reciprocal() * other.reciprocal())
 
 
 def choose_precision(
@@ -84,10 +85,22 @@ def choose_precision(
     return "tf32" if masked else "fp16"
 
 
+def find_top(numbers: Tensor, dim: int | None = None) -> Tensor:
+    """The largest size."""
+    top: Tensor = torch.linalg.vector_norm(numbers, torch.inf, dim)
+    return top
+
+
 def find_gain(bound: Tensor) -> Tensor:
-    """The power of two that puts `bound` just below 2^15, half of what fp16 holds."""
-    exponent = torch.frexp(bound).exponent.clamp(-100, 128)
-    return torch.exp2((15 - exponent).to(bound.dtype))
+    """The power of two that puts `bound` (fp32) just below 2^15, half of what fp16 holds; 0 if it is no number."""
+    power = bound.clamp(min=1e-30).view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    return 2.0**14 / power
+
+
+def find_gains(p_bound: Tensor, q_bound: Tensor) -> Gains:
+    """For halves that hold nothing larger."""
+    gains = find_gain(torch.stack([p_bound, q_bound]))
+    return Gains(gains[0], gains[1], gains.reciprocal().prod())
 
 
 def round_half(half: Tensor, precision: Precision, gain: Tensor | None = None) -> Tensor:

@@ -4,7 +4,8 @@ Negatives are all combinations but the samples with themselves.
 
 One sweep over two Khatri-Rao halves serves all M anchors. Rows of P are built box by box (a box is a range of each
 index), their logits against all of Q are summed along both sides and forgotten; the backward pass builds them again.
-Kept between the passes: the features and the [M, B] result. Never built: anything of size B^M, or all of P.
+Kept between the passes: the features, the sums of P's rows and Q's, and the [M, B] result. Never built: anything of
+size B^M, or all of P.
 
 With L the logits and g the incoming gradient, dLoss/dL[a, b] = sum_m g[m, i_m] exp(L[a, b] - out[m, i_m]).
 """
@@ -12,9 +13,9 @@ With L the logits and g the incoming gradient, dLoss/dL[a, b] = sum_m g[m, i_m] 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -22,7 +23,15 @@ from torch import Tensor
 
 from steadygrad.losses.multiway.batch import Batch, count_left
 from steadygrad.losses.multiway.engine import Diagonal, Engine, Panel, Side
-from steadygrad.losses.multiway.precision import NO_GAINS, Gains, find_gain, round_half, use_precision
+from steadygrad.losses.multiway.precision import (
+    NO_GAINS,
+    Gains,
+    find_gain,
+    find_gains,
+    find_top,
+    round_half,
+    use_precision,
+)
 from steadygrad.losses.multiway.similarity import MASKED, Similarity, build_columns, build_rows
 
 Box = tuple[slice, ...]
@@ -57,23 +66,21 @@ class _SumCombinations(torch.autograd.Function):
         precision = plan.engine.precision
         if precision == "fp16":
             plan = replace(plan, gains=_find_gains(scale, features, middle))
-        panel_sums = []
+        row_sums = []
         with use_precision(precision):
             q = _flatten(round_half(_build_q(plan, features[middle:]), precision, plan.gains.q))
-            row_sums = [torch.full((size,), MASKED, dtype=features[0].dtype, device=q.device) for _ in range(middle)]
             column_sums = torch.full((len(q),), MASKED, dtype=features[0].dtype, device=q.device)
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=False)):
                 half = _build_p(plan, box, scale, [f[r] for f, r in zip(features, box)], len(features))
                 half = round_half(half, precision, plan.gains.p)
                 positives = find_positives(box, len(features), size)
                 rows, columns = plan.engine.sum_panel(Panel(_flatten(half), q, positives, plan.gains.unit))
-                panel_sums.append(rows)
+                row_sums.append(rows)
                 column_sums = torch.logaddexp(column_sums, columns)
-                for axis, part in enumerate(_sum_axes(rows.view(half.shape[:-1]))):
-                    row_sums[axis][box[axis]] = torch.logaddexp(row_sums[axis][box[axis]], part)
-        out = torch.stack([*row_sums, *_sum_axes(column_sums.view([size] * (len(features) - middle)))])
-        ctx.plan = plan
-        ctx.sums = torch.cat(panel_sums), column_sums
+        ctx.plan, ctx.sums = plan, (torch.cat(row_sums), column_sums)
+        first, *others = _sum_axes(ctx.sums[0].view(-1, *[size] * (middle - 1)))
+        first = torch.nn.functional.pad(first, (plan.span.start, size - plan.span.stop), value=MASKED)
+        out = torch.stack([first, *others, *_sum_axes(column_sums.view([size] * (len(features) - middle)))])
         ctx.save_for_backward(out, scale, *features)
         return out
 
@@ -84,24 +91,26 @@ class _SumCombinations(torch.autograd.Function):
         out, scale, *features = ctx.saved_tensors
         middle, size = count_left(len(features)), len(features[0])
         grads = [torch.zeros_like(tensor) for tensor in (scale, *features)]
-        everything = (slice(0, size),) * (len(features) - middle)
+        full = slice(0, size)
+        rows = _weigh_side(out[:middle], grad_out[:middle], (plan.span, *[full] * (middle - 1)))
+        columns = _weigh_side(out[middle:], grad_out[middle:], (full,) * (len(features) - middle))
         if plan.engine.precision == "fp16":
-            rows, columns = ctx.sums
-            bound = _bound_weights(rows, out[:middle], grad_out[:middle], (plan.span, *everything[: middle - 1]))
-            bound = bound + _bound_weights(columns, out[middle:], grad_out[middle:], everything)
-            gain = find_gain(bound)
-            plan, grad_out = replace(plan, gains=replace(plan.gains, weights=gain)), grad_out * gain
+            gain = find_gain(_bound_weights(rows, ctx.sums[0]) + _bound_weights(columns, ctx.sums[1]))
+            plan = replace(plan, gains=replace(plan.gains, weights=gain))
+            rows, columns = (replace(side, weight=side.weight * gain) for side in (rows, columns))
         with use_precision(plan.engine.precision):
             q = _flatten(round_half(_build_q(plan, features[middle:]), plan.engine.precision, plan.gains.q))
             grad_q = torch.zeros(q.shape, dtype=out.dtype, device=q.device)
-            column_side = _weigh_side(out[middle:], grad_out[middle:], everything)
+            start = 0
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=True)):
-                row_side = _weigh_side(out[:middle], grad_out[:middle], box)
+                stop = start + math.prod(r.stop - r.start for r in box)
+                side = Side(rows.peak[start:stop], rows.weight[start:stop])
                 for target, grad in zip(
                     [grads[0], *(g[r] for g, r in zip(grads[1:], box))],
-                    _pull_box(plan, box, scale, features, q, row_side, column_side, grad_q),
+                    _pull_box(plan, box, scale, features, q, side, columns, grad_q),
                 ):
                     target += grad
+                start = stop
             del q  # before its graph is built: that needs as much again
             grads[: 1 + middle] = [plan.gains.free_rows(grad) for grad in grads[: 1 + middle]]
             grads[1 + middle :] = [plan.gains.free_columns(grad) for grad in _pull_q(plan, features[middle:], grad_q)]
@@ -138,15 +147,13 @@ def _pull_q(plan: Plan, features: Sequence[Tensor], grad_q: Tensor) -> tuple[Ten
 
 def _find_gains(scale: Tensor, features: Sequence[Tensor], middle: int) -> Gains:
     """From a bound of each half: the largest product there could be of what its features hold in one column."""
-    tops = [feature.abs().amax(0) for feature in features]
-    p, q = reduce(torch.mul, tops[:middle]) * scale.abs(), reduce(torch.mul, tops[middle:])
-    return Gains(find_gain(p.amax()), find_gain(q.amax()))
+    tops = find_top(torch.stack(tuple(features)), dim=1)
+    return find_gains(tops[:middle].prod(0).amax() * scale.abs(), tops[middle:].prod(0).amax())
 
 
-def _bound_weights(sums: Tensor, out: Tensor, grads: Tensor, box: Box) -> Tensor:
-    """No row (or column) has a weight above it: none of its logits is above their log-sum-exp, which is `sums`."""
-    side = _weigh_side(out, grads.abs(), box)
-    return ((sums - side.peak).clamp(max=0).exp() * side.weight).amax()
+def _bound_weights(side: Side, sums: Tensor) -> Tensor:
+    """No weight of a row (or column) is above it: none of its logits is above their log-sum-exp, which is `sums`."""
+    return find_top((sums - side.peak).clamp(max=0).exp() * side.weight)
 
 
 def cut_boxes(num_axes: int, size: int, span: slice, max_rows: int) -> Iterator[Box]:
