@@ -231,11 +231,17 @@ def summarise_scan(results: Results) -> list[Row]:
 
 
 def summarise_multiway(results: Results) -> list[Row]:
-    size, row = next((size, row) for size, row in reversed(results["all"].items()) if len(row) > 3)
-    shown = {name: show_cost(found) for name, found in row.items()}
-    beside = "; ".join(f"{name} {cost}" for name, cost in shown.items() if "ours" not in name)
-    ours = f"{shown['ours']}; bf16 {shown['ours, bf16']}"
-    return [(f"The exact contrastive loss over six modalities, {size}, D=512", ours, beside)]
+    (last, alone), *_ = reversed(results["all"].items())
+    shared = {size: row for size, row in results["all"].items() if any("ours" not in way for way in row)}
+    rows = []
+    for size, row in [*list(shared.items())[-1:], (last, alone)]:
+        shown = {way: show_cost(found) for way, found in row.items()}
+        beside = "; ".join(f"{way} {cost}" for way, cost in shown.items() if "ours" not in way)
+        num_bytes = 4 * int(size.removeprefix("B=")) ** 6
+        ours = f"{shown['ours']}; bf16 {shown['ours, bf16']}"
+        what = f"The exact contrastive loss over six modalities, {size}, D=512"
+        rows.append((what, ours, beside or f"the logits alone would be {num_bytes >> 30} GiB"))
+    return rows
 
 
 def summarise_report(results: Results) -> list[Row]:

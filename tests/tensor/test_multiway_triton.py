@@ -112,6 +112,7 @@ def test_a_logit_that_rounding_left_above_its_peak_weighs_one(name: str) -> None
     torch.testing.assert_close(grad, torch.full_like(grad, 2.0 * 32))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's own arithmetic warns of it
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("negatives", ["all", "fibre"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
