@@ -1,0 +1,144 @@
+"""In which precision the multiway loss multiplies: what `auto` means, how each rounds, how far fp16 reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from multiway_inputs import assert_same, evaluate, make_features, make_scale
+
+from steadygrad.errors import UnsupportedError
+from steadygrad.losses.multiway import multiway_contrastive
+from steadygrad.losses.multiway.precision import Precision, choose_precision, find_gain, round_half, use_precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "device", "linear", "masked", "expected"),
+    [
+        ("auto", torch.float32, CUDA, True, False, "fp16"),
+        ("auto", torch.float16, CUDA, True, False, "fp16"),
+        ("auto", torch.float32, CUDA, True, True, "tf32"),
+        ("auto", torch.bfloat16, CUDA, True, True, "bf16"),
+        ("auto", torch.float32, CUDA, False, False, "fp32"),
+        ("auto", torch.float32, CPU, True, False, "fp32"),
+        ("auto", torch.float64, CUDA, True, False, "fp64"),
+        ("tf32", torch.float32, CPU, True, False, "tf32"),
+        ("bf16", torch.float32, CUDA, True, True, "bf16"),
+        ("fp16", torch.bfloat16, CUDA, True, False, "fp16"),
+        ("fp32", torch.float32, CUDA, True, False, "fp32"),
+    ],
+)
+def test_which_precision_is_meant(
+    asked: str, dtype: torch.dtype, device: torch.device, linear: bool, masked: bool, expected: str
+) -> None:
+    assert choose_precision(asked, dtype, device, linear=linear, masked=masked) == expected
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("tf32", 11), ("fp16", 11), ("bf16", 8), ("fp32", 24)])
+def test_a_half_is_rounded_to_the_nearest_that_the_precision_has(precision: Precision, bits: int) -> None:
+    half = (1 + torch.rand(4096)) * torch.logspace(-3, 3, 4096) * torch.tensor([-1.0, 1.0]).repeat(2048)
+    mantissa, exponent = torch.frexp(half.double())
+    expected = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+    rounded = round_half(half, precision).double()
+    ties = (mantissa * 2**bits).frac().abs() == 0.5  # either neighbour is as near
+    assert torch.equal(rounded[~ties], expected[~ties])
+    assert (~ties).sum() > 4000
+
+
+@pytest.mark.parametrize("bound", [1e-29, 3e-8, 1.0, 1.999, 65504.0, 1e30])
+def test_a_gain_is_a_power_of_two_that_uses_the_range_and_leaves_room_to_round_up(bound: float) -> None:
+    gain = float(find_gain(torch.tensor(bound)))
+    assert 2**14 <= bound * gain < 2**15
+    assert torch.frexp(torch.tensor(gain)).mantissa == 0.5
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38])
+def test_a_gain_of_nearly_nothing_is_finite(size: float) -> None:
+    assert torch.isfinite(find_gain(torch.tensor(size)))
+
+
+@pytest.mark.parametrize(("precision", "inside"), [("tf32", "tf32"), ("fp16", "ieee"), ("fp32", "ieee")])
+@pytest.mark.parametrize("outside", [True, False])
+def test_the_programs_own_switches_stand_again_afterwards(precision: Precision, inside: str, outside: bool) -> None:
+    switch = torch.backends.cuda.matmul
+    before = switch.allow_tf32, switch.allow_fp16_accumulation
+    try:
+        switch.allow_tf32 = switch.allow_fp16_accumulation = outside
+        with use_precision(precision):
+            assert switch.fp32_precision == inside
+            assert not switch.allow_fp16_accumulation
+        assert (switch.allow_tf32, switch.allow_fp16_accumulation) == (outside, outside)
+        assert torch.get_float32_matmul_precision() == ("high" if outside else "highest")
+    finally:
+        switch.allow_tf32, switch.allow_fp16_accumulation = before
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
+def test_a_lower_precision_stays_near_and_its_loss_above_zero(precision: str) -> None:
+    exact = make_features(4, 5, 32, noise=0.7)
+    scale = make_scale(4, 32)
+    features = [f.detach().float().requires_grad_() for f in exact]
+    single = scale.detach().float().requires_grad_()
+    # Logits of about 30 with 8, 11 and 24 bits of mantissa in each half.
+    rtol = {"bf16": 2e-2, "fp16": 3e-3, "tf32": 3e-3, "fp32": 1e-5}[precision]
+    found = evaluate(features, single, precision=precision, impl="tiled")
+    assert_same(found, evaluate(exact, scale, impl="naive"), rtol=rtol)
+    peaked = multiway_contrastive(features, 1e3 * single, precision=precision, impl="tiled", reduction="none")
+    assert bool((peaked >= 0).all())
+
+
+@pytest.mark.parametrize("negatives", ["all", "fibre"])
+@pytest.mark.parametrize("weight", [1e-12, 1.0, 2.0**16])
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e4])
+def test_fp16_has_the_digits_of_tf32_whatever_the_size(size: float, weight: float, negatives: str) -> None:
+    """fp16 alone ends at 6e-8 and 65504; the weights of the backward pass at 1e-12 would all be zero."""
+    exact, scale = make_features(4, 6, 32, noise=0.7), make_scale(4, 32)
+    features = [(f.detach() * size).float().requires_grad_() for f in exact]
+    single = (scale.detach() / size**4).float().requires_grad_()
+    expected = evaluate(exact, scale, impl="naive", negatives=negatives)
+    loss = multiway_contrastive(features, single, precision="fp16", impl="tiled", negatives=negatives)
+    grads = torch.autograd.grad(loss * weight, [single, *features])
+    sizes = [size**4, *[1 / size] * 4]
+    assert_same([loss, *(g / weight / r for g, r in zip(grads, sizes))], expected, rtol=3e-3)
+
+
+def test_fp16_keeps_samples_that_are_nearly_right_beside_one_that_is_wrong() -> None:
+    """One sample has all the loss: 1e5 times less weight is still far inside fp16."""
+    exact, scale = make_features(4, 6, 64, noise=0.1), make_scale(4, 64)
+    with torch.no_grad():
+        exact[1][0] *= -1
+    features = [f.detach().float().requires_grad_() for f in exact]
+    single = scale.detach().float().requires_grad_()
+    found = evaluate(features, single, precision="fp16", impl="tiled")
+    expected = evaluate(exact, scale, impl="naive")
+    for f, e in zip(found[2:], expected[2:]):
+        assert float(((f - e).norm(dim=1) / e.norm(dim=1)).max()) < 2e-2
+
+
+def test_fp16_is_refused_where_it_has_no_range() -> None:
+    features = make_features(3, 4, 8, dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="similarity='mip' without present"):
+        multiway_contrastive(features, 1.0, precision="fp16", similarity="norm")
+    with pytest.raises(UnsupportedError, match="precision='tf32'"):
+        multiway_contrastive(features, 1.0, precision="fp16", present=torch.ones(4, 3, dtype=torch.bool))
+
+
+def test_autocast_outside_changes_nothing() -> None:
+    features, scale = make_features(3, 4, 8, dtype=torch.float32), make_scale(3, 8, dtype=torch.float32)
+    plain = evaluate(features, scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = evaluate(features, scale)
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside))
+
+
+@pytest.mark.parametrize("anchor", range(5))
+def test_fp16_does_not_overflow_when_one_side_has_all_the_weight(anchor: int) -> None:
+    """The weights' gain comes from the rows for anchors 0 to 2, from the columns for 3 and 4."""
+    exact, scale = make_features(5, 4, 64, noise=0.2), make_scale(5, 64)
+    with torch.no_grad():
+        exact[0][2] *= -1
+    features = [f.detach().float().requires_grad_() for f in exact]
+    single = scale.detach().float().requires_grad_()
+    found = evaluate(features, single, precision="fp16", impl="tiled", anchors=[anchor])
+    assert_same(found, evaluate(exact, scale, impl="naive", anchors=[anchor]), rtol=1e-2)
