@@ -36,14 +36,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measure", "detect", "decide", "record", "losses", "nn"),
     ("config",),
     ("stats",),
-    ("facts", "errors", "extras", "_version"),
+    ("facts", "errors", "extras", "words", "_version"),
 )
 """Top to bottom: a part imports only from lines below its own."""
 
 NEIGHBOURS_ALLOWED = {("errors", "facts")}
 """The exceptions carry Incidents."""
 
-TORCH_FREE = ("facts", "stats", "errors", "config", "detect", "decide", "view")
+TORCH_FREE = ("facts", "words", "stats", "errors", "config", "detect", "decide", "view")
 
 EXPORTED = [
     "Action",

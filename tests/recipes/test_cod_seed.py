@@ -57,7 +57,7 @@ def test_every_flag_of_the_account_is_taken_by_the_command() -> None:
         "--accumulation-steps 4 --epochs 140 --stage1-epochs 30 --grad-clip 0.3"
     )
     request = read_arguments(arguments.split(), list(list_fields(cod.Config)), {}, "cod")
-    config = make_config(cod, request, {})
+    config = make_config(cod, request)
     assert request.options == {"resume": "./checkpoints/best_model.pth"}
     assert config == CodConfig(dataset_path="/path/to/COD10K", lr=0.000125, grad_clip=0.3)
 

@@ -13,6 +13,7 @@ import pytest
 
 from steadygrad import UsageError
 from steadygrad.cli import main
+from steadygrad.cli.recipe_config import Source
 from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value, spell_value
 from steadygrad.cli.train import Request, make_config, read_arguments
 from steadygrad.recipes import seo
@@ -116,7 +117,7 @@ def test_fields_win_over_the_file_the_file_over_quick_and_quick_over_what_is_rem
     (tmp_path / "own.yaml").write_text("hidden: 48\nlearning_rate: 1e-2\n")
     request = Request(options={"config": str(tmp_path / "own.yaml")}, switches={"quick"}, values={"learning_rate": 0.5})
 
-    config = make_config(seo, request, {"patience": 7, "epochs": 99})
+    config = make_config(seo, request, Source(values={"patience": 7, "epochs": 99}))
 
     assert (config.learning_rate, config.hidden, config.epochs, config.patience) == (0.5, 48, seo.QUICK["epochs"], 7)
 
@@ -201,6 +202,74 @@ def test_what_cannot_be_done_is_exit_code_2_and_told(
     assert main(["train", *arguments]) == 2
 
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "words", "told"),
+    [
+        ("seo", "epochs: abc", [], ["Error: own.yaml: epochs: must be int, got 'abc'."]),
+        ("seo", "epochs: -1", [], ["Error: own.yaml: epochs must be a whole number, at least 1, got -1."]),
+        ("seo", "learning_rat: 1", [], ["Error: own.yaml: learning_rat: unknown; did you mean learning_rate? "]),
+        ("seo", "epochs: abc\nhidden: 0", ["--quick"], ["2 wrong", "  own.yaml: epochs: ", "  own.yaml: hidden must "]),
+        ("seo", "epochs: abc", ["--hidden", "0"], ["2 wrong", "  own.yaml: epochs: ", "  --hidden must be a whole"]),
+        ("mmdit", "optimizer: {lr: 0}", [], ["Error: own.yaml: optimizer.lr must be a number above 0, got 0.0."]),
+        ("mmdit", "training.dtype: fp9", [], ["Error: own.yaml: training.dtype: must be one of bf16, fp16, fp32, got"]),
+        ("mmdit", "optimizer: 3", [], ["Error: own.yaml: optimizer: must be a mapping of fields, got 3."]),
+        ("mmdit", "on: 3\n7: 4", [], ["2 wrong", "  own.yaml: True: unknown; ", "  own.yaml: 7: unknown; "]),
+        ("clip6d", "modalities: [1, 2]", [], ["Error: own.yaml: modalities: 1, 2 is no modality"]),
+        # The field is a default, a flag or --quick's; the file has the one that it does not fit.
+        ("cod", "epochs: 2", [], ["Error: --stage1-epochs must be less than epochs, ", " epochs is from own.yaml."]),
+        ("cod", "epochs: 2", ["--quick"], ["Error: --stage1-epochs must be less than", " epochs is from own.yaml."]),
+        ("cod", "epochs: 2", ["--stage1-epochs", "9"], ["Error: --stage1-epochs must be", " epochs is from own.yaml."]),
+    ],
+)
+def test_a_wrong_field_of_a_file_is_told_with_the_name_of_the_file(
+    recipe: str,
+    text: str,
+    words: list[str],
+    told: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(text)
+
+    assert main(["train", recipe, "--config", "own.yaml", *words]) == 2
+
+    said = capsys.readouterr().err
+    assert [part for part in told if part not in said] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["own.yaml"]
+
+
+def test_a_field_that_the_command_line_gives_is_not_blamed_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("epochs: abc\nhidden: 16\n")
+
+    assert main(["train", "seo", "--config", "own.yaml", "--epochs", "0"]) == 2
+
+    told = capsys.readouterr().err
+    assert told.startswith("Error: --epochs must be a whole number, at least 1, got 0.")
+    assert "own.yaml" not in told
+
+
+def test_a_run_that_remembers_a_field_that_is_no_more_is_told_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run", "recipe.json").write_text(json.dumps({"recipe": "cod", "config": {"epoch": 3, "stage1_epochs": 30}}))
+    assert main(["train", "cod", "--resume", "run"]) == 2
+    assert f"Error: {Path('run', 'recipe.json')}: epoch: unknown; did you mean epochs? " in capsys.readouterr().err
+
+    # What it remembers did fit: what is wrong then is what was given beside it.
+    Path("run", "recipe.json").write_text(json.dumps({"recipe": "cod", "config": {"stage1_epochs": 30}}))
+    assert main(["train", "cod", "--resume", "run", "--epochs", "9"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("Error: --stage1-epochs must be less than epochs, which is 9, got 30.")
+    assert "recipe.json" not in told
 
 
 def test_a_run_leaves_its_record_its_settings_its_checkpoints_and_a_report(

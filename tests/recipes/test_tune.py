@@ -244,6 +244,22 @@ def test_a_recipe_is_tuned_into_a_config_that_train_takes(tmp_path: Path, recipe
         assert operator.attrgetter(name)(config) == value
 
 
+def test_a_wrong_field_is_told_with_its_file_or_as_it_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.toml").write_text("learning_rat = 1\nepochs = 0\n")
+
+    assert main(["tune", "seo", "--quick", "--config", "own.toml", "--set", "hidden=0"]) == 2
+
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "Error: 3 wrong fields:"
+    assert any(line.startswith("  own.toml: learning_rat: unknown; did you mean learning_rate? ") for line in lines)
+    assert any(line.startswith("  own.toml: epochs must be a whole number, at least 1, got 0.") for line in lines)
+    assert any(line.startswith("  --set hidden must be a whole number, at least 1, got 0.") for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["own.toml"]
+
+
 def test_a_tuned_seo_trains(tmp_path: Path) -> None:
     fields = [f"--set={name}={value}" for name, value in {**SMALL["seo"], "epochs": 2, "learning_rate": 30.0}.items()]
     assert main(["tune", "seo", "--quick", "--run-dir", str(tmp_path / "t"), "--steps", "12", *fields]) == 0

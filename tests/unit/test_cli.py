@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,28 @@ def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFix
 def test_what_it_does_not_know_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert "Error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["train", "seo"], ["train", "mmdit"], ["run"], ["tune", "seo"]])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("protekt = true", ": unknown; "),
+        ("protekt = ", "not valid TOML: "),
+        ("protekt = 1\nclipp = 1", "2 wrong fields"),
+    ],
+)
+def test_every_command_that_takes_a_config_file_names_it_when_it_is_wrong(
+    command: list[str], text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(text)
+
+    assert main([*command, "--config", str(file), *(["script.py"] if command == ["run"] else [])]) == 2
+
+    said = capsys.readouterr().err
+    assert f"{file}: " in said
+    assert told in said
 
 
 def test_a_command_that_is_not_there_is_told_with_the_nearest_or_with_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import click
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE
 from steadygrad.cli.scan_words import MAX_ROWS, advising
-from steadygrad.view.words import make_printable, spell_count, spell_number
+from steadygrad.words import make_printable, spell_count, spell_number
 
 
 @click.command()

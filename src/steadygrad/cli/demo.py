@@ -20,7 +20,7 @@ from steadygrad.facts import Action, Incident
 from steadygrad.recipes.demo import Comparison, DemoSettings, Fault, RunSummary, run_demo
 from steadygrad.recipes.demo.own_file import NAME as MODEL
 from steadygrad.recipes.demo.story import GUARDED, MAX_NORM, PROMPT, UNGUARDED
-from steadygrad.view.words import spell_number
+from steadygrad.words import spell_number
 
 NUM_LINES = 6
 """Progress lines of each training."""

@@ -40,7 +40,7 @@ class Field:
     @property
     def flag(self) -> str:
         """How it is written on the command line."""
-        return "--" + self.path.replace("_", "-")
+        return spell_flag(self.path)
 
     @property
     def is_switch(self) -> bool:
@@ -51,6 +51,11 @@ class Field:
     def kind(self) -> str:
         """Its type, in words."""
         return " | ".join(_name_type(option) for option in (*_options(self.hint),))
+
+
+def spell_flag(path: str) -> str:
+    """`trainer.learning_rate` as it is written on the command line: `--trainer.learning-rate`."""
+    return "--" + path.replace("_", "-")
 
 
 def list_fields(config: type, prefix: str = "") -> Iterator[Field]:
@@ -190,7 +195,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for path, value in values.items():
         made: dict[str, Any] = {}
-        set_path(made, path, nest(value) if isinstance(value, Mapping) else value)
+        set_path(made, str(path), nest(value) if isinstance(value, Mapping) else value)  # YAML reads `on:` as True
         nested = merge(nested, made)
     return nested
 

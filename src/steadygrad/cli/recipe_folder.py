@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from steadygrad.cli.recipe_config import Source
 from steadygrad.cli.run_folder import find_newest, name_folder
 from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
 
@@ -63,11 +64,11 @@ def _require_folder(path: Path, flag: str) -> Path:
     return path
 
 
-def read_settings(run_dir: Path, name: str) -> dict[str, Any]:
-    """The fields that the run was started with; none for a directory that is no run yet."""
+def read_settings(run_dir: Path, name: str) -> Source | None:
+    """The fields that the run was started with; None for a directory that is no run yet."""
     path = run_dir / SETTINGS
     if not path.is_file():
-        return {}
+        return None
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         recipe, config = settings["recipe"], dict(settings["config"])
@@ -75,7 +76,7 @@ def read_settings(run_dir: Path, name: str) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {error!r}. Give another --run-dir.") from None
     if recipe != name:
         raise UsageError(f"{run_dir} holds a run of {recipe}, not of {name}. Give another --run-dir.")
-    return config
+    return Source(values=config, file=path, is_remembered=True)
 
 
 @contextlib.contextmanager

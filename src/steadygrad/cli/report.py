@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from steadygrad.cli.console import Console
-from steadygrad.view.words import make_printable
+from steadygrad.words import make_printable
 
 
 @click.command()

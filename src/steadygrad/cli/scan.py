@@ -15,7 +15,7 @@ import click
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
 from steadygrad.cli.scan_words import MIB, advising, tell_changes, tell_checkpoint
-from steadygrad.view.words import make_printable
+from steadygrad.words import make_printable
 
 if TYPE_CHECKING:
     from steadygrad.checkpoint.scan import CheckpointScan

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from steadygrad.cli.console import Console
-from steadygrad.view.words import make_printable, spell_count, spell_number
+from steadygrad.words import make_printable, spell_count, spell_number
 
 if TYPE_CHECKING:
     from steadygrad.checkpoint.diff import CheckpointDiff, TensorDiff

@@ -6,7 +6,6 @@ and settings in `recipe.json`; a resume starts from those.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,8 @@ import click
 
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
-from steadygrad.cli.recipe_fields import Field, find_field, list_fields, merge, nest, read_value, set_path
+from steadygrad.cli.recipe_config import Source, build_config, read_source
+from steadygrad.cli.recipe_fields import Field, find_field, list_fields, nest, read_value, set_path, spell_flag
 from steadygrad.cli.recipe_folder import (
     choose_folder,
     has_begun,
@@ -27,8 +27,8 @@ from steadygrad.cli.recipe_folder import (
     require_new,
 )
 from steadygrad.cli.recipe_help import describe_recipe, describe_recipes
-from steadygrad.config.plain import build, read_mapping, to_plain
-from steadygrad.errors import ConfigError, SteadygradError, TrainingHalted, UsageError
+from steadygrad.config.plain import to_plain
+from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
 from steadygrad.recipes.catalogue import Recipe, find_recipe
 
 TAKES_VALUE = ("config", "resume", "run-dir", "predict")
@@ -126,7 +126,7 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     if uses_run:
         return _use_run(recipe, package, request, console)
     run_dir, resume = choose_folder(recipe.name, request.options, uses_run=False), request.options.get("resume")
-    config = make_config(package, request, read_settings(run_dir, recipe.name) if resume is not None else {})
+    config = make_config(package, request, read_settings(run_dir, recipe.name) if resume is not None else None)
     if resume is None:
         require_new(run_dir, recipe.name)
     try:
@@ -159,33 +159,14 @@ def _use_run(recipe: Recipe, package: Any, request: Request, console: Console) -
     return int(call(config, *where, run_dir=run_dir, console=console))
 
 
-def make_config(package: Any, request: Request, remembered: Mapping[str, Any]) -> Any:
+def make_config(package: Any, request: Request, remembered: Source | None = None) -> Any:
     """Defaults, what the run remembers, `--quick`, the file, the fields: what comes later wins."""
-    values = dict(remembered)
+    sources = [] if remembered is None else [remembered]
     if "quick" in request.switches:
-        values = merge(values, nest(package.QUICK))
+        sources.append(Source(values=nest(package.QUICK)))
     if "config" in request.options:
-        path = Path(request.options["config"])
-        try:
-            values = merge(values, nest(read_mapping(path)))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
-    try:
-        return build(package.Config, merge(values, request.values))
-    except ConfigError as error:
-        raise ConfigError(name_flags(str(error), package.Config.__name__)) from None
-
-
-def name_flags(message: str, config: str) -> str:
-    """`UltraOptimizedConfig: UltraOptimizedConfig.epochs must be ...` as a person wrote it: `--epochs must be ...`."""
-
-    def spell(found: re.Match[str]) -> str:
-        path = found["field"] if found["where"] == config else f"{found['where']}.{found['field']}"
-        return f"--{path.replace('_', '-')}"
-
-    head, *wrong = message.split("\n  ")
-    wrong = [re.sub(r"^(?P<where>[\w.]+): \w+\.(?P<field>\w+)", spell, line) for line in wrong]
-    return wrong[0] if len(wrong) == 1 else "\n  ".join([head, *wrong])
+        sources.append(read_source(Path(request.options["config"])))
+    return build_config(package.Config, [*sources, Source(values=request.values)], spell_flag)
 
 
 def write_report_of(run_dir: Path, console: Console) -> None:

@@ -10,10 +10,11 @@ import click
 
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
-from steadygrad.cli.recipe_fields import find_field, list_fields, merge, nest, read_value, set_path
+from steadygrad.cli.recipe_config import Source, build_config, read_source
+from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value, set_path
 from steadygrad.cli.run_folder import name_folder
-from steadygrad.config.plain import build, read_mapping, to_plain
-from steadygrad.errors import ConfigError, UsageError
+from steadygrad.config.plain import to_plain
+from steadygrad.errors import UsageError
 from steadygrad.recipes.catalogue import find_recipe
 
 RUNS = Path("runs")
@@ -168,12 +169,10 @@ def open_target(target: str, config_file: Path | None, *, quick: bool, fields: t
         raise UsageError(f"{target} names no function. Write {target}:FUNCTION, one that returns what is trained.")
     recipe = find_recipe(target)
     package = recipe.load()
-    values = nest(package.QUICK) if quick else {}
+    sources = [Source(values=nest(package.QUICK))] if quick else []
     if config_file is not None:
-        try:
-            values = merge(values, nest(read_mapping(config_file)))
-        except ConfigError as error:
-            raise ConfigError(f"{config_file}: {error}") from None
+        sources.append(read_source(config_file))
+    values: dict[str, Any] = {}
     known = list(list_fields(package.Config))
     for item in fields:
         name, sign, text = item.partition("=")
@@ -181,7 +180,8 @@ def open_target(target: str, config_file: Path | None, *, quick: bool, fields: t
             raise UsageError(f"--set got {item!r}, which has no value. Write --set FIELD=VALUE.")
         found = find_field(name, known, getattr(package, "ALIASES", {}), recipe.name)
         set_path(values, found.path, read_value(found, text))
-    return open_recipe(recipe.name, build(package.Config, values))
+    config = build_config(package.Config, [*sources, Source(values=values)], lambda path: f"--set {path}")
+    return open_recipe(recipe.name, config)
 
 
 def plan_steps(num_steps: int | None, folder: Path, *, trials: int | None, steps: int | None, resume: bool) -> Any:

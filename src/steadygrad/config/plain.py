@@ -10,14 +10,30 @@ import enum
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from steadygrad.config.checks import (
-    as_enum,
-)
+from steadygrad.config.checks import as_enum
 from steadygrad.errors import ConfigError
+from steadygrad.words import spell_count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WrongField:
+    """A field that settings refuse."""
+
+    path: str
+    """Where it stands in the plain values, 'clip.alpha'; empty for the values as a whole."""
+    text: str
+    """What is wrong with it, to be read behind its name: ': unknown; ...' or ' must be ..., got ...'."""
+    line: str
+    """Both, as `build` tells them."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the value cannot be taken whatever the other fields are; a rule may be about several of them."""
+        return self.text.startswith(": ")
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:
@@ -69,14 +85,29 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
     """An instance of the dataclass `cls` from plain values; all errors in one ConfigError."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{cls.__name__} must be given as a mapping of field to value, got {values!r}. {{}} will do.")
-    errors: list[str] = []
-    made = _build(cls, values, "", errors)
-    if errors:
-        raise ConfigError("\n  ".join([f"{len(errors)} wrong field{'' if len(errors) == 1 else 's'}:", *errors]))
+    made, wrong = try_build(cls, values)
+    if wrong:
+        raise ConfigError(list_wrong([one.line for one in wrong]))
     return made
 
 
-def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[str]) -> Any:
+def try_build(cls: type, values: Mapping[str, Any]) -> tuple[Any, list[WrongField]]:
+    """An instance of `cls`, and every field that it refuses: whoever knows where they were written can say so."""
+    errors: list[WrongField] = []
+    return _build(cls, values, "", errors), errors
+
+
+def list_wrong(lines: Sequence[str]) -> str:
+    """How many are wrong, and each in a line of its own."""
+    return "\n  ".join([f"{spell_count(len(lines), 'wrong field')}:", *lines])
+
+
+def _add(errors: list[WrongField], where: str, problem: str) -> None:
+    """A field whose value cannot be taken."""
+    errors.append(WrongField(where, f": {problem}", f"{where}: {problem}"))
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[WrongField]) -> Any:
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     arguments: dict[str, Any] = {}
@@ -86,17 +117,17 @@ def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[str]) -
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
-            errors.append(f"{where}: unknown; {meant}{cls.__name__} has {', '.join(sorted(known))}.")
+            _add(errors, where, f"unknown; {meant}{cls.__name__} has {', '.join(sorted(known))}.")
             continue
         before = len(errors)
         arguments[name] = _convert(hints[name], value, where, errors)
         if len(errors) > before:
             wrong.add(name)
             del arguments[name]
-    return _construct(cls, arguments, wrong, path.rstrip(".") or cls.__name__, errors)
+    return _construct(cls, arguments, wrong, path, errors)
 
 
-def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], where: str, errors: list[str]) -> Any:
+def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], path: str, errors: list[WrongField]) -> Any:
     """An instance of `cls`; each field that it refuses is told, and left at its default to find the next one.
 
     An error whose rule speaks of a field already told (`min_values` of a wrong `window`) is left out: it may be none.
@@ -105,17 +136,23 @@ def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], where: str
         try:
             return cls(**arguments)
         except (ConfigError, TypeError) as error:
-            rule = str(error).partition(", got ")[0]
-            if not any(re.search(rf"\b{name}\b", rule) for name in wrong):
-                errors.append(f"{where}: {error}")
+            message = str(error)
+            rule = message.partition(", got ")[0]
             refused = re.match(rf"{cls.__name__}\.(\w+)", rule)  # how each of our messages begins
+            if not any(re.search(rf"\b{name}\b", rule) for name in wrong):
+                where = path.rstrip(".")
+                line = f"{where or cls.__name__}: {message}"
+                if refused is None:
+                    errors.append(WrongField(where, f": {message}", line))
+                else:
+                    errors.append(WrongField(f"{path}{refused[1]}", message[refused.end() :], line))
             if refused is None or refused[1] not in arguments:
                 return None
             wrong.add(refused[1])
             del arguments[refused[1]]
 
 
-def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
+def _convert(hint: Any, value: Any, where: str, errors: list[WrongField]) -> Any:
     """`value` as the annotation `hint` wants it; on failure an error is added and None returned."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
@@ -128,7 +165,7 @@ def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
             try:
                 return as_enum(option, value, where)
             except ConfigError as error:
-                errors.append(str(error))
+                _add(errors, where, str(error).removeprefix(f"{where}: "))
                 return None
         if option is bool and isinstance(value, bool):
             return value
@@ -145,20 +182,20 @@ def _convert(hint: Any, value: Any, where: str, errors: list[str]) -> Any:
             return dict(value)
     names = " or ".join(getattr(o, "__name__", str(o)) for o in options)
     one_text = isinstance(value, str) and any(typing.get_origin(option) is tuple for option in options)
-    errors.append(f"{where}: must be {names}, got {value!r}." + (f" Write [{value!r}]." if one_text else ""))
+    _add(errors, where, f"must be {names}, got {value!r}." + (f" Write [{value!r}]." if one_text else ""))
     return None
 
 
-def _convert_object(options: tuple[Any, ...], value: Any, where: str, errors: list[str]) -> Any:
+def _convert_object(options: tuple[Any, ...], value: Any, where: str, errors: list[WrongField]) -> Any:
     if not isinstance(value, Mapping):
-        errors.append(f"{where}: must be a mapping of fields, got {value!r}.")
+        _add(errors, where, f"must be a mapping of fields, got {value!r}.")
         return None
     if len(options) == 1:
         return _build(options[0], value, f"{where}.", errors)
     kinds = {option.kind: option for option in options}
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
-        errors.append(f"{where}.kind: must be one of {', '.join(kinds)}, got {kind!r}.")
+        _add(errors, f"{where}.kind", f"must be one of {', '.join(kinds)}, got {kind!r}.")
         return None
     return _build(kinds[kind], {k: v for k, v in value.items() if k != "kind"}, f"{where}.", errors)
 

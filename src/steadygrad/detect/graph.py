@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterable
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.detect.nonfinite import SHOWN, count, show
+from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.facts import Broadcast, Fact, Finding, GraphScan, Severity
+from steadygrad.words import spell_count
 
 
 class UnregisteredLayers(Remembering):
@@ -38,7 +39,7 @@ class UnregisteredLayers(Remembering):
             kind=self.name,
             severity=Severity.WARNING if mistake else Severity.INFO,
             step=fact.step,
-            message=f"{count(len(names), 'parameter')} in the loss and in no optimizer: {show(names)}"
+            message=f"{spell_count(len(names), 'parameter')} in the loss and in no optimizer: {show(names)}"
             + (f"; {len(fact.foreign)} of the optimizer are not in the model" if fact.foreign else ""),
             advice="Keep layers in nn.ModuleList or nn.ModuleDict."
             if fact.hidden

@@ -12,9 +12,10 @@ from typing import Any
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect.memory import Episode, Keyed, Remembering
-from steadygrad.detect.nonfinite import SHOWN, count, show
+from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.facts import Fact, Finding, InputScan, Reading, Severity
 from steadygrad.stats import Baseline
+from steadygrad.words import spell_count
 
 
 class Pairs(Remembering):
@@ -72,7 +73,7 @@ class NonfiniteInput(Remembering):
                 kind=self.name,
                 severity=Severity.ERROR if bad else Severity.INFO,
                 step=fact.step,
-                message=f"the batch holds NaN or Inf in {show(names)} ({count(num_nonfinite, 'element')})",
+                message=f"the batch holds NaN or Inf in {show(names)} ({spell_count(num_nonfinite, 'element')})",
                 advice="Clean the data set, or replace missing values before the model sees them."
                 if bad
                 else "Loss and gradients are finite, so it is probably masked. Mask before the arithmetic, not after.",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from steadygrad.detect.memory import Remembering
 from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
+from steadygrad.words import spell_count
 
 SHOWN = 5
 """Names in a message; the rest are counted."""
@@ -14,11 +15,6 @@ SHOWN = 5
 def show(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def count(number: int, noun: str) -> str:
-    """'1 parameter', '3 parameters'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def spell(value: float | None) -> str:
@@ -97,7 +93,7 @@ class NonfiniteParameter(Remembering):
                 kind=self.name,
                 severity=Severity.CRITICAL,
                 step=max(0, fact.step),
-                message=f"NaN or Inf in {count(len(new), 'parameter')}: {show(new)}",
+                message=f"NaN or Inf in {spell_count(len(new), 'parameter')}: {show(new)}",
                 advice="If the optimizer made them (Adam in half precision, a learning rate far too high), keep the "
                 "weights in float32 under autocast, or lower the rate. Where nothing was rolled back, load a "
                 "checkpoint: no skip heals a weight.",
@@ -141,7 +137,7 @@ class NonfiniteBuffer(Remembering):
                 kind=self.name,
                 severity=Severity.ERROR,
                 step=max(0, fact.step),
-                message=f"NaN or Inf in {count(len(new), 'buffer')} that held none before: {show(new)}",
+                message=f"NaN or Inf in {spell_count(len(new), 'buffer')} that held none before: {show(new)}",
                 advice="A forward with a bad batch wrote them. Reset them (BatchNorm: reset_running_stats()), or go "
                 "back to a checkpoint.",
                 evidence={"buffers": new[:SHOWN], "num_buffers": len(new)},
@@ -154,7 +150,7 @@ def _tell_spoilt(reading: Reading) -> Finding:
         kind=NonfiniteBuffer.name,
         severity=Severity.ERROR,
         step=reading.step,
-        message=f"this forward wrote NaN or Inf into {count(len(names), 'buffer')}, though its loss is finite: "
+        message=f"this forward wrote NaN or Inf into {spell_count(len(names), 'buffer')}, though its loss is finite: "
         f"{show(names)}",
         advice="The batch is bad, or something hides a NaN from the loss (nan_to_num, where, a check of its own).",
         evidence={"buffers": names[:SHOWN], "num_buffers": len(names)},

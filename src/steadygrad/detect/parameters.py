@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from steadygrad.config import DetectConfig
 from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Episode, Keyed, Remembering
-from steadygrad.detect.nonfinite import SHOWN, count, show
+from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
 from steadygrad.stats import Baseline
+from steadygrad.words import spell_count
 
 
 class UnchangedParameter(Remembering):
@@ -52,7 +53,7 @@ class UnchangedParameter(Remembering):
                 kind=self.name,
                 severity=Severity.WARNING if stuck else Severity.INFO,
                 step=min(self._first[name] for name in names),
-                message=f"a gradient does not move {count(len(names), 'parameter')}: {show(names)}",
+                message=f"a gradient does not move {spell_count(len(names), 'parameter')}: {show(names)}",
                 advice="Check that the optimizer holds these very tensors; in half precision keep float32 weights."
                 if stuck
                 else "Their updates are lost to rounding: keep float32 weights, or stop here.",

@@ -18,7 +18,7 @@ from steadygrad.record.tally import MAX_NORMS, Tally
 from steadygrad.view.read.incident_log import find_action, find_step, look
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.tail import as_number
-from steadygrad.view.words import spell_share
+from steadygrad.words import spell_share
 
 MIN_STEPS = 50
 """Norms below which a run is too short to advise from."""

@@ -10,7 +10,7 @@ from steadygrad.facts import Severity
 from steadygrad.view.read.incident_log import find_step, look
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.validation_log import LOSS
-from steadygrad.view.words import spell_count, spell_number, spell_seconds, spell_share
+from steadygrad.words import spell_count, spell_number, spell_seconds, spell_share
 
 MANY = 0.05
 """Share of skipped steps from which a run is not well: a run that leaves out a twentieth of its data hides a defect."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from steadygrad.facts import StepRecord
 from steadygrad.view.terminal import share_with_bar
-from steadygrad.view.words import spell_number
+from steadygrad.words import spell_number
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from steadygrad.facts import Action, Finding, Outcome, Severity
-from steadygrad.view.words import make_printable
+from steadygrad.words import make_printable
 
 if TYPE_CHECKING:
     from rich.console import Console

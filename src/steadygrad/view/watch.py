@@ -21,7 +21,7 @@ from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.render.charts import MARKS
 from steadygrad.view.sparkline import draw_bars
-from steadygrad.view.words import make_printable, spell_duration, spell_number
+from steadygrad.words import make_printable, spell_duration, spell_number
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -38,7 +38,7 @@ from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.subjects import Subjects
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.tally import Tally
-from steadygrad.view.words import spell_count
+from steadygrad.words import spell_count
 
 NO_LOSS = "a script does not tell how it computes its loss."
 

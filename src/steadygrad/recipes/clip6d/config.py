@@ -178,10 +178,12 @@ def _read_modalities(names: Iterable[str]) -> tuple[str, ...]:
     listed = tuple(part.strip() for part in names.split(",")) if isinstance(names, str) else tuple(names)
     advice = "Write for example image,en,de,vector."
     if not 2 <= len(listed) <= MAX_MODALITIES:
+        given = ", ".join(map(str, listed))
         raise ConfigError(
-            f"Clip6dConfig.modalities must be two to {MAX_MODALITIES}, got {len(listed)}: {', '.join(listed)}. {advice}"
+            f"Clip6dConfig.modalities must be two to {MAX_MODALITIES}, got {len(listed)}: {given}. {advice}"
         )
-    bad = [name for name in listed if not re.fullmatch(r"image|vector|[A-Za-z][\w-]*(\.[1-9]\d*)?", name)]
+    pattern = r"image|vector|[A-Za-z][\w-]*(\.[1-9]\d*)?"
+    bad = [name for name in listed if not (isinstance(name, str) and re.fullmatch(pattern, name))]
     twice = sorted({name for name in listed if listed.count(name) > 1})
     if bad or twice:
         what = f"{', '.join(map(repr, bad))} is no modality" if bad else f"{', '.join(twice)} is there twice"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import ConfigError
-from steadygrad.view.words import spell_count
+from steadygrad.words import spell_count
 
 Message = Mapping[str, str]
 

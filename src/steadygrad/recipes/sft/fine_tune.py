@@ -34,7 +34,7 @@ from steadygrad.recipes.sft.model import add_lora, open_model
 from steadygrad.recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad.recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
 from steadygrad.recipes.sft.tell import Console, NormKeeper, TrainingVoice
-from steadygrad.view.words import spell_count
+from steadygrad.words import spell_count
 
 _transformers = import_extra("transformers", "transformers", what="the recipe sft")
 _Trainer: Any = _transformers.Trainer

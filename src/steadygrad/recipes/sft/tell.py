@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, StepRecord
-from steadygrad.view.words import spell_number
+from steadygrad.words import spell_number
 
 _TrainerCallback: Any = import_extra("transformers", "transformers", what="the recipe sft").TrainerCallback
 

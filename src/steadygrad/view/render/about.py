@@ -9,7 +9,7 @@ from typing import Any
 from steadygrad.view.headline import judge_run, list_numbers
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
-from steadygrad.view.words import spell_value
+from steadygrad.words import spell_value
 
 MAX_NAMES = 400
 MAX_OPEN_ROWS = 12

@@ -13,7 +13,7 @@ from steadygrad.view.headline import first_loss, last_loss
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.validation_log import is_loss, is_validation
-from steadygrad.view.words import spell_number
+from steadygrad.words import spell_number
 
 CHARTS = {
     "loss": "Loss",

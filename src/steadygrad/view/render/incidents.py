@@ -13,7 +13,7 @@ from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.tail import Row
 from steadygrad.view.render.charts import MARKS
 from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
-from steadygrad.view.words import spell_value
+from steadygrad.words import spell_value
 
 MAX_SHOWN = 300
 LABELS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from steadygrad.view.read.rank_log import RankLog, RankLogs
 from steadygrad.view.render.html import Html, make_table, tag
-from steadygrad.view.words import spell_number
+from steadygrad.words import spell_number
 
 BEHIND = 100
 """Steps behind the others from which a rank is said to stand still; they are written at least once a second."""

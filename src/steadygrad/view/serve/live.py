@@ -20,7 +20,7 @@ from steadygrad.view.read.run import RunReader, find_runs, is_run
 from steadygrad.view.read.tail import as_number
 from steadygrad.view.render.charts import describe_charts
 from steadygrad.view.render.parts import render_parts
-from steadygrad.view.words import spell_number
+from steadygrad.words import spell_number
 
 T = TypeVar("T")
 LIVE_BUCKETS = 1000

@@ -11,7 +11,7 @@ from steadygrad.view.render.document import make_head, render_foot, render_top
 from steadygrad.view.render.html import Html, make_table, tag
 from steadygrad.view.render.parts import render_run
 from steadygrad.view.serve.live import RunGlance
-from steadygrad.view.words import spell_duration
+from steadygrad.words import spell_duration
 
 KEY = "run0"
 

@@ -1,4 +1,8 @@
-"""Numbers, times and names -> short words that every view spells alike. Nothing a file holds may steer a terminal."""
+"""Numbers, times and names -> short words that messages and views spell alike.
+
+It knows nothing but the values that it is given, so that a rule and a page can both use it. Nothing that a file holds
+may steer a terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""The nouns that pass between the stages: plain numbers, frozen, no torch.
+
+A `Reading` is what was measured at one optimizer step, and the other Facts what was seen around it; a `Finding` is
+what a rule says about Facts; a `Cause` is who did it; a `Verdict` is what to do and why; an `Outcome` is what was done;
+an `Incident` joins them for the record; a `StepRecord` is one step's scalars. Nothing here computes anything beyond
+looking at its own fields. Import them from here; the files are a matter of their length.
+"""
+
+from steadygrad.facts.cause import Cause
+from steadygrad.facts.incident import (
+    Action,
+    Evidence,
+    Finding,
+    Incident,
+    Number,
+    Outcome,
+    Severity,
+    Verdict,
+)
+from steadygrad.facts.looks import (
+    ActionTaken,
+    ActivationScan,
+    ActivationStats,
+    Broadcast,
+    EpochEnd,
+    Fact,
+    GraphScan,
+    InputScan,
+    InputStats,
+    ParameterScan,
+    Validation,
+)
+from steadygrad.facts.reading import (
+    NUM_COLUMNS,
+    GradientStats,
+    GradientTable,
+    Reading,
+    StepRecord,
+)
+
+__all__ = [
+    "NUM_COLUMNS",
+    "Action",
+    "ActionTaken",
+    "ActivationScan",
+    "ActivationStats",
+    "Broadcast",
+    "Cause",
+    "EpochEnd",
+    "Evidence",
+    "Fact",
+    "Finding",
+    "GradientStats",
+    "GradientTable",
+    "GraphScan",
+    "Incident",
+    "InputScan",
+    "InputStats",
+    "Number",
+    "Outcome",
+    "ParameterScan",
+    "Reading",
+    "Severity",
+    "StepRecord",
+    "Validation",
+    "Verdict",
+]

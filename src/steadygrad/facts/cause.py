@@ -1,0 +1,97 @@
+"""Who did it: a `Cause` is what a diagnosis found, and how it is told in text.
+
+Whoever tells it in text takes its `headline` or `str()`, so that terminal and log say the same. Nothing here looks for
+a cause: that is `diagnose`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Who did it: the op, the line, the module, what its inputs looked like, which samples. `str()` tells it all."""
+
+    kind: str
+    """'nan' or 'inf': what was born, in backward what the gradients hold; 'error': the step raised; 'exploding',
+    'vanishing', 'dead': finite, and wrong; 'unknown': no diagnosis could be made, `note` says why."""
+    phase: str
+    """'input', 'parameter', 'forward', 'backward' or 'optimizer'; 'unknown'."""
+    op: str | None = None
+    """In backward: the forward op whose derivative failed. 'input' or 'parameter' for what was bad on arrival."""
+    module: str | None = None
+    """Qualified name in the model; '' is the model itself, None is code outside of any module."""
+    file: str | None = None
+    line: int | None = None
+    source: str | None = None
+    inputs: tuple[str, ...] = ()
+    explanation: str = ""
+    fixes: tuple[str, ...] = ()
+    chain: tuple[str, ...] = ()
+    """From where the value was born to where it hurts."""
+    reproducible: str | None = None
+    """What a second replay gave."""
+    symptom: str = ""
+    """What was seen: 'NaN loss', 'Inf gradient'."""
+    name: str = ""
+    """The explanation's name: 'sqrt_at_zero'. For an input, parameter or buffer: its own."""
+    node: str | None = None
+    """The autograd node that was running."""
+    caller: str | None = None
+    """The user's line that called into a library: 'train.py:12   loss = model(x)'."""
+    samples: tuple[int, ...] = ()
+    """Indices in the batch."""
+    samples_note: str = ""
+    """How many of how many, and what is special about them; or why it could not be said."""
+    terms: tuple[str, ...] = ()
+    """The terms of the loss, the bad ones first."""
+    growth: float | None = None
+    """Exploding or vanishing: factor a layer."""
+    step: int | None = None
+    rank: int | None = None
+    batch: str | None = None
+    """Where the batch was put, inside of the run directory."""
+    note: str = ""
+    """What limits this diagnosis."""
+
+    def __str__(self) -> str:
+        rows = (
+            ("module", None if self.module is None else self.module or "(the model itself)"),
+            ("line", self._spell_line()),
+            ("called", self.caller),
+            *(("input", text) for text in self.inputs),
+            ("why", self.explanation),
+            ("terms", " | ".join(self.terms)),
+            ("samples", self.samples_note),
+            ("chain", " > ".join(self.chain)),
+            ("fixes", " | ".join(self.fixes)),
+            ("again", self.reproducible),
+            ("batch", self.batch),
+            ("note", self.note),
+        )
+        return "\n".join([self.headline, *(f"  {name:<8} {text}" for name, text in rows if text)])
+
+    @property
+    def headline(self) -> str:
+        """One line: what was seen, and where it was born."""
+        step = "" if self.step is None else f"step {self.step}: "
+        rank = "" if self.rank is None else f"rank {self.rank}: "
+        what = self.symptom or self.kind
+        if self.phase in ("input", "parameter"):
+            return f"{step}{rank}{what}, already in the {self.phase} {self.name}"
+        if self.op is None:
+            return f"{step}{rank}{what}"
+        where = (
+            f"in {self.phase} of"
+            if self.phase == "backward"
+            else "in the optimizer's"
+            if self.phase == "optimizer"
+            else "by"
+        )
+        return f"{step}{rank}{what}, born {where} {self.op}"
+
+    def _spell_line(self) -> str | None:
+        if self.file is None:
+            return None
+        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}   {self.source or ''}".rstrip()

@@ -1,0 +1,148 @@
+"""What was seen around the steps: validations, ends of epochs, looks at weights, batches, activations and the graph.
+
+With the `Reading` of each step they are the Facts that rules are asked about. Each says its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from steadygrad.facts.incident import Action
+from steadygrad.facts.reading import Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """A validation loss that was told."""
+
+    step: int
+    """The last optimizer step before it."""
+    epoch: int
+    loss: float
+    train_loss: float | None = None
+    """Mean training loss since the validation before; None: the rules average the losses of the Readings themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEnd:
+    """An epoch is over."""
+
+    step: int
+    """The last optimizer step of the epoch."""
+    epoch: int
+    """0 for the first epoch."""
+    train_loss: float | None = None
+    """Mean loss of the epoch's applied steps; NaN when steps were made and none was applied, None when none was made.
+    Skipped steps are left out: one bad step must not make an epoch bad."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterScan:
+    """One look at all weights and buffers. The first one comes before the first step, with `step` -1."""
+
+    step: int
+    """The last optimizer step that was made before the look; -1 before the first."""
+    nonfinite_parameters: Mapping[str, int] = field(default_factory=dict)
+    """Name -> number of elements that are NaN or Inf; healthy parameters are absent."""
+    nonfinite_buffers: Mapping[str, int] = field(default_factory=dict)
+    """The same for the model's buffers."""
+    unchanged: tuple[str, ...] = ()
+    """Parameters that are bit for bit what they were at the scan before, although a step was applied between the two
+    in which they had a gradient that was not zero and a learning rate above 0."""
+    num_changed: int = 0
+    """Parameters that differ from the scan before."""
+    norms: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStats:
+    """One tensor of a batch. Integer and bool tensors have `is_floating` False and `num_nonfinite` 0."""
+
+    numel: int
+    num_nonfinite: int = 0
+    max_abs: float = 0.0
+    """Over the finite elements."""
+    num_zeros: int = 0
+    num_ignored: int = 0
+    """Elements of an integer tensor that equal the ignore index (-100)."""
+    is_floating: bool = True
+    is_binary: bool = False
+    """Whether every element is 0 or 1, as in a mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputScan:
+    """One look at the batch of a step; may come before or after that step's Reading."""
+
+    step: int
+    tensors: Mapping[str, InputStats]
+    """Path inside the batch ('0', 'labels', 'x.1') -> its numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationStats:
+    """What one module put out at one step."""
+
+    dead_share: float | None = None
+    """Share of units (channels, features) that were zero for the whole batch; None where units make no sense."""
+    saturated_share: float | None = None
+    """Share of elements within 1 % of a bound of a bounded activation; None for unbounded ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationScan:
+    """One look at the outputs of the modules, in training mode."""
+
+    step: int
+    modules: Mapping[str, ActivationStats] = field(default_factory=dict)
+    """Qualified module name -> its numbers."""
+    output_std: float | None = None
+    """Standard deviation of the model's output over the batch, averaged over the other dimensions; None when the output
+    is no floating tensor or the batch has one sample."""
+    output_scale: float | None = None
+    """Root mean square of that output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """An element-wise op of two tensors, one of which depends on the model, whose result is larger than both."""
+
+    op: str
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    where: str = ""
+    """file:line, or empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphScan:
+    """One look at the program: model, optimizers, and the graph of the first step's loss."""
+
+    step: int
+    hidden: tuple[str, ...] = ()
+    """Parameters in the graph that a module keeps in a plain list, tuple or dict, where `parameters()` misses them, and
+    that no optimizer holds."""
+    unoptimized: tuple[str, ...] = ()
+    """Registered trainable parameters of the model that no optimizer holds."""
+    foreign: tuple[str, ...] = ()
+    """Parameters that an optimizer holds and the model does not."""
+    broadcasts: tuple[Broadcast, ...] = ()
+    double_softmaxes: tuple[str, ...] = ()
+    """file:line where the input of a (log_)softmax or cross entropy is itself, views aside, the output of a
+    (log_)softmax."""
+    anomaly_mode: bool = False
+    """Whether torch.autograd's anomaly mode is on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTaken:
+    """Something was done about a finding above info. Clips and verdicts of `none` are not told."""
+
+    step: int
+    action: Action
+
+
+Fact = Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken
+"""What a rule can be asked about."""
