@@ -84,6 +84,18 @@ def test_bf16_features_use_bf16_and_get_bf16_gradients() -> None:
     assert max(differ(found, expected)) < LIMITS["bf16"]
 
 
+@pytest.mark.parametrize("precision", list(LIMITS))
+@pytest.mark.parametrize("negatives", ["all", "fibre"])
+def test_features_may_lie_in_memory_as_they_like(negatives: str, precision: str) -> None:
+    dense, scale = make_features(4, 19, 64), 10.0 * align_gain(4, 64)
+    expected = evaluate(dense, scale, negatives=negatives, precision=precision)
+    columns_first = [f.detach().t().contiguous().t().requires_grad_() for f in dense]
+    beside = [f.requires_grad_() for f in torch.stack([f.detach() for f in dense], 1).unbind(1)]
+    for strange in (columns_first, beside):
+        found = evaluate(strange, scale, negatives=negatives, precision=precision)
+        assert max(differ(found, expected)) < 1e-6
+
+
 def test_absent_modalities_on_the_device() -> None:
     features, scale = make_features(4, 13, 64), 640.0
     present = torch.rand(13, 4, device="cuda") > 0.2

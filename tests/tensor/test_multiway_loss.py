@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from steadygrad.errors import ConfigError, UnsupportedError
-from steadygrad.losses.multiway import multiway_contrastive
+from steadygrad.losses.multiway import MultiwayScale, multiway_contrastive
+from steadygrad.losses.multiway.batch import Batch, score_positives
 from steadygrad.losses.multiway.similarity import CURVES, SIMILARITIES
 from steadygrad.losses.multiway.sweep import cut_boxes
 from steadygrad.losses.multiway.tiled import TILE_BYTES, TiledEngine
@@ -178,6 +179,44 @@ def test_identical_vectors_have_finite_gradients() -> None:
         assert all(bool(tensor.isfinite().all()) for tensor in found)
 
 
+@pytest.mark.parametrize("negatives", ["all", "fibre"])
+def test_a_second_derivative_is_refused_where_it_would_be_wrong(negatives: str) -> None:
+    features = make_features(3, 4, 5)
+    for impl in ("naive", "tiled"):
+        loss = multiway_contrastive(features, 30.0, negatives=negatives, impl=impl)
+        if impl == "naive":
+            (grad,) = torch.autograd.grad(loss, features[:1], create_graph=True)
+            assert torch.autograd.grad(grad.square().sum(), features[0])[0].norm() > 0
+            continue
+        with pytest.raises(UnsupportedError, match=r"create_graph=True.*impl='naive'"):
+            torch.autograd.grad(loss, features[:1], create_graph=True)
+
+
+@pytest.mark.parametrize("present", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 1e-5, 1e-3])
+def test_the_distance_of_vectors_that_nearly_agree_is_exact_in_fp32(noise: float, present: bool) -> None:
+    """A difference of squares has nothing but rounding there: gradients were three times too large, or none."""
+    exact = [f.detach().float().double().requires_grad_() for f in make_features(6, 3, 256, noise=noise)]
+    single = [f.detach().float().requires_grad_() for f in exact]
+    here = torch.ones(3, 6, dtype=torch.bool)
+    here[1, 2] = not present
+    found, expected = (
+        score_positives(Batch(tuple(f), torch.tensor(100.0, dtype=f[0].dtype), "distance", here, slice(0, 3)))
+        for f in (single, exact)
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+    for f, e in zip(torch.autograd.grad(found.sum(), single), torch.autograd.grad(expected.sum(), exact)):
+        torch.testing.assert_close(f.double(), e, rtol=1e-3, atol=1e-3)
+
+
+def test_the_specification_is_the_same_under_autocast() -> None:
+    features, scale = make_features(3, 4, 8, dtype=torch.float32), make_scale(2, 8, dtype=torch.float32)
+    plain = evaluate(features, scale, impl="naive", similarity="cosine")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = evaluate(features, scale, impl="naive", similarity="cosine")
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside))
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the most elements that any operation returned."""
 
@@ -207,9 +246,16 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     features = make_features(3, 4, 5)
     for options in ({"negatives": "some"}, {"similarity": "dot"}, {"reduction": "max"}, {"impl": "fast"},
                     {"precision": "int8"}, {"label_smoothing": 1.0}, {"num_samples": 0}, {"anchors": []},
-                    {"anchors": [3]}, {"anchors": "some"}, {"present": torch.ones(4, 3)}):  # fmt: skip
+                    {"anchors": [3]}, {"anchors": "some"}, {"anchors": 1}, {"anchors": [0.5]}, {"num_samples": 1.5},
+                    {"present": torch.ones(4, 3)}):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(options))):
             multiway_contrastive(features, 1.0, **options)
+    for scale in (-1.0, float("nan"), torch.ones(2)):
+        with pytest.raises(ConfigError, match="logit_scale"):
+            multiway_contrastive(features, scale)
+    for num, dim in ((-3, 512), (1, 512), (6, 0)):
+        with pytest.raises(ConfigError, match=f"{num} and {dim}"):
+            MultiwayScale(num, dim)
     with pytest.raises(ConfigError, match="2 to 8"):
         multiway_contrastive(features[:1], 1.0)
     with pytest.raises(ConfigError, match=r"features\[2\].*\(4, 6\)"):

@@ -58,20 +58,47 @@ def test_a_gain_of_nearly_nothing_is_finite(size: float) -> None:
     assert torch.isfinite(find_gain(torch.tensor(size)))
 
 
-@pytest.mark.parametrize(("precision", "inside"), [("tf32", "tf32"), ("fp16", "ieee"), ("fp32", "ieee")])
+@pytest.mark.parametrize(("precision", "inside"), [("tf32", "tf32"), ("fp32", "ieee")])
 @pytest.mark.parametrize("outside", [True, False])
-def test_the_programs_own_switches_stand_again_afterwards(precision: Precision, inside: str, outside: bool) -> None:
+def test_the_programs_own_switch_stands_again_afterwards(precision: Precision, inside: str, outside: bool) -> None:
     switch = torch.backends.cuda.matmul
-    before = switch.allow_tf32, switch.allow_fp16_accumulation
+    before = switch.allow_tf32
     try:
-        switch.allow_tf32 = switch.allow_fp16_accumulation = outside
-        with use_precision(precision):
+        switch.allow_tf32 = outside
+        with use_precision(precision, CUDA):
             assert switch.fp32_precision == inside
-            assert not switch.allow_fp16_accumulation
-        assert (switch.allow_tf32, switch.allow_fp16_accumulation) == (outside, outside)
+        assert switch.allow_tf32 == outside
         assert torch.get_float32_matmul_precision() == ("high" if outside else "highest")
     finally:
-        switch.allow_tf32, switch.allow_fp16_accumulation = before
+        switch.allow_tf32 = before
+
+
+def test_a_switch_that_followed_another_follows_it_again() -> None:
+    """Its value reads as the other's: written back as its own, it would stay when the other is set anew."""
+    matmul = torch.backends.cuda.matmul
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision, matmul.fp32_precision = "tf32", "none"
+        with use_precision("fp32", CUDA):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+        torch.backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = before
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_fp16_is_never_summed_in_fp16(outside: bool) -> None:
+    switch = torch.backends.cuda.matmul
+    before = switch.allow_fp16_accumulation
+    try:
+        switch.allow_fp16_accumulation = outside
+        with use_precision("fp16", CUDA):
+            assert not switch.allow_fp16_accumulation
+        assert switch.allow_fp16_accumulation == outside
+    finally:
+        switch.allow_fp16_accumulation = before
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])

@@ -58,6 +58,28 @@ def test_a_lower_precision_rounds_as_tiled_does(precision: str) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5 if DEVICE == "cpu" else 1e-4, atol=0)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("negatives", ["all", "fibre"])
+@pytest.mark.parametrize("layout", ["columns first", "beside each other", "every second", "one row for all"])
+def test_features_may_lie_in_memory_as_they_like(layout: str, negatives: str, precision: str) -> None:
+    """As after (W @ x.T).T, or cut from one [B, M, D]; the kernels read rows that lie one after another."""
+    single, scale, *_ = make_both(4, 5, 16)
+    dense = [f.detach().contiguous() for f in single]
+    strange = {
+        "columns first": lambda: [f.t().contiguous().t() for f in dense],
+        "beside each other": lambda: list(torch.stack(dense, 1).unbind(1)),
+        "every second": lambda: [torch.stack([f, -f], -1)[..., 0] for f in dense],
+        "one row for all": lambda: [f[:1].expand(5, 16) for f in dense],
+    }[layout]()
+    if layout == "one row for all":
+        dense = [f.contiguous() for f in strange]
+    options = {"impl": "triton", "negatives": negatives, "precision": precision, "tiles": SMALL}
+    found, expected = (
+        evaluate([f.requires_grad_() for f in features], scale, **options) for features in (strange, dense)
+    )
+    assert_same(found, expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("absent", [[(0, 0)], [(1, 2), (3, 0), (3, 1), (2, 2)]])
 def test_absent_modalities_are_masked(absent: list[tuple[int, int]]) -> None:
     single, single_scale, exact, scale = make_both(4, 5, 17)

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from steadygrad.losses.multiway.similarity import CURVES, Similarity, build_columns, build_rows
+from steadygrad.losses.multiway.similarity import CURVES, EPS, Similarity, build_columns, build_rows
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,25 @@ def _multiply_up(views: Sequence[Tensor]) -> list[Tensor]:
 
 def score_positives(batch: Batch) -> Tensor:
     """The logit of each sample with itself [B], never rounded below fp32."""
+    if batch.similarity == "distance":
+        return -batch.scale * (_measure_spread(batch) + EPS).sqrt()
     views, middle = batch.aligned, count_left(batch.num_modalities)
     rows = build_rows(views[:middle], batch.scale, batch.similarity, num=batch.num_present, whole=batch.num_modalities)
     columns = build_columns(views[middle:], batch.similarity)
     return CURVES[batch.similarity].value((rows * columns).sum(-1))
+
+
+def _measure_spread(batch: Batch) -> Tensor:
+    """[B]: the mean square distance of a sample's vectors from their centre.
+
+    Not as a difference of squares, which in fp32 is nothing but rounding where the vectors agree.
+    """
+    num = batch.num_present
+    center = torch.stack(batch.features).sum(0) / num
+    gaps = torch.stack(batch.features, 1) - center[:, None]
+    if batch.present is not None:
+        gaps = torch.where(batch.present[:, :, None], gaps, 0.0)
+    return gaps.square().sum((1, 2)) / (num if isinstance(num, int) else num[:, 0])
 
 
 def count_left(num_modalities: int) -> int:

@@ -30,7 +30,7 @@ def choose_anchors(anchors: Literal["all"] | Sequence[int], num: int) -> list[in
     if isinstance(anchors, str):
         if anchors == "all":
             return list(range(num))
-    elif len(anchors) and all(0 <= m < num for m in anchors):
+    elif hasattr(anchors, "__len__") and len(anchors) and all(isinstance(m, int) and 0 <= m < num for m in anchors):
         return list(anchors)
     raise ConfigError(
         f"anchors must be 'all' or indices of modalities from 0 to {num - 1}, got {anchors!r} in multiway_contrastive."
@@ -52,8 +52,10 @@ def check_choices(
             raise ConfigError(f"{name} of multiway_contrastive must be one of {tuple(allowed)}, got {value!r}.")
     if not 0 <= label_smoothing < 1:
         raise ConfigError(f"label_smoothing of multiway_contrastive must be in [0, 1), got {label_smoothing}.")
-    if num_samples < 1:
-        raise ConfigError(f"num_samples of multiway_contrastive must be at least 1, got {num_samples}.")
+    if not isinstance(num_samples, int) or num_samples < 1:
+        raise ConfigError(
+            f"num_samples of multiway_contrastive must be a whole number and at least 1, got {num_samples}."
+        )
     if label_smoothing and negatives == "permuted":
         raise UnsupportedError(
             f"label_smoothing={label_smoothing} with negatives='permuted' in multiway_contrastive. "
@@ -63,6 +65,30 @@ def check_choices(
         raise UnsupportedError(
             f"label_smoothing={label_smoothing} with similarity={similarity!r} in multiway_contrastive: the mean over "
             "all combinations has no short form there. Use 'mip' or 'cosine', or label_smoothing=0."
+        )
+
+
+def check_scale(logit_scale: Tensor | float) -> None:
+    """One number, and not below zero where that can be seen without waiting for a device."""
+    if isinstance(logit_scale, Tensor):
+        if logit_scale.numel() != 1:
+            raise ConfigError(
+                f"logit_scale of multiway_contrastive has shape {tuple(logit_scale.shape)}. "
+                "Pass one number: a float or a tensor with one element."
+            )
+    elif not logit_scale >= 0:
+        raise ConfigError(
+            f"logit_scale of multiway_contrastive must not be negative, got {logit_scale}. "
+            "It multiplies the similarity: pass exp of a learnt logarithm, as MultiwayScale does."
+        )
+
+
+def refuse_second_order() -> None:
+    """Called in a backward pass: with create_graph its result would be a constant, and what follows silently wrong."""
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "multiway_contrastive was differentiated with create_graph=True, and its fast ways have no second "
+            "derivative. Use impl='naive' for that, or leave the loss out of the part that is differentiated twice."
         )
 
 
@@ -80,7 +106,12 @@ def check_features(features: Sequence[Tensor], present: Tensor | None) -> None:
                 f"features[{m}] of multiway_contrastive has shape {tuple(feature.shape)}, features[0] has "
                 f"{tuple(first.shape)}. All must be [B, D] with the same B and D, neither of them 0."
             )
-        if not feature.is_floating_point() or (feature.dtype == torch.float64) != (first.dtype == torch.float64):
+        if not feature.is_floating_point():
+            raise UnsupportedError(
+                f"features[{m}] of multiway_contrastive is {feature.dtype}. Features are real numbers: convert it to "
+                "float32, float16 or bfloat16."
+            )
+        if (feature.dtype == torch.float64) != (first.dtype == torch.float64):
             raise UnsupportedError(
                 f"features[{m}] of multiway_contrastive is {feature.dtype}, features[0] is {first.dtype}. "
                 "Use one floating dtype; only float32, float16 and bfloat16 may be mixed."

@@ -41,7 +41,7 @@ class Diagonal:
 class Panel:
     """All logits between some rows of P and all rows of Q: curve(unit * p q^T), less those of samples with themselves.
 
-    `unit` is there if the halves were multiplied by something: see `precision.Gains`.
+    Both are contiguous. `unit` is there if the halves were multiplied by something: see `precision.Gains`.
     """
 
     p: Tensor

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.losses.multiway.batch import Batch
+from steadygrad.losses.multiway.check import refuse_second_order
 from steadygrad.losses.multiway.engine import Diagonal, Engine, Panel, Side
 from steadygrad.losses.multiway.precision import (
     NO_GAINS,
@@ -51,8 +52,9 @@ class _SumRows(torch.autograd.Function):
     def forward(ctx: Any, engine: Engine, offset: int, p: Tensor, q: Tensor) -> Tensor:
         precision = engine.precision
         gains = find_gains(find_top(p), find_top(q)) if precision == "fp16" else NO_GAINS
-        p, q = round_half(p, precision, gains.p), round_half(q, precision, gains.q)
-        with use_precision(precision):
+        # An engine reads rows that lie one after another; the caller's features need not.
+        p, q = round_half(p, precision, gains.p).contiguous(), round_half(q, precision, gains.q).contiguous()
+        with use_precision(precision, p.device):
             parts = _cut_rows(engine, p, q, pull=False)
             out = torch.cat([engine.sum_rows(_make_panel(p, q, part, offset, gains)) for part in parts])
         ctx.engine, ctx.offset, ctx.gains = engine, offset, gains
@@ -60,20 +62,21 @@ class _SumRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         engine: Engine = ctx.engine
         gains: Gains = ctx.gains
         out, p, q = ctx.saved_tensors
-        grad_p, grad_q = torch.empty(p.shape, dtype=out.dtype, device=p.device), torch.zeros_like(q, dtype=out.dtype)
+        grads_p, grad_q = [], torch.zeros_like(q, dtype=out.dtype)
         if engine.precision == "fp16":  # no weight is above its row's gradient
             gain = find_gain(find_top(grad_out))
             gains, grad_out = replace(gains, weights=gain), grad_out * gain
-        with use_precision(engine.precision):
+        with use_precision(engine.precision, p.device):
             for part in _cut_rows(engine, p, q, pull=True):
                 rows = Side(out[part], grad_out[part].contiguous())
                 panel = _make_panel(p, q, part, ctx.offset, gains)
-                grad_p[part] = engine.pull_panel(panel, rows, None, grad_q)
+                grads_p.append(engine.pull_panel(panel, rows, None, grad_q))
+        grad_p = torch.cat(grads_p) if len(grads_p) > 1 else grads_p[0]
         return None, None, gains.free_rows(grad_p), gains.free_columns(grad_q)
 
 

@@ -17,7 +17,15 @@ from torch import Tensor
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.losses.multiway import naive
 from steadygrad.losses.multiway.batch import Batch, score_positives
-from steadygrad.losses.multiway.check import Impl, Negatives, Reduction, check_choices, check_features, choose_anchors
+from steadygrad.losses.multiway.check import (
+    Impl,
+    Negatives,
+    Reduction,
+    check_choices,
+    check_features,
+    check_scale,
+    choose_anchors,
+)
 from steadygrad.losses.multiway.distributed import gather_rows, join_sums
 from steadygrad.losses.multiway.engine import Engine
 from steadygrad.losses.multiway.fibre import sum_fibres
@@ -61,6 +69,7 @@ def multiway_contrastive(
     """
     check_choices(similarity, negatives, reduction, impl, precision, label_smoothing, num_samples)
     check_features(features, present)
+    check_scale(logit_scale)
     chosen = choose_anchors(anchors, len(features))
     batch = _make_batch(features, logit_scale, similarity, present, gather=gather, group=group)
     masked = present is not None

@@ -23,7 +23,7 @@ def compare(views: Tensor, scale: Tensor, similarity: Similarity, here: Tensor |
     views = torch.where(here[..., None], views, 0.0)
     total = views.sum(-2)
     if similarity == "cosine":
-        gram = views @ views.transpose(-1, -2)
+        gram = (views[..., :, None, :] * views[..., None, :, :]).sum(-1)  # autocast would round a matmul
         pairs = torch.triu(gram, diagonal=1).sum((-1, -2))
         return scale * pairs / (num * (num - 1) / 2)
     if similarity == "norm":

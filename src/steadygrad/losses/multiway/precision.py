@@ -53,7 +53,7 @@ NO_GAINS = Gains()
 
 
 def _divide(grad: Tensor, one: Tensor | None, other: Tensor | None) -> Tensor:
-    return grad if one is None or other is None else grad * (one.reciprocal() * other.reciprocal())
+    return grad if one is None or other is None else grad / (one * other)
 
 
 def choose_precision(
@@ -136,26 +136,38 @@ def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @contextmanager
-def use_precision(precision: Precision) -> Iterator[None]:
+def use_precision(precision: Precision, device: torch.device) -> Iterator[None]:
     """cuBLAS takes TF32 for fp32 operands if `precision` says so and not otherwise, and sums fp16 in fp32.
 
-    Whatever the program has set, which is put back.
+    Whatever the program has set, which is put back. Only what the products of this precision look at is touched.
     """
-    switch, tf32 = torch.backends.cuda.matmul, precision == "tf32"
-    wanted: dict[str, object] = {"allow_tf32": tf32}
-    if hasattr(switch, "fp32_precision"):  # since torch 2.9
-        wanted = {"fp32_precision": "tf32" if tf32 else "ieee"}
-    if hasattr(switch, "allow_fp16_accumulation"):  # since 2.7
-        wanted["allow_fp16_accumulation"] = False
-    before = {name: getattr(switch, name) for name in wanted}
-    _set_all(switch, wanted)
+    wanted = _list_switches(precision) if device.type == "cuda" else {}
+    before = {name: _read_switch(name) for name in wanted}
+    _set_switches(wanted)
     try:
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
             yield
     finally:
-        _set_all(switch, before)
+        _set_switches(before)
 
 
-def _set_all(switch: object, values: dict[str, object]) -> None:
+def _list_switches(precision: Precision) -> dict[str, object]:
+    matmul = torch.backends.cuda.matmul
+    if precision == "fp16" and hasattr(matmul, "allow_fp16_accumulation"):  # since torch 2.7
+        return {"allow_fp16_accumulation": False}
+    if precision not in ("fp32", "tf32"):
+        return {}
+    if hasattr(matmul, "fp32_precision"):  # since 2.9
+        return {"fp32_precision": "tf32" if precision == "tf32" else "ieee"}
+    return {"allow_tf32": precision == "tf32"}
+
+
+def _read_switch(name: str) -> object:
+    """Its value; of one that follows the switch above it, that it does, not what it follows to."""
+    value: object = getattr(torch.backends.cuda.matmul, name)
+    return "none" if name == "fp32_precision" and value == getattr(torch.backends, name) else value
+
+
+def _set_switches(values: dict[str, object]) -> None:
     for name, value in values.items():
-        setattr(switch, name, value)
+        setattr(torch.backends.cuda.matmul, name, value)

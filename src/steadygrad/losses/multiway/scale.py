@@ -49,6 +49,10 @@ class MultiwayScale(nn.Module):
         super().__init__()
         if similarity not in SIMILARITIES:
             raise ConfigError(f"similarity must be one of {SIMILARITIES}, got {similarity!r} in MultiwayScale.")
+        if num_modalities < 2 or dim < 1:
+            raise ConfigError(
+                f"MultiwayScale needs at least 2 modalities and 1 dimension, got {num_modalities} and {dim}."
+            )
         if not 0 < initial <= maximum < math.inf:
             raise ConfigError(
                 f"MultiwayScale needs 0 < initial <= maximum, got initial={initial}, maximum={maximum}. "

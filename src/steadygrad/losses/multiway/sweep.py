@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.losses.multiway.batch import Batch, count_left
+from steadygrad.losses.multiway.check import refuse_second_order
 from steadygrad.losses.multiway.engine import Diagonal, Engine, Panel, Side
 from steadygrad.losses.multiway.precision import (
     NO_GAINS,
@@ -67,7 +68,7 @@ class _SumCombinations(torch.autograd.Function):
         if precision == "fp16":
             plan = replace(plan, gains=_find_gains(scale, features, middle))
         row_sums = []
-        with use_precision(precision):
+        with use_precision(precision, scale.device):
             q = _flatten(round_half(_build_q(plan, features[middle:]), precision, plan.gains.q))
             column_sums = torch.full((len(q),), MASKED, dtype=features[0].dtype, device=q.device)
             for box in cut_boxes(middle, size, plan.span, plan.engine.count_rows(*q.shape, pull=False)):
@@ -85,8 +86,8 @@ class _SumCombinations(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order()
         plan: Plan = ctx.plan
         out, scale, *features = ctx.saved_tensors
         middle, size = count_left(len(features)), len(features[0])
@@ -98,7 +99,7 @@ class _SumCombinations(torch.autograd.Function):
             gain = find_gain(_bound_weights(rows, ctx.sums[0]) + _bound_weights(columns, ctx.sums[1]))
             plan = replace(plan, gains=replace(plan.gains, weights=gain))
             rows, columns = (replace(side, weight=side.weight * gain) for side in (rows, columns))
-        with use_precision(plan.engine.precision):
+        with use_precision(plan.engine.precision, scale.device):
             q = _flatten(round_half(_build_q(plan, features[middle:]), plan.engine.precision, plan.gains.q))
             grad_q = torch.zeros(q.shape, dtype=out.dtype, device=q.device)
             start = 0
