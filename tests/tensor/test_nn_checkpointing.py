@@ -131,6 +131,170 @@ def test_statistics_that_a_kernel_writes_without_telling_are_counted_once() -> N
     assert_same(dict(checkpointed.named_buffers()), dict(plain.named_buffers()))
 
 
+class FirstMean(nn.Module):
+    """Its buffer is None until the first forward sets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        now = y.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return torch.tanh(y - self.mean)
+
+
+class MadeMean(nn.Module):
+    """Its buffer does not exist until the first forward makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(6))
+        self.mean += y.detach().mean(0)
+        return torch.tanh(y - self.mean)
+
+
+class SumOfSeen(nn.Module):
+    """Adds what it sees to a matrix that is given, and takes that off: a buffer that is no vector."""
+
+    def __init__(self, total: Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("total", torch.zeros(1, 6) if total is None else total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x) - self.total)
+        self.total.add_(y.detach().mean(0))
+        return y
+
+
+class SharedTotal(nn.Module):
+    """Two modules that write to one buffer: the second reads what the first has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        total = torch.zeros(1, 6)
+        self.first, self.second = SumOfSeen(total), SumOfSeen(total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+WITH_BUFFERS = [Block, OwnNorm, SumOfSeen, FirstMean, MadeMean, SharedTotal]
+
+
+@pytest.mark.parametrize("make", WITH_BUFFERS)
+def test_a_kept_graph_goes_backward_again_with_the_same_gradients_and_untouched_buffers(
+    make: Callable[[], nn.Module],
+) -> None:
+    plain = nn.Sequential(make(), nn.Linear(6, 1))
+    checkpointed = copy.deepcopy(plain)
+    add_gradient_checkpointing(checkpointed, ["0"])
+    x = torch.randn(5, 6)
+
+    def train(model: nn.Module) -> list[dict[str, Tensor]]:
+        torch.manual_seed(0)
+        seen = []
+        for _ in range(2):  # the second forward finds the buffers of the first
+            loss = model(x).square().sum()
+            for keep in (True, True, False):
+                model.zero_grad()
+                loss.backward(retain_graph=keep)
+                seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+                seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return seen
+
+    for ours, expected in zip(train(checkpointed), train(plain), strict=True):
+        assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("make", WITH_BUFFERS)
+def test_a_gradient_penalty_is_that_of_the_plain_model(make: Callable[[], nn.Module]) -> None:
+    plain = nn.Sequential(make(), nn.Linear(6, 1))
+    checkpointed = copy.deepcopy(plain)
+    add_gradient_checkpointing(checkpointed, ["0"])
+    start = torch.randn(5, 6)
+
+    def penalize(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        x = start.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return gradients | {f"buffer {name}": value for name, value in model.named_buffers()}
+
+    expected = penalize(plain)
+    assert expected["1.weight"].abs().sum() > 0
+    assert_same(penalize(checkpointed), expected)
+
+
+def test_a_buffer_of_inference_mode_does_no_harm() -> None:
+    with torch.inference_mode():
+        scale = torch.ones(6)
+    model = nn.Sequential(Block())
+    model[0].register_buffer("scale", scale)
+    add_gradient_checkpointing(model, ["Block"])
+    assert all(gradient.isfinite().all() for gradient in backward(model, torch.randn(5, 6)).values())
+
+
+class Named(nn.Module):
+    """Takes arguments whose names torch's checkpoint has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *, debug: bool = False, function: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.linear(x)) * function
+        y = y if mask is None else y * mask
+        return -y if debug else y
+
+
+class ByName(nn.Module):
+    def __init__(self, **settings: object) -> None:
+        super().__init__()
+        self.inner, self.settings = Named(), settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x=x, **self.settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"debug": True}, {"function": 2.0}, {"mask": torch.zeros(6)}])
+def test_every_argument_by_name_reaches_the_module(settings: dict[str, object]) -> None:
+    plain = ByName(**settings)
+    checkpointed = copy.deepcopy(plain)
+    add_gradient_checkpointing(checkpointed, ["inner"])
+    x = torch.randn(5, 6)
+    assert torch.equal(checkpointed(x), plain(x))
+    assert_same(backward(checkpointed, x), backward(plain, x))
+
+
+def test_an_input_by_name_that_was_changed_before_backward_is_an_error_as_in_torch() -> None:
+    model = ByName()
+    add_gradient_checkpointing(model, ["inner"])
+    x = torch.randn(5, 6)
+    out = model(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_list_of_lists_stands_for_the_modules_in_it_and_what_is_never_called_is_no_match() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Tanh()]), nn.Linear(2, 2)])
+    model.layer_scales = nn.ParameterList([torch.ones(2)])
+    assert add_gradient_checkpointing(model, ["layer"]) == ("layers.0.0", "layers.0.1", "layers.1")
+    with pytest.raises(UsageError, match="no module inside Module matches 'scales'"):
+        add_gradient_checkpointing(model, ["scales"])
+
+
 def test_nested_matches_are_wrapped_once_at_the_innermost() -> None:
     model = Nested()
     plain = copy.deepcopy(model)
@@ -221,6 +385,12 @@ def test_nothing_that_matches_is_an_error_that_says_what_there_is(names: list[st
         add_gradient_checkpointing(Stack(), names)
 
 
+@pytest.mark.parametrize("wrong", [1, nn.Linear(2, 2), None])
+def test_what_is_no_name_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=rf"must hold names, got {type(wrong).__name__} .*Give names of modules"):
+        add_gradient_checkpointing(Stack(), ["Block", wrong])
+
+
 def test_activations_inside_are_not_kept() -> None:
     def count_saved(model: nn.Module) -> int:
         saved = []
@@ -244,4 +414,15 @@ def test_a_checkpointed_model_compiles(num: int) -> None:
     compiled(x).square().mean().backward()
     expected = backward(plain, x)
     torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected)
+    torch.compiler.reset()
+
+
+def test_a_checkpointed_model_that_is_called_by_name_compiles() -> None:
+    model = ByName(function=2.0, mask=torch.ones(6))
+    plain = copy.deepcopy(model)
+    add_gradient_checkpointing(model, ["inner"])
+    x = torch.randn(3, 6)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x).square().mean().backward()
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, backward(plain, x))
     torch.compiler.reset()

@@ -9,10 +9,14 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from steadygrad.errors import UnsupportedError
+from steadygrad.losses.check import require_broadcast, require_eps, require_tensors
 from steadygrad.losses.precision import largest, narrow, result_dtype, smallest_normal, widen
 
 
@@ -23,6 +27,8 @@ def safe_sqrt(x: Tensor, *, eps: float = 0.0) -> Tensor:
     Second derivatives are finite in fp32 for x above 1e-25; `eps=1e-24` makes them finite everywhere, which gradient
     penalties need.
     """
+    require_tensors("safe_sqrt", x=x)
+    require_eps("safe_sqrt", eps)
     wide = widen(x)
     below = wide <= 0
     root = torch.where(below | (wide < eps), 1.0, wide).sqrt()
@@ -36,6 +42,8 @@ def safe_log(x: Tensor, *, eps: float | None = None) -> Tensor:
 
     Second derivatives are finite in fp32 for x above 1e-19; `eps=1e-18` makes them finite everywhere.
     """
+    require_tensors("safe_log", x=x)
+    require_eps("safe_log", eps)
     wide = widen(x)
     floor = smallest_normal(x) if eps is None else max(eps, smallest_normal(x))
     return narrow(torch.where(wide < floor, floor, wide).log(), x, autocast_keeps=True)
@@ -48,6 +56,8 @@ def safe_div(numerator: Tensor | float, denominator: Tensor | float, *, eps: flo
     largest number, and a gradient to the denominator that would be beyond it is zero. Second derivatives are not
     protected.
     """
+    _check_operands("safe_div", numerator=numerator, denominator=denominator)
+    require_eps("safe_div", eps)
     like, (top, bottom) = _promote(numerator, denominator)
     floor = max(1e-12 if eps is None else eps, smallest_normal(like))
     least = torch.full_like(bottom, floor)
@@ -63,11 +73,13 @@ def safe_div(numerator: Tensor | float, denominator: Tensor | float, *, eps: flo
 
 def safe_acos(x: Tensor) -> Tensor:
     """acos of x held in [-1, 1]; a zero gradient at and beyond the ends, where the plain one is infinite or NaN."""
+    require_tensors("safe_acos", x=x)
     return _inside_unit(torch.acos, x)
 
 
 def safe_asin(x: Tensor) -> Tensor:
     """asin of x held in [-1, 1]; a zero gradient at and beyond the ends, where the plain one is infinite or NaN."""
+    require_tensors("safe_asin", x=x)
     return _inside_unit(torch.asin, x)
 
 
@@ -76,6 +88,7 @@ def safe_atan2(y: Tensor, x: Tensor) -> Tensor:
 
     Coordinates are scaled by a power of two first: plain torch squares them, and its gradient is 0 below 1e-22.
     """
+    _check_operands("safe_atan2", y=y, x=x)
     like, (wide_y, wide_x) = _promote(y, x)
     size = torch.maximum(wide_y.detach().abs(), wide_x.detach().abs())
     fixed = (size < smallest_normal(like)) | torch.isinf(size)
@@ -95,6 +108,16 @@ def _inside_unit(angle: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     at_end = wide.abs() >= 1
     inside = angle(torch.where(at_end, 0.0, wide))
     return narrow(torch.where(at_end, angle(wide.detach().clamp(-1, 1)), inside), x, autocast_keeps=True)
+
+
+def _check_operands(function: str, **operands: object) -> None:
+    """Tensors whose shapes can be broadcast; one of the two may be a number. An outer quotient is a quotient."""
+    tensors: dict[str, Any] = {name: v for name, v in operands.items() if not isinstance(v, Real)}
+    if not tensors:
+        raise UnsupportedError(f"{function} takes at least one tensor, got {operands}. Make one with torch.tensor.")
+    require_tensors(function, **tensors)
+    if len(tensors) == 2:
+        require_broadcast(function, *tensors.values())
 
 
 def _promote(*values: Tensor | float) -> tuple[Tensor, list[Tensor]]:

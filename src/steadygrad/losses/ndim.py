@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.errors import ConfigError, UsageError
+from steadygrad.losses.check import require_same_shape, require_tensors
 from steadygrad.losses.elementwise import safe_div, safe_log, safe_sqrt
 from steadygrad.losses.precision import narrow, widen, without_autocast
 from steadygrad.losses.vectors import least_norm, safe_normalize
@@ -50,12 +51,14 @@ class StableLossFunctions:
 
     def stable_mean_n_vectors(self, *vectors: Tensor) -> Tensor:
         """The mean of M tensors of one shape; each is divided first, so that the sum cannot overflow."""
-        _check_features(vectors, least=1)
+        _check_features("stable_mean_n_vectors", vectors, least=1)
+        for v in vectors[1:]:
+            require_same_shape("stable_mean_n_vectors", first=vectors[0], another=v)
         return torch.stack([widen(v) / len(vectors) for v in vectors]).sum(0).to(vectors[0].dtype)
 
     def stable_einsum_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
         """[B]^M: the sum over D of the product of one row of each."""
-        wide = self._prepare(features, normalize=normalize)
+        wide = self._prepare("stable_einsum_similarity", features, normalize=normalize)
         middle = (len(wide) + 1) // 2
         with without_autocast(wide[0].device):
             logits = _multiply_rows(wide[:middle]) @ _multiply_rows(wide[middle:]).mT
@@ -64,7 +67,7 @@ class StableLossFunctions:
 
     def stable_norm_based_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
         """[B]^M: the norm of the sum of one row of each, from tables of pairs; nothing of size B^M · D."""
-        wide = self._prepare(features, normalize=normalize)
+        wide = self._prepare("stable_norm_based_similarity", features, normalize=normalize)
         squares = _along(wide[0].square().sum(-1), 0, len(wide))
         for m, f in enumerate(wide[1:], start=1):
             squares = squares + _along(f.square().sum(-1), m, len(wide))
@@ -76,7 +79,7 @@ class StableLossFunctions:
 
     def stable_cosine_similarity_nd(self, *features: Tensor, normalize: bool = True) -> Tensor:
         """[B, B]: the geometric mean over the M features of |cosine| of row i with the mean of the rows j."""
-        wide = self._prepare(features, normalize=normalize)
+        wide = self._prepare("stable_cosine_similarity_nd", features, normalize=normalize, one_batch=True)
         centre = self.stable_norm(self.stable_mean_n_vectors(*wide))
         with without_autocast(centre.device):
             logs = [self.stable_log((f @ centre.mT).abs()) for f in wide]
@@ -84,14 +87,17 @@ class StableLossFunctions:
 
     def stable_euclidean_distance_nd(self, *features: Tensor, normalize: bool = True) -> Tensor:
         """[B, B]: minus the mean over the M features of the distance of row i to the mean of the rows j."""
-        wide = self._prepare(features, normalize=normalize)
+        wide = self._prepare("stable_euclidean_distance_nd", features, normalize=normalize, one_batch=True)
         centre = self.stable_mean_n_vectors(*wide)
         squares = [(f.unsqueeze(1) - centre.unsqueeze(0)).square().sum(-1) for f in wide]  # each [B, B]
         far = self.stable_mean_n_vectors(*[(s + self.eps).sqrt() for s in squares])
         return narrow(self._hold(-far), features[0], autocast_keeps=False)
 
-    def _prepare(self, features: Sequence[Tensor], *, normalize: bool) -> list[Tensor]:
-        _check_features(features, least=2)
+    def _prepare(
+        self, function: str, features: Sequence[Tensor], *, normalize: bool, one_batch: bool = False
+    ) -> list[Tensor]:
+        _check_features(function, features, least=2)
+        _check_matrices(function, features, one_batch=one_batch)
         return [safe_normalize(widen(f), eps=max(self.eps, least_norm(f))) if normalize else widen(f) for f in features]
 
     def _hold(self, x: Tensor) -> Tensor:
@@ -137,6 +143,19 @@ def _along(table: Tensor, first: int, num_dims: int, second: int | None = None) 
     return table.reshape(shape)
 
 
-def _check_features(features: Sequence[Tensor], *, least: int) -> None:
+def _check_features(function: str, features: Sequence[Tensor], *, least: int) -> None:
     if len(features) < least:
-        raise UsageError(f"got {len(features)} feature tensor(s), at least {least} are needed, each [B, D].")
+        raise UsageError(f"{function} got {len(features)} feature tensor(s), at least {least} are needed, each [B, D].")
+    require_tensors(function, **{f"features[{m}]": f for m, f in enumerate(features)})
+
+
+def _check_matrices(function: str, features: Sequence[Tensor], *, one_batch: bool) -> None:
+    """Each [B, D], all with one D; with one B too where rows are put together by their number."""
+    first = features[0]
+    for m, feature in enumerate(features):
+        fits = feature.dim() == 2 and first.dim() == 2 and feature.shape[1] == first.shape[1]
+        if not fits or (one_batch and len(feature) != len(first)):
+            raise UsageError(
+                f"{function} got features[{m}] of shape {tuple(feature.shape)} and features[0] of shape "
+                f"{tuple(first.shape)}. Give all as [B, D], with one D{' and one B' if one_batch else ''}."
+            )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.errors import ConfigError
+from steadygrad.losses.check import require_masked
 from steadygrad.losses.precision import narrow, widen
 from steadygrad.losses.shapes import Dims, as_dims, count_along, sum_along
 
@@ -24,16 +25,16 @@ HEADROOM = 2.0**-24
 
 def masked_mean(x: Tensor, mask: Tensor | None = None, dim: Dims = None, *, keepdim: bool = False) -> Tensor:
     """The mean of `x` where `mask` is True; 0 with a zero gradient where nothing is left."""
+    require_masked("masked_mean", x, mask)
     wide = widen(x)
     kept = wide if mask is None else select(wide, mask)
-    dims = as_dims(kept, dim)
+    dims = as_dims(kept, dim, "masked_mean")
     count = count_kept(kept, mask, dims, keepdim=keepdim)
     return narrow(divide_sum(kept, count, dims, keepdim=keepdim), x, autocast_keeps=True)
 
 
 def reduce_loss(losses: Tensor, reduction: str, mask: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
     """Reduce `losses`, which must be 0 where masked. The mean is over what the mask leaves, or over `weight`."""
-    require_reduction(reduction)
     top = torch.finfo(losses.dtype).max
     losses = losses.clamp(-top, top)
     if reduction == "none":
@@ -47,9 +48,9 @@ def reduce_loss(losses: Tensor, reduction: str, mask: Tensor | None = None, weig
     return divide_sum(losses, torch.where(total == 0, 1.0, total), dims)
 
 
-def require_reduction(reduction: str, allowed: Sequence[str] = REDUCTIONS) -> None:
+def require_reduction(function: str, reduction: str, allowed: Sequence[str] = REDUCTIONS) -> None:
     if reduction not in allowed:
-        raise ConfigError(f"reduction must be one of {', '.join(allowed)}, got {reduction!r}.")
+        raise ConfigError(f"{function}'s reduction must be one of {', '.join(allowed)}, got {reduction!r}.")
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:

@@ -11,11 +11,14 @@ import math
 import torch
 from torch import Tensor
 
+from steadygrad.losses.check import require_masked
 from steadygrad.losses.precision import largest, narrow, widen
+from steadygrad.losses.shapes import as_dim
 
 
 def safe_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
     """softmax(x); zeros, with zero gradients, where masked and in rows that are masked entirely."""
+    _check("safe_softmax", x, dim, mask)
     rows, is_dead = _mask_rows(widen(x), dim, mask)
     return narrow(torch.where(is_dead, 0.0, rows.softmax(dim)), x, autocast_keeps=True)
 
@@ -26,6 +29,7 @@ def safe_log_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) ->
     What is masked in other rows has the lowest finite number of the dtype instead of -inf: its exponential is still 0,
     and p * log p is 0 instead of NaN.
     """
+    _check("safe_log_softmax", x, dim, mask)
     rows, is_dead = _mask_rows(widen(x), dim, mask)
     logs = torch.where(is_dead, 0.0, rows.log_softmax(dim))
     return narrow(logs.clamp(min=-largest(rows)), x, autocast_keeps=True)
@@ -37,3 +41,8 @@ def _mask_rows(wide: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Ten
         wide = torch.where(mask.bool(), wide, -math.inf)
     is_dead = (wide.detach() == -math.inf).all(dim, keepdim=True)
     return torch.where(is_dead, 0.0, wide), is_dead
+
+
+def _check(function: str, x: Tensor, dim: int, mask: Tensor | None) -> None:
+    require_masked(function, x, mask)
+    as_dim(x if mask is None or mask.dim() < x.dim() else mask, dim, function)

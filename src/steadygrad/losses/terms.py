@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.errors import ConfigError, UsageError
+from steadygrad.losses.check import require_tensors
 
 
 class Loss:
@@ -68,4 +69,7 @@ def find_bad_terms(result: Mapping[str, Tensor]) -> tuple[str, ...]:
     >>> find_bad_terms(Loss(text=1.0, latent=0.1)(text=torch.tensor(2.0), latent=torch.tensor(float("nan"))))
     ('latent',)
     """
-    return tuple(name for name, value in result.items() if name != "loss" and not bool(value.isfinite().all()))
+    terms = {name: value for name, value in result.items() if name != "loss"}
+    for name, value in terms.items():
+        require_tensors("find_bad_terms", **{name: value})
+    return tuple(name for name, value in terms.items() if not bool(value.isfinite().all()))

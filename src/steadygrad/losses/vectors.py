@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from steadygrad.losses.check import require_eps, require_number, require_tensors
 from steadygrad.losses.elementwise import power_of_two_near
 from steadygrad.losses.precision import narrow, smallest_normal, widen
 from steadygrad.losses.shapes import Dims, as_dims, count_along, sum_along
@@ -23,7 +24,8 @@ def safe_norm(x: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Tensor:
 
     A norm beyond the dtype is held at its largest number, with a zero gradient.
     """
-    dims = as_dims(x, dim)
+    require_tensors("safe_norm", x=x)
+    dims = as_dims(x, dim, "safe_norm")
     wide = widen(x)
     if count_along(wide, dims) == 0:
         return narrow(sum_along(wide, dims, keepdim=keepdim), x, autocast_keeps=True)
@@ -36,7 +38,9 @@ def safe_normalize(x: Tensor, dim: Dims = -1, *, eps: float | None = None) -> Te
 
     eps is 1e-12 by default, and in fp16 at least its smallest normal number, 6e-5.
     """
-    dims = as_dims(x, dim)
+    require_tensors("safe_normalize", x=x)
+    require_eps("safe_normalize", eps)
+    dims = as_dims(x, dim, "safe_normalize")
     wide = widen(x)
     if count_along(wide, dims) == 0:
         return x
@@ -60,7 +64,9 @@ def safe_std(x: Tensor, dim: Dims = None, *, correction: int = 1, keepdim: bool 
 
     0 with a zero gradient where samples are too few; torch gives NaN there.
     """
-    dims = as_dims(x, dim)
+    require_tensors("safe_std", x=x)
+    require_number("safe_std", "correction", correction, "1 is Bessel's, 0 is none.")
+    dims = as_dims(x, dim, "safe_std")
     wide = widen(x)
     count = count_along(wide, dims)
     if count <= max(correction, 0):

@@ -22,9 +22,13 @@ class ImprovedActivations:
         return F.gelu(x)
 
     @staticmethod
-    def swish(x: Tensor, beta: float = 1.0) -> Tensor:
-        """x · sigmoid(beta · x); SiLU for beta 1."""
-        return F.silu(x) if beta == 1.0 else x * torch.sigmoid(beta * x)
+    def swish(x: Tensor, beta: float | Tensor = 1.0) -> Tensor:
+        """x · sigmoid(beta · x); SiLU for beta 1. A beta that is a tensor is learnt with the rest."""
+        if not isinstance(beta, Tensor) and beta == 1.0:
+            return F.silu(x)
+        # In float16 x times a gradient that a loss scaler has made large is Inf, and Inf · 0 behind it NaN.
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        return (wide * torch.sigmoid(beta * wide)).to(x.dtype)
 
     @staticmethod
     def mish(x: Tensor) -> Tensor:
@@ -80,7 +84,11 @@ def get_activation_function_recommendations(layer_type: str, problem: str = "van
 
     `layer_type` is free text; a transformer or projection layer gets a line of its own.
     """
-    if problem not in ADVICE:
+    if not isinstance(problem, str) or problem not in ADVICE:
         raise ConfigError(f"problem must be one of {', '.join(ADVICE)}, got {problem!r}.")
+    if not isinstance(layer_type, str):
+        raise ConfigError(
+            f"layer_type must be text, got {type(layer_type).__name__}. Name the kind of layer, such as 'transformer'."
+        )
     special = [line for kind, line in ADVICE_FOR_LAYER.items() if kind in layer_type.lower()]
     return [*special, *ADVICE[problem]]

@@ -2,8 +2,9 @@
 
 Non-reentrant checkpoints, with random state and autocast as in the forward. Of modules that match one inside the other
 only the innermost is wrapped: everything is computed twice, nothing three times, and the pieces stay small. Recomputing
-starts from the buffers that the forward started from and leaves those of the model alone, so that BatchNorm counts a
-batch once and spectral norm's vectors agree. Names, parameters, `state_dict` and copies of the model are as before.
+starts from the buffers that the forward started from and leaves those of the model alone, as often as backward runs, so
+that BatchNorm counts a batch once and spectral norm's vectors agree. Names, parameters, `state_dict` and deep copies of
+the model are as before.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ def add_gradient_checkpointing(model: nn.Module, modules_to_checkpoint: Sequence
     """Checkpoint every module that a name matches, and return the names of those that were wrapped now.
 
     A name matches a module whose full name it is, or whose own name or class name contains it. A list of modules that
-    matches stands for its members. Modules that are wrapped already, and what is around or inside them, stay as they
-    are.
+    matches stands for its members; what has no forward is never called and matches nothing. Modules that are wrapped
+    already, and what is around or inside them, stay as they are.
     """
     wanted = (modules_to_checkpoint,) if isinstance(modules_to_checkpoint, str) else modules_to_checkpoint
     wanted = DEFAULT_MODULES if wanted is None else tuple(wanted)
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise UsageError(
+                f"modules_to_checkpoint must hold names, got {type(pattern).__name__} {str(pattern)[:80]!r}. "
+                "Give names of modules, as named_modules() tells them, or of their classes."
+            )
     matching = _find_matching(model, wanted)
     if not matching:
         classes = ", ".join(sorted({type(module).__name__ for _, module in model.named_modules()}))
@@ -57,65 +64,114 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     A bound method, so that a deep copy of the module runs the copy; and of this name, so that a pickled one finds the
     forward of its class.
     """
+    names = tuple(kwargs)
 
-    def original(*args: Any, **kwargs: Any) -> Any:
+    def original(*values: Any) -> Any:
+        num = len(values) - len(names)
         own = self.__dict__.get(ORIGINAL)
-        return type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        named = dict(zip(names, values[num:]))
+        return type(self).forward(self, *values[:num], **named) if own is None else own(*values[:num], **named)
 
+    # All go by position. By name torch takes some for its own (`debug`), does not see that one was changed in place
+    # before backward, and does not keep the random state of the device that they are on.
+    inputs = (*args, *kwargs.values())
     if not torch.is_grad_enabled():
-        return original(*args, **kwargs)
-    if torch.compiler.is_compiling() or next(self.buffers(), None) is None:  # the compiler takes no contexts of ours
-        return checkpoint(original, *args, use_reentrant=False, **kwargs)
+        return original(*inputs)
+    if torch.compiler.is_compiling():  # it takes no contexts of ours
+        return checkpoint(original, *inputs, use_reentrant=False)
 
     def make_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        before: list[_Buffer] = []
-        return _remember_buffers(self, before), _lend_buffers(before)
+        before: list[_OldBuffers] = []
+        return _remember_buffers(self, before), _LentBuffers(before)
 
-    return checkpoint(original, *args, use_reentrant=False, context_fn=make_contexts, **kwargs)
+    return checkpoint(original, *inputs, use_reentrant=False, context_fn=make_contexts)
 
 
-class _Buffer:
-    """One buffer of a module as it was before the forward."""
+class _OldBuffers:
+    """The buffers of one module as they were before the forward."""
 
-    def __init__(self, owner: nn.Module, name: str, tensor: Tensor) -> None:
-        self.owner, self.name, self.tensor = owner, name, tensor
-        self.version = tensor._version
-        self.value = tensor.detach().clone()
+    def __init__(self, owner: nn.Module, buffers: dict[str, Tensor | None], copies: dict[int, Tensor]) -> None:
+        self.owner = owner
+        self.seen = {name: (tensor, _count_writes(tensor)) for name, tensor in buffers.items()}
+        self.values = {name: _copy_once(tensor, copies) for name, tensor in buffers.items()}
+        self.has_changed = False
 
-    def has_changed(self) -> bool:
-        now = self.owner._buffers.get(self.name)
-        return now is not self.tensor or now._version != self.version
+    def keep_changed(self) -> None:
+        """After the forward: drop what it cannot have changed.
 
-    def is_vector(self) -> bool:
-        return self.value.is_floating_point() and self.value.dim() <= 1
+        The kernel of `batch_norm` writes running statistics without telling, so floating vectors are kept in any case;
+        what is large, such as a causal mask, is not.
+        """
+        now, seen = self.owner._buffers, self.seen
+        self.seen = {}
+        self.has_changed = now.keys() != seen.keys() or any(
+            now[name] is not tensor or _count_writes(tensor) != writes for name, (tensor, writes) in seen.items()
+        )
+        if not self.has_changed:
+            self.values = {name: value for name, value in self.values.items() if _is_vector(value)}
+
+    def lend(self, copies: dict[int, Tensor]) -> dict[str, Tensor | None]:
+        """Put copies of the old values in place of the buffers, and return what was there."""
+        now = dict(self.owner._buffers)
+        old = {name: _copy_once(value, copies) for name, value in self.values.items()}
+        self.put(old if self.has_changed else now | old)  # a buffer that the forward made was not there before it
+        return now
+
+    def put(self, buffers: dict[str, Tensor | None]) -> None:
+        self.owner._buffers.clear()
+        self.owner._buffers.update(buffers)
 
 
 @contextlib.contextmanager
-def _remember_buffers(module: nn.Module, before: list[_Buffer]) -> Iterator[None]:
-    """Around the forward: keep the old buffers of those modules, and only those, of which it changes one.
+def _remember_buffers(module: nn.Module, before: list[_OldBuffers]) -> Iterator[None]:
+    """Around the forward: keep the old buffers of those modules of which it changes one."""
+    copies: dict[int, Tensor] = {}
+    parts = list(module.modules())
+    held = [_OldBuffers(part, part._buffers, copies) for part in parts if part._buffers]
+    bare = [part for part in parts if not part._buffers]
+    try:
+        yield
+    finally:
+        held.extend(_OldBuffers(part, {}, copies) for part in bare if part._buffers)  # the forward made one
+        for buffers in held:
+            buffers.keep_changed()
+        before.extend(buffers for buffers in held if buffers.has_changed or buffers.values)
 
-    The kernel of `batch_norm` writes running statistics without telling, so floating vectors are kept in any case; what
-    is large, such as a causal mask, is not.
+
+class _LentBuffers(AbstractContextManager[None]):
+    """Around the recomputation: copies of the old values in place of the buffers, and the buffers back afterwards.
+
+    Torch enters the same one at each backward through a graph that is kept.
     """
-    held = [_Buffer(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-    try:
-        yield
-    finally:
-        changed = {id(buffer.owner) for buffer in held if buffer.has_changed()}
-        before.extend(b for b in held if id(b.owner) in changed or b.is_vector())
+
+    def __init__(self, before: list[_OldBuffers]) -> None:
+        self.before = before
+        self.taken: list[list[dict[str, Tensor | None]]] = []
+
+    def __enter__(self) -> None:
+        copies: dict[int, Tensor] = {}
+        self.taken.append([buffers.lend(copies) for buffers in self.before])
+
+    def __exit__(self, *error: object) -> None:
+        for buffers, own in zip(self.before, self.taken.pop()):
+            buffers.put(own)
 
 
-@contextlib.contextmanager
-def _lend_buffers(before: list[_Buffer]) -> Iterator[None]:
-    """Around the recomputation: copies of the old values in place of the buffers, and the buffers back afterwards."""
-    now = [buffer.owner._buffers.get(buffer.name) for buffer in before]
-    for buffer in before:
-        buffer.owner._buffers[buffer.name] = buffer.value.clone()
-    try:
-        yield
-    finally:
-        for buffer, tensor in zip(before, now):
-            buffer.owner._buffers[buffer.name] = tensor
+def _copy_once(tensor: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
+    """A copy; of a tensor that several modules share one and the same, so that they go on sharing."""
+    if tensor is None:
+        return None
+    if id(tensor) not in copies:
+        copies[id(tensor)] = tensor.detach().clone()
+    return copies[id(tensor)]
+
+
+def _count_writes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or tensor.is_inference() else tensor._version  # nobody may write to an inference tensor
+
+
+def _is_vector(value: Tensor | None) -> bool:
+    return value is not None and value.is_floating_point() and value.dim() <= 1
 
 
 def _find_matching(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Module]:
@@ -124,11 +180,17 @@ def _find_matching(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Modu
     for name, module in model.named_modules():
         if not name or not any(_matches(name, module, pattern) for pattern in wanted):
             continue
-        if isinstance(module, nn.ModuleList):
-            found.update({f"{name}.{key}": member for key, member in module.named_children()})
-        elif not isinstance(module, nn.ModuleDict):
-            found[name] = module
+        found.update(_list_members(name, module))
     return found
+
+
+def _list_members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module itself, or of a list its members; nothing that has no forward and so is never called."""
+    if isinstance(module, nn.ModuleList):
+        for key, member in module.named_children():
+            yield from _list_members(f"{name}.{key}", member)
+    elif "forward" in module.__dict__ or type(module).forward is not nn.Module.forward:
+        yield name, module
 
 
 def _matches(name: str, module: nn.Module, pattern: str) -> bool:
