@@ -26,7 +26,7 @@ from steadygrad.losses.check import (
     require_share,
     require_tensors,
 )
-from steadygrad.losses.precision import largest, narrow, widen
+from steadygrad.losses.precision import hold, hold_above, largest, narrow, widen
 from steadygrad.losses.reduction import REDUCTIONS, reduce_loss, require_reduction, select
 from steadygrad.losses.shapes import as_dim
 from steadygrad.losses.softmax import safe_log_softmax
@@ -70,7 +70,7 @@ def masked_cross_entropy(
     if z_loss:
         losses = losses + share * z_loss * _squared_partition(rows)
     loss = reduce_loss(select(losses, counts), reduction, weight=share)
-    return narrow(loss if ceiling is None else loss.clamp(max=ceiling), logits, autocast_keeps=True)
+    return narrow(loss if ceiling is None else torch.where(loss > ceiling, ceiling, loss), logits, autocast_keeps=True)
 
 
 def stable_bce_with_logits(
@@ -112,7 +112,7 @@ def focal(
         require_share("focal", "alpha", alpha, "Use 0.25, or None to weigh both classes alike.")
     require_not_negative("focal", "gamma", gamma, "Use 2.0, or 0.0 for plain cross entropy.")
     x, y = _clean(logits, target, mask)
-    near = x.clamp(-1e30, 1e30)  # beyond, the power is 0 or 1 and its derivative would be 0 * inf
+    near = hold(x, 1e30)  # beyond, the power is 0 or 1 and its derivative would be 0 * inf
     miss = torch.logaddexp(F.logsigmoid(near) + (1 - y).log(), F.logsigmoid(-near) + y.log())  # log(1 - p_t)
     losses = (gamma * miss).exp() * bce_losses(x, y)
     if alpha is not None:
@@ -164,7 +164,7 @@ def _clean(logits: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor,
     x, y = widen(logits), widen(target)
     if mask is not None:
         x, y = select(x, mask), select(y, mask)
-    return x.clamp(-largest(x), largest(x)), y.to(x.dtype)
+    return hold(x, largest(x)), y.to(x.dtype)
 
 
 def _pick_class(rows: Tensor, labels: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def _pick_class(rows: Tensor, labels: Tensor) -> Tensor:
 def _smooth_nll(rows: Tensor, labels: Tensor, share: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
     """Weighted negative log-likelihood of each row, mixed with the mean over the classes that are not -inf."""
     logs = rows.log_softmax(-1)
-    nll = -share * _pick_class(logs, labels).clamp(min=-largest(rows))
+    nll = -share * hold_above(_pick_class(logs, labels), -largest(rows))
     if not smoothing:
         return nll
     possible = rows.detach() > -math.inf
@@ -196,19 +196,19 @@ def _smooth_nll(rows: Tensor, labels: Tensor, share: Tensor, weight: Tensor | No
 
 
 def _squared_partition(rows: Tensor) -> Tensor:
-    return rows.logsumexp(-1).clamp(-1e18, 1e18).square()  # its square stays in fp32
+    return hold(rows.logsumexp(-1), 1e18).square()  # its square stays in fp32
 
 
 def _kl_of_logs(log_q: Tensor, log_p: Tensor) -> Tensor:
     p = log_p.exp()
-    log_p, log_q = (select(v, p > 0).clamp(min=-largest(v)) for v in (log_p, log_q))
+    log_p, log_q = (hold_above(select(v, (p > 0) | v.isnan()), -largest(v)) for v in (log_p, log_q))
     return p * (log_p - log_q)
 
 
 def _kl_of_probabilities(log_q: Tensor, p: Tensor) -> Tensor:
-    has_mass = p > 0
-    log_q = select(log_q, has_mass).clamp(min=-largest(log_q))
-    return torch.where(has_mass, p * (torch.where(has_mass, p, 1.0).log() - log_q), p * 0)
+    has_mass, counts = p > 0, (p > 0) | log_q.isnan()
+    log_q = hold_above(select(log_q, counts), -largest(log_q))
+    return torch.where(counts, p * (torch.where(has_mass, p, 1.0).log() - log_q), p * 0)
 
 
 def _check_settings(smoothing: float, z_loss: float, ceiling: float | None, ignore_index: int) -> None:

@@ -99,8 +99,9 @@ def safe_atan2(y: Tensor, x: Tensor) -> Tensor:
 
 
 def power_of_two_near(size: Tensor) -> Tensor:
-    """A power of two within a factor of four of `size`, at least 2^-100: dividing by it changes no digit."""
-    return torch.exp2(torch.floor(torch.log2(size.clamp(min=2.0**-99) / 2)))
+    """A power of two within a factor of four of `size`, far above the least number: dividing by it changes no digit."""
+    least = 2.0**-990 if size.dtype == torch.float64 else 2.0**-99
+    return torch.exp2(torch.floor(torch.log2(size.clamp(min=least) / 2)))
 
 
 def _inside_unit(angle: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

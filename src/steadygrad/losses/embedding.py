@@ -20,7 +20,7 @@ from steadygrad.losses.check import (
     require_tensors,
 )
 from steadygrad.losses.classification import masked_cross_entropy
-from steadygrad.losses.precision import narrow, widen, without_autocast
+from steadygrad.losses.precision import hold_above, narrow, widen, without_autocast
 from steadygrad.losses.reduction import reduce_loss, require_reduction, select
 from steadygrad.losses.shapes import Dims, as_dims, broadcasts_to
 from steadygrad.losses.vectors import least_norm, safe_normalize
@@ -60,11 +60,11 @@ def info_nce(
     """Cross entropy of finding `key[i]` for `query[i]` [B, D] among all keys, or among it and `negatives`.
 
     `negatives` is [K, D], shared, or [B, K, D], each query's own. A learned temperature is held at 0.01 or above, as
-    CLIP holds its scale at 100 or below.
+    CLIP holds its scale at 100 or below; its gradient passes, so that it can come back.
     """
     _check_contrast(query, key, negatives, temperature, label_smoothing, reduction)
     q, k = (_prepare(v, normalize=normalize) for v in (query, key))
-    scale = 1 / widen(temperature).clamp(min=0.01) if isinstance(temperature, Tensor) else 1 / temperature
+    scale = 1 / _hold_temperature(widen(temperature)) if isinstance(temperature, Tensor) else 1 / temperature
     with without_autocast(query.device):
         if negatives is None:
             logits = q @ k.mT  # [B, B]
@@ -94,7 +94,7 @@ def clip_loss(
     """
     _check_sides(image, text, logit_scale, max_scale, label_smoothing, reduction)
     a, b = (_prepare(v, normalize=normalize) for v in (image, text))
-    scale = widen(logit_scale).clamp(max=max_scale) if isinstance(logit_scale, Tensor) else min(logit_scale, max_scale)
+    scale = _hold_scale(logit_scale, max_scale)
     with without_autocast(image.device):
         logits = scale * (a @ b.mT)  # [B, B]
         labels = torch.arange(len(a), device=a.device)
@@ -103,6 +103,14 @@ def clip_loss(
             for way in (logits, logits.mT)
         ]
     return narrow((ways[0] + ways[1]) / 2, image, autocast_keeps=True)
+
+
+def _hold_temperature(temperature: Tensor) -> Tensor:
+    return temperature + (hold_above(temperature, 0.01) - temperature).detach()
+
+
+def _hold_scale(scale: Tensor | float, top: float) -> Tensor | float:
+    return torch.where(scale > top, top, widen(scale)) if isinstance(scale, Tensor) else min(scale, top)
 
 
 def _prepare(features: Tensor, *, normalize: bool) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.losses.check import require_same_shape, require_tensors
 from steadygrad.losses.elementwise import safe_div, safe_log, safe_sqrt
-from steadygrad.losses.precision import narrow, widen, without_autocast
+from steadygrad.losses.precision import hold_above, narrow, widen, without_autocast
 from steadygrad.losses.vectors import least_norm, safe_normalize
 
 
@@ -101,7 +101,8 @@ class StableLossFunctions:
         return [safe_normalize(widen(f), eps=max(self.eps, least_norm(f))) if normalize else widen(f) for f in features]
 
     def _hold(self, x: Tensor) -> Tensor:
-        return x.clamp(self.clamp_min, self.clamp_max)
+        held = torch.where(x > self.clamp_max, self.clamp_max, x)  # a NaN, and its gradient, pass: see `precision.hold`
+        return hold_above(held, self.clamp_min)
 
 
 def get_stable_loss_function(loss_version: int = 0, normalize: bool = True, eps: float = 1e-8) -> Callable[..., Tensor]:

@@ -25,7 +25,21 @@ def narrow(result: Tensor, like: Tensor, *, autocast_keeps: bool) -> Tensor:
     """`result` in the dtype of `like`, held inside its range; in fp32 where autocast would give that."""
     if like.dtype not in HALF or (autocast_keeps and torch.is_autocast_enabled(like.device.type)):
         return result
-    return result.clamp(-largest(like), largest(like)).to(like.dtype)
+    return hold(result, largest(like)).to(like.dtype)
+
+
+def hold(x: Tensor, top: float) -> Tensor:
+    """`x` held within +-top, with a zero gradient beyond.
+
+    NaN passes, and so does its gradient: `clamp` gives it none, and with a sum behind it nobody else either, so that a
+    loss of NaN would leave every gradient at zero and nothing for a guard to see.
+    """
+    return torch.where(x.abs() > top, torch.sign(x.detach()) * top, x)
+
+
+def hold_above(x: Tensor, low: float) -> Tensor:
+    """`x` held at `low` or above, with a zero gradient below; NaN passes."""
+    return torch.where(x < low, low, x)
 
 
 def result_dtype(*values: Tensor | float) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Elements of a loss -> mean, sum, or as they are; with a mask, over what it leaves.
 
 What is masked is selected out, never multiplied by 0. The mean of nothing is a zero connected to the graph, so that
-every rank has a gradient. Sums are formed of elements scaled by a power of two, so that the mean of finite elements is
-finite and still bit for bit the plain one.
+every rank has a gradient. Where the plain sum overflows it is formed of elements scaled by a power of two, so that the
+mean of finite elements is finite; elsewhere it is the plain one. NaN stays, in the value and in the gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from steadygrad.errors import ConfigError
 from steadygrad.losses.check import require_masked
-from steadygrad.losses.precision import narrow, widen
+from steadygrad.losses.precision import hold, narrow, widen
 from steadygrad.losses.shapes import Dims, as_dims, count_along, sum_along
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -36,12 +36,12 @@ def masked_mean(x: Tensor, mask: Tensor | None = None, dim: Dims = None, *, keep
 def reduce_loss(losses: Tensor, reduction: str, mask: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
     """Reduce `losses`, which must be 0 where masked. The mean is over what the mask leaves, or over `weight`."""
     top = torch.finfo(losses.dtype).max
-    losses = losses.clamp(-top, top)
+    losses = hold(losses, top)
     if reduction == "none":
         return losses
     dims = tuple(range(losses.dim()))
     if reduction == "sum":
-        return losses.sum().clamp(-top, top)
+        return _add_up(losses, top)
     if weight is None:
         return divide_sum(losses, count_kept(losses, mask, dims), dims)
     total = weight.sum()
@@ -67,7 +67,18 @@ def count_kept(x: Tensor, mask: Tensor | None, dims: Sequence[int], *, keepdim: 
 
 def divide_sum(x: Tensor, count: Tensor | int, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
     """The sum over `dims` by `count`; finite if all elements are, though their mean may round beyond the dtype."""
-    total = sum_along(x * HEADROOM, dims, keepdim=keepdim)
-    mean = total / (count * HEADROOM)
-    top = torch.finfo(x.dtype).max
-    return torch.where(total.isinf(), mean, mean.clamp(-top, top))
+    total, small = sum_along(x, dims, keepdim=keepdim), sum_along(x * HEADROOM, dims, keepdim=keepdim)
+    mean = torch.where(_overflowed(total, small), small / (count * HEADROOM), total / count)
+    return torch.where(small.isinf(), mean, hold(mean, torch.finfo(x.dtype).max))
+
+
+def _add_up(losses: Tensor, top: float) -> Tensor:
+    """The sum, held at `top`; a row that is beyond all numbers does not take the gradient of the others."""
+    total, small = losses.sum(), (losses * HEADROOM).sum()
+    held = torch.sign(small.detach()) * top + (small - small.detach()) / HEADROOM
+    return torch.where(_overflowed(total, small), held, total)
+
+
+def _overflowed(total: Tensor, small: Tensor) -> Tensor:
+    """Where the sum left the dtype, though its elements did not."""
+    return small.isfinite() & ~total.isfinite()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.losses.check import require_masked
-from steadygrad.losses.precision import largest, narrow, widen
+from steadygrad.losses.precision import hold_above, largest, narrow, widen
 from steadygrad.losses.shapes import as_dim
 
 
@@ -32,7 +32,7 @@ def safe_log_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) ->
     _check("safe_log_softmax", x, dim, mask)
     rows, is_dead = _mask_rows(widen(x), dim, mask)
     logs = torch.where(is_dead, 0.0, rows.log_softmax(dim))
-    return narrow(logs.clamp(min=-largest(rows)), x, autocast_keeps=True)
+    return narrow(hold_above(logs, -largest(rows)), x, autocast_keeps=True)
 
 
 def _mask_rows(wide: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steadygrad.losses.check import require_eps, require_number, require_tensors
 from steadygrad.losses.elementwise import power_of_two_near
-from steadygrad.losses.precision import narrow, smallest_normal, widen
+from steadygrad.losses.precision import hold, narrow, smallest_normal, widen
 from steadygrad.losses.shapes import Dims, as_dims, count_along, sum_along
 
 
@@ -73,7 +73,7 @@ def safe_std(x: Tensor, dim: Dims = None, *, correction: int = 1, keepdim: bool 
         return narrow(_zero_sum(wide, dims, keepdim=keepdim), x, autocast_keeps=False)
     scaled, scale, is_zero = _scale_down(wide, dims)
     spread = _norm_of(scaled - scaled.mean(dims, keepdim=True), dims) / math.sqrt(count - correction)
-    std = torch.where(is_zero, 0.0, spread * scale)
+    std = hold(torch.where(is_zero, 0.0, spread * scale), torch.finfo(wide.dtype).max)
     return narrow(_drop_dims(std, dims, keepdim=keepdim), x, autocast_keeps=False)
 
 
@@ -85,8 +85,9 @@ def _zero_sum(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tenso
 
 def _norm_of(wide: Tensor, dims: tuple[int, ...]) -> Tensor:
     scaled, scale, is_zero = _scale_down(wide, dims)
-    norm = torch.linalg.vector_norm(scaled, dim=dims, keepdim=True) * scale
-    return torch.where(is_zero, 0.0, norm).clamp(max=torch.finfo(wide.dtype).max)
+    norm = torch.linalg.vector_norm(scaled, dim=dims, keepdim=True)
+    held = hold(torch.where(is_zero, 0.0, norm * scale), torch.finfo(wide.dtype).max)
+    return torch.where(norm.isinf(), norm, held)  # an element is infinite: so is the norm
 
 
 def _scale_down(wide: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +96,7 @@ def _scale_down(wide: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Te
     Subnormal numbers count as zero: the second derivative, one over the norm, has no number there.
     """
     size = wide.detach().abs().amax(dims, keepdim=True)
-    scale = power_of_two_near(size)
+    scale = torch.where(size.isinf(), 1.0, power_of_two_near(size))
     is_zero = size < torch.finfo(wide.dtype).tiny
     return torch.where(is_zero, 1.0, wide / scale), scale, is_zero
 

@@ -1,0 +1,245 @@
+"""Advice up to the very number at which it turns: how long, how often, how far, and how it is rounded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from view_page import list_texts, read_report
+from view_runs import make_incident, make_step, open_directory
+
+from steadygrad.facts import Action, GradientTable, Incident, Outcome, Reading
+from steadygrad.record.tally import MAX_NORMS, Tally
+from steadygrad.view.advice import Advice, Seen, advise, see_run, see_tally
+from steadygrad.view.read.run import open_run
+
+FLAT = [(step, 0.5) for step in range(400)]
+RISING = [(step, step + 1.0) for step in range(100)]
+
+
+def find(seen: Seen, setting: str) -> Advice | None:
+    return next((one for one in advise(seen) if one.setting == setting), None)
+
+
+def begin(norm: float, until: int, num: int = 400, *, level: float = 0.5) -> list[tuple[int, float]]:
+    """Norms that are at their level from a step on."""
+    return [(step, norm if step < until else level) for step in range(num)]
+
+
+def ramp(peak: int, *, start: float = 0.0) -> list[tuple[int, float]]:
+    """A rate that rises until a step and stays."""
+    return [(step, start + (1 - start) * min(1.0, step / peak)) for step in range(400)]
+
+
+# --- from how much --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num", "told"), [(49, []), (50, ["clip threshold"])])
+def test_fifty_norms_are_enough_to_advise_from(num: int, told: list[str]) -> None:
+    assert [one.setting for one in advise(Seen(norms=FLAT[:num]))] == told
+
+
+@pytest.mark.parametrize(("num", "told"), [(54, False), (55, True)])
+def test_a_threshold_needs_half_as_many_norms_since_they_settled(num: int, told: bool) -> None:
+    assert (find(Seen(norms=begin(8.0, 30, num)), "clip threshold") is not None) is told
+
+
+# --- the clip threshold ---------------------------------------------------------------------------------------------
+
+
+def test_a_threshold_is_what_95_of_a_hundred_norms_are_below() -> None:
+    flat = [(step, 100.0 + norm / 100) for step, norm in RISING]
+    advice = find(Seen(norms=flat), "clip threshold")
+    assert advice is not None
+    assert sum(norm < advice.value for _, norm in flat) == 95
+    assert str(advice) == (
+        "clip threshold 1e+02: 95 % of the norms were below it, and nothing was clipped by a fixed norm"
+    )
+
+
+@pytest.mark.parametrize(("num_clipped", "threshold", "told"), [(200, 0.1, False), (201, 0.1, True), (201, 0.5, False)])
+def test_a_threshold_is_raised_when_it_clips_more_than_half_and_norms_are_above_it(
+    num_clipped: int, threshold: float, told: bool
+) -> None:
+    seen = Seen(norms=FLAT, threshold=threshold, num_clipped=num_clipped, num_applied=400)
+    assert (find(seen, "clip threshold") is not None) is told
+
+
+@pytest.mark.parametrize(("threshold", "told"), [(5.0, False), (5.5, True)])
+def test_a_threshold_is_lowered_when_it_is_more_than_ten_times_what_it_could_be(threshold: float, told: bool) -> None:
+    advice = find(Seen(norms=FLAT, threshold=threshold, num_applied=400), "clip threshold")
+    assert (advice is not None) is told
+    if advice is not None:
+        assert advice.value == 0.5
+        assert advice.reason.endswith("5.5 lets through a spike of 11 times that")
+
+
+# --- the warm-up ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num", "until", "steps"),
+    [(250, 5, 5), (250, 10, 10), (250, 15, 15), (400, 48, 50), (400, 40, 40), (2000, 120, 150), (4000, 1200, 1500)],
+)
+def test_a_warm_up_is_as_long_as_the_norms_took_to_settle_rounded_up_as_a_person_would(
+    num: int, until: int, steps: int
+) -> None:
+    advice = find(Seen(norms=begin(8.0, until, num), threshold=1.0), "warm-up")
+    assert advice is not None
+    assert str(advice) == (f"warm-up {steps} steps: until step {until} the norm was 16 times above what it settled at")
+
+
+@pytest.mark.parametrize(
+    ("began", "told"),
+    [(1.0, None), (1.05, "2.1 times above"), (0.25, None), (0.2, "2.5 times below")],
+)
+def test_norms_have_settled_within_twice_or_half_of_their_level(began: float, told: str | None) -> None:
+    advice = find(Seen(norms=begin(began, 40), threshold=1.0), "warm-up")
+    assert (advice is None) is (told is None)
+    assert told is None or told in str(advice)
+
+
+@pytest.mark.parametrize(("until", "told"), [(192, True), (200, False), (240, False)])
+def test_norms_that_settle_in_the_second_half_say_nothing_about_a_warm_up(until: int, told: bool) -> None:
+    assert (find(Seen(norms=begin(8.0, until), threshold=1.0), "warm-up") is not None) is told
+
+
+@pytest.mark.parametrize(("peak", "told"), [(30, True), (32, False)])
+def test_a_warm_up_two_thirds_as_long_as_the_norms_took_is_long_enough(peak: int, told: bool) -> None:
+    advice = find(Seen(norms=begin(8.0, 48), rates=ramp(peak), threshold=1.0), "warm-up")
+    assert (advice is not None) is told
+    if advice is not None:
+        assert advice.value == 50
+        assert advice.reason.endswith(f"settled at, and the rate had reached its height at step {peak}")
+
+
+@pytest.mark.parametrize(
+    ("until", "peak", "steps"), [(0, 19, None), (0, 20, 2), (0, 200, 20), (48, 200, 50), (48, 192, None)]
+)
+def test_a_warm_up_four_times_longer_than_the_norms_took_is_shortened_to_no_less_than_a_tenth(
+    until: int, peak: int, steps: int | None
+) -> None:
+    advice = find(Seen(norms=begin(8.0, until), rates=ramp(peak), threshold=1.0), "warm-up")
+    assert (None if advice is None else advice.value) == steps
+    if advice is not None:
+        assert advice.reason == (f"the norm had settled by step {until}, and the rate went on rising until step {peak}")
+
+
+@pytest.mark.parametrize(("start", "told"), [(0.89, True), (0.91, False)])
+def test_a_rate_that_begins_near_its_height_has_no_warm_up_to_shorten(start: float, told: bool) -> None:
+    seen = Seen(norms=FLAT, rates=ramp(200, start=start), threshold=1.0)
+    assert (find(seen, "warm-up") is not None) is told
+
+
+# --- the learning rate ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratios", "value"),
+    [
+        ([1e-4] * 4, None),
+        ([0.9e-4] * 4, 0.01),
+        ([1e-2] * 4, None),
+        ([1.1e-2] * 4, 1e-4),
+        ([0.0] * 4, None),
+        ([1e-5] * 2, None),
+        ([1e-5] * 3, 0.01),
+        ([1e-3, 1e-3, *[1e-5] * 6], 0.01),
+        ([1e-3, 1e-3, 1e-3, 1e-3, 1e-3, *[1e-5] * 3], None),
+        ([*[1e-3] * 4, *[1e-5] * 4], 0.01),  # of the last six four
+    ],
+)
+def test_the_rate_changes_when_updates_are_ten_times_off_over_the_last_three_quarters(
+    ratios: list[float], value: float | None
+) -> None:
+    advice = find(Seen(norms=FLAT, rates=[(0, 1e-3), (9, 5e-4)], ratios=ratios, threshold=1.0), "learning rate")
+    assert (None if advice is None else advice.value) == (None if value is None else pytest.approx(value))
+
+
+def test_without_a_rate_none_is_advised() -> None:
+    assert advise(Seen(norms=FLAT, ratios=[1e-5] * 8, threshold=1.0)) == []
+
+
+def change_rate(step: int, before: object, after: object) -> Incident:
+    outcome = Outcome(action=Action.SCALE_LR, message="", before=before, after=after)  # type: ignore[arg-type]
+    return dataclasses.replace(make_incident(step, action=Action.SCALE_LR), outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lowered"),
+    [
+        ([({"lr": 0.8}, {"lr": 0.4})], 0.4),
+        ([({"lr": 0.8}, {"lr": 0.4}), ({"lr": 0.4}, {"lr": 0.8})], None),
+        ([({"lr": 0.8}, {"lr": 1.6})], None),
+        ([({"lr": 0.0}, {"lr": 0.0}), ({"lr": 0.8}, {"lr": 0.2})], 0.2),
+        ([({"a": 0.1, "b": 0.8}, {"a": 0.05, "b": 0.4})], 0.4),
+        ([({}, {}), ({"lr": 0.8}, {"lr": 0.4})], 0.4),
+        ([({"lr": "odd"}, {"lr": 0.1})], None),
+    ],
+)
+def test_the_rate_that_the_guard_has_left_is_advised_when_it_is_lower(
+    tmp_path: Path, changes: Sequence[tuple[object, object]], lowered: float | None
+) -> None:
+    incidents = [change_rate(10 * i, before, after) for i, (before, after) in enumerate(changes)]
+    directory = open_directory(tmp_path)
+    directory.write_step(make_step(0, learning_rates=(0.8,)))
+    for incident in incidents:
+        directory.write_incident(incident)
+    directory.close()
+    expected = None if lowered is None else pytest.approx(lowered)
+    assert see_run(open_run(tmp_path).read_all()).lowered == expected
+    assert see_tally(Tally(), incidents, max_norm=None).lowered == expected
+
+
+# --- from where -----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_advises_from_the_steps_that_were_applied_and_the_norms_above_zero(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path)
+    for step in range(120):
+        record = make_step(step, grad_norm=2.0, skipped=step >= 100, learning_rates=(1e-3,))
+        directory.write_step(record if step < 80 else dataclasses.replace(record, grad_norm=0.0, clipped=False))
+    directory.close()
+    (line,) = list_texts(read_report(tmp_path), ".//div[@data-part='advice']//li")
+    assert "1 clipped 80 % of the steps" in line
+    seen = see_run(open_run(tmp_path).read_all())
+    assert (len(seen.norms), seen.num_applied) == (80, 100)
+
+
+def test_the_ratio_of_a_step_is_that_of_its_median_parameter(tmp_path: Path) -> None:
+    lines = [
+        {"step": 0, "gradients": {}, "update_ratios": {"a": 1e-5, "b": 1e-3, "c": 1e-2}},
+        {"step": 1, "gradients": {}, "update_ratios": {"a": 1e-4, "b": "nan"}},
+        {"step": 2, "gradients": {}, "update_ratios": {"a": "inf"}},
+    ]
+    (tmp_path / "layers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert see_run(open_run(tmp_path).read_all()).ratios == pytest.approx([1e-3, 1e-4])
+
+
+def make_reading(step: int, norm: float, *, skipped: bool) -> Reading:
+    return Reading(
+        step=step,
+        loss=1.0,
+        grad_norm=norm,
+        finite_grad_norm=norm,
+        num_nonfinite=0,
+        num_nan=0,
+        clip_coefficient=1.0,
+        skipped=skipped,
+        learning_rates=(),
+        gradients=GradientTable((), (), ()),
+    )
+
+
+def test_a_guard_advises_from_the_norms_that_it_remembers_at_their_steps() -> None:
+    tally = Tally()
+    for step in range(MAX_NORMS + 4):
+        tally.add(make_reading(step, 0.0 if step == 9 else 0.5, skipped=step < 3))
+    seen = see_tally(tally, [], max_norm=2.0, rate=0.1)
+    assert [step for step, _ in seen.norms] == [step for step in range(4, MAX_NORMS + 4) if step != 9]
+    assert (seen.num_applied, seen.threshold) == (MAX_NORMS + 1, 2.0)
+    assert list(seen.rates) == [(MAX_NORMS + 4, 0.1)]
+    assert list(see_tally(tally, [], max_norm=2.0).rates) == []
