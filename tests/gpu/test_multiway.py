@@ -93,7 +93,8 @@ def test_features_may_lie_in_memory_as_they_like(negatives: str, precision: str)
     beside = [f.requires_grad_() for f in torch.stack([f.detach() for f in dense], 1).unbind(1)]
     for strange in (columns_first, beside):
         found = evaluate(strange, scale, negatives=negatives, precision=precision)
-        assert max(differ(found, expected)) < 1e-6
+        # Positives are summed in another order, and a weight here and there rounds the other way.
+        assert max(differ(found, expected)) < LIMITS[precision] / 10
 
 
 def test_absent_modalities_on_the_device() -> None:

@@ -53,7 +53,7 @@ NO_GAINS = Gains()
 
 
 def _divide(grad: Tensor, one: Tensor | None, other: Tensor | None) -> Tensor:
-    return grad if one is None or other is None else grad / (one * other)
+    return grad if one is None or other is None else grad / one / other
 
 
 def choose_precision(
