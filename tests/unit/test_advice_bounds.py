@@ -47,6 +47,12 @@ def test_a_threshold_needs_half_as_many_norms_since_they_settled(num: int, told:
     assert (find(Seen(norms=begin(8.0, 30, num)), "clip threshold") is not None) is told
 
 
+@pytest.mark.parametrize(("num_last", "num", "told"), [(8, 400, False), (4, 404, True)])
+def test_norms_that_are_away_in_the_last_stretch_have_not_settled(num_last: int, num: int, told: bool) -> None:
+    norms = begin(0.5, num - num_last, num, level=8.0)  # a stretch is 8 steps; what is shorter at the end is none
+    assert (advise(Seen(norms=norms)) != []) is told
+
+
 # --- the clip threshold ---------------------------------------------------------------------------------------------
 
 
@@ -82,7 +88,7 @@ def test_a_threshold_is_lowered_when_it_is_more_than_ten_times_what_it_could_be(
 
 @pytest.mark.parametrize(
     ("num", "until", "steps"),
-    [(250, 5, 5), (250, 10, 10), (250, 15, 15), (400, 48, 50), (400, 40, 40), (2000, 120, 150), (4000, 1200, 1500)],
+    [(250, 5, 5), (250, 10, 10), (550, 11, 15), (400, 48, 50), (400, 40, 40), (2000, 120, 150), (4000, 1200, 1500)],
 )
 def test_a_warm_up_is_as_long_as_the_norms_took_to_settle_rounded_up_as_a_person_would(
     num: int, until: int, steps: int
@@ -128,6 +134,12 @@ def test_a_warm_up_four_times_longer_than_the_norms_took_is_shortened_to_no_less
         assert advice.reason == (f"the norm had settled by step {until}, and the rate went on rising until step {peak}")
 
 
+def test_two_rates_are_enough_to_see_a_warm_up() -> None:
+    advice = find(Seen(norms=FLAT, rates=[(0, 0.1), (200, 1.0)], threshold=1.0), "warm-up")
+    assert advice is not None
+    assert advice.value == 20
+
+
 @pytest.mark.parametrize(("start", "told"), [(0.89, True), (0.91, False)])
 def test_a_rate_that_begins_near_its_height_has_no_warm_up_to_shorten(start: float, told: bool) -> None:
     seen = Seen(norms=FLAT, rates=ramp(200, start=start), threshold=1.0)
@@ -149,7 +161,7 @@ def test_a_rate_that_begins_near_its_height_has_no_warm_up_to_shorten(start: flo
         ([1e-5] * 3, 0.01),
         ([1e-3, 1e-3, *[1e-5] * 6], 0.01),
         ([1e-3, 1e-3, 1e-3, 1e-3, 1e-3, *[1e-5] * 3], None),
-        ([*[1e-3] * 4, *[1e-5] * 4], 0.01),  # of the last six four
+        ([*[1e-3] * 7, *[1e-5] * 5], 0.01),  # five of the last nine
     ],
 )
 def test_the_rate_changes_when_updates_are_ten_times_off_over_the_last_three_quarters(

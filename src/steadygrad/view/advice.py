@@ -184,7 +184,7 @@ def _advise_clip(seen: Seen, settled: int) -> Advice | None:
     after = sorted(norm for step, norm in seen.norms if step >= settled)
     if len(after) < MIN_STEPS // 2:
         return None
-    high = after[min(len(after) - 1, int(0.95 * len(after)))]
+    high = after[int(0.95 * len(after))]
     why = f"95 % of the norms{' since they settled' if settled else ''} were below it"
     if seen.threshold is None:
         return Advice(setting="clip threshold", value=high, reason=f"{why}, and nothing was clipped by a fixed norm")

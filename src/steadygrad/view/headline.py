@@ -112,7 +112,9 @@ def _tell_loss(run: RunReader) -> str:
     first, last = first_loss(run), last_loss(run)
     if first is None or last is None or run.steps.num_steps < 2:
         return ""
-    way = "fell" if last < first else "rose" if last > first else "stayed"
+    if first == last:
+        return f" The loss stayed at {spell_number(first)}."
+    way = "fell" if last < first else "rose"
     return f" The loss {way} from {spell_number(first)} to {spell_number(last)}."
 
 

@@ -50,7 +50,7 @@ def _tell_clipping(tally: Tally, max_norm: float | None) -> str:
         name, count = tally.dominated.most_common(1)[0]
         line += f", led by {name} in {count}"
     suggestion = tally.norm_quantile(0.95)
-    if tally.norms and suggestion > 0:
+    if suggestion > 0:
         now = "" if max_norm is None else f" (now {max_norm:g})"
         line += f"; a threshold of {suggestion:.2g}{now} would have clipped one step in twenty"
     return line

@@ -46,6 +46,7 @@ MARKS = {
     "sanitize": "sanitised",
     "scale_lr": "learning rate changed",
     "scale_weight_decay": "weight decay changed",
+    "tighten_clip": "clip threshold changed",
     "rollback": "rolled back",
     "halt": "halted",
     "clip": "clipped",
@@ -100,7 +101,8 @@ def summarise_chart(run: RunReader, chart: str) -> str:
     if chart == "share":
         return f"{steps.num_clipped} steps clipped and {steps.num_skipped} skipped of {steps.num_steps}."
     if chart in ("layers", "ratios"):
-        return f"{CHARTS[chart]}: {len(run.norms.names)} parameters at {len(run.norms.steps)} times."
+        table = run.norms if chart == "layers" else run.ratios
+        return f"{CHARTS[chart]}: {len(table.names)} parameters at {len(table.steps)} times."
     return f"{CHARTS[chart]} over {steps.num_steps} steps."
 
 

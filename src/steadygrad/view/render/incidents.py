@@ -40,7 +40,7 @@ def render_incidents(log: IncidentLog) -> Html:
     """All of them: counted, and those that were kept in full."""
     if not log.count:
         return tag("p", "Nothing happened that is worth a line.", class_="calm")
-    shown = log.shown()[:MAX_SHOWN]
+    shown = _keep_ends(log.shown())
     left_out = log.count - len(shown)
     note = (
         f"{left_out:,} more are in incidents.jsonl: of each kind the first and the last are shown." if left_out else ""
@@ -50,6 +50,12 @@ def render_incidents(log: IncidentLog) -> Html:
     )
     listed = tag("div", *(render_incident(one, i) for i, one in enumerate(shown)), class_="incidents")
     return join([kinds, listed, tag("p", note, class_="note") if note else None])
+
+
+def _keep_ends(incidents: list[Row]) -> list[Row]:
+    """At most MAX_SHOWN, from the beginning and from the end: how a run ended is what its reader came for."""
+    half = MAX_SHOWN // 2
+    return incidents if len(incidents) <= MAX_SHOWN else [*incidents[:half], *incidents[-half:]]
 
 
 def render_incident(incident: Row, number: int) -> Html:
@@ -99,7 +105,7 @@ def _render_cause(cause: dict[str, Any]) -> Html:
     pairs: list[tuple[str, str | Html]] = [
         (LABELS.get(key, key.replace("_", " ")), _spell_field(key, cause[key]))
         for key in (*LABELS, *others)
-        if key in cause and not (cause[key] is None or cause[key] == "" or cause[key] == [])
+        if key in cause and _is_told(key, cause[key])
     ]
     return tag(
         "section",
@@ -145,6 +151,11 @@ def is_code(text: str) -> bool:
         return not isinstance(ast.parse(text, mode="eval").body, ast.Name | ast.Constant)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # words, or a file that wants to do harm
         return False
+
+
+def _is_told(key: str, value: Any) -> bool:
+    """Whether a field says something; a module without a name does: it is the model itself."""
+    return value is not None and value != [] and (value != "" or key == "module")
 
 
 def _spell_field(key: str, value: Any) -> str:

@@ -1,0 +1,200 @@
+"""The verdict in a sentence, and the numbers beside it: each word is earned, up to the very step at which it turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+import pytest
+from view_page import read_pairs, read_report, read_text
+from view_runs import CAUSE, make_incident, make_step, open_directory
+
+from steadygrad.facts import Action, Cause, Incident, Severity
+
+NAN = math.nan
+SPIKE = make_incident(1, kind="loss_spike", severity=Severity.WARNING, action=Action.NONE)
+
+
+def judge(page: Element) -> tuple[str, str]:
+    """The tone and the sentence at the top of a run's page."""
+    (line,) = page.findall(".//div[@data-part='headline']/p")
+    return (line.get("class") or "").removeprefix("headline "), read_text(line)
+
+
+def report(path: Path, losses: Sequence[float | None], *incidents: Incident, num_skipped: int = 0) -> Element:
+    """The report of a run with these losses, the first steps of which were skipped."""
+    directory = open_directory(path)
+    for step, loss in enumerate(losses):
+        directory.write_step(make_step(step, loss=loss, grad_norm=0.5, skipped=step < num_skipped))
+    for incident in incidents:
+        directory.write_incident(incident)
+    directory.close()
+    return read_report(path)
+
+
+# --- the word -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_has_not_begun_is_empty(tmp_path: Path) -> None:
+    assert judge(report(tmp_path, [])) == ("empty", "Empty. No step has been written yet.")
+
+
+def test_what_is_told_for_information_leaves_a_run_healthy(tmp_path: Path) -> None:
+    told = dataclasses.replace(SPIKE, finding=dataclasses.replace(SPIKE.finding, severity=Severity.INFO))
+    assert judge(report(tmp_path, [1.0], told)) == ("good", "Healthy. 1 step, none skipped, nothing above info.")
+
+
+def test_one_warning_and_it_has_survived(tmp_path: Path) -> None:
+    assert judge(report(tmp_path, [2.0, 1.0], SPIKE)) == (
+        "warning",
+        "Survived. No step of 2 skipped, 1 incident. The loss fell from 2 to 1.",
+    )
+
+
+def test_incidents_without_a_step_are_told_as_that(tmp_path: Path) -> None:
+    assert judge(report(tmp_path, [], SPIKE)) == ("warning", "Survived. No step was written, 1 incident.")
+
+
+def test_losses_that_are_not_finite_and_were_not_skipped_are_unwell(tmp_path: Path) -> None:
+    assert judge(report(tmp_path, [2.0, NAN, 1.0])) == (
+        "warning",
+        "Unwell. 1 step of 3 not finite, none skipped. The loss fell from 2 to 1.",
+    )
+
+
+@pytest.mark.parametrize(("num_skipped", "word"), [(5, "Survived."), (6, "Unwell.")])
+def test_a_run_that_skips_more_than_a_twentieth_is_unwell(tmp_path: Path, num_skipped: int, word: str) -> None:
+    tone, text = judge(report(tmp_path, [2.0] * 100, num_skipped=num_skipped))
+    assert text.split()[0] == word
+    assert tone == {"Survived.": "warning", "Unwell.": "bad"}[word]
+    assert f"{num_skipped} steps of 100 skipped, no incident. The loss stayed at 2." in text
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "num", "word"),
+    [
+        (2.0, 2.19, 20, "Survived."),
+        (2.0, 2.21, 20, "Unwell."),
+        (2.0, 2.21, 19, "Survived."),
+        (-2.0, -1.81, 20, "Survived."),
+        (-2.0, -1.79, 20, "Unwell."),
+    ],
+)
+def test_a_loss_that_rose_by_a_tenth_over_twenty_steps_is_unwell(
+    tmp_path: Path, first: float, last: float, num: int, word: str
+) -> None:
+    _, text = judge(report(tmp_path, [first] * (num // 2) + [last] * (num - num // 2), SPIKE))
+    assert text.split()[0] == word
+    assert f"The loss rose from {first:g} to {last:g}." in text
+
+
+@pytest.mark.parametrize(("num_bad", "word"), [(9, "Unwell."), (10, "Lost.")])
+def test_ten_losses_in_a_row_that_are_not_finite_are_a_lost_run(tmp_path: Path, num_bad: int, word: str) -> None:
+    _, text = judge(report(tmp_path, [1.0] * 30 + [NAN] * num_bad))
+    assert text.split()[0] == word
+    assert ("since step 29" in text) is (word == "Lost.")
+
+
+def test_a_run_that_never_had_a_finite_loss_says_so(tmp_path: Path) -> None:
+    assert judge(report(tmp_path, [NAN] * 10)) == ("bad", "Lost. The loss has not been finite at any step.")
+
+
+def test_a_run_that_was_ended_on_purpose_says_where_and_its_cause(tmp_path: Path) -> None:
+    halt = make_incident(9, action=Action.HALT, message="three rollbacks", cause=CAUSE)
+    assert judge(report(tmp_path, [1.0], halt)) == (
+        "bad",
+        "Halted. Ended on purpose at step 9: three rollbacks. "
+        "First cause, step 9: NaN gradient, born in aten.sqrt at model.py:41.",
+    )
+
+
+def test_a_halt_without_a_message_is_the_policy_s(tmp_path: Path) -> None:
+    open_directory(tmp_path).close()
+    (tmp_path / "incidents.jsonl").write_text(json.dumps({"step": 4, "outcome": {"action": "halt"}}) + "\n")
+    assert judge(read_report(tmp_path)) == ("bad", "Halted. Ended on purpose at step 4: the policy ended it.")
+
+
+@pytest.mark.parametrize(("num", "told"), [(1, ", 1 rollback, 1 incident."), (2, ", 2 rollbacks, 2 incidents.")])
+def test_rollbacks_are_counted(tmp_path: Path, num: int, told: str) -> None:
+    backs = [make_incident(step, action=Action.ROLLBACK) for step in range(num)]
+    assert f"No step of 1 skipped{told}" in judge(report(tmp_path, [1.0], *backs))[1]
+
+
+# --- its cause ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        ({"kind": "nan", "symptom": "NaN loss"}, "NaN loss."),
+        ({"kind": "inf"}, "inf."),
+        ({"kind": "inf", "op": "aten.exp"}, "inf, born in aten.exp."),
+        ({"kind": "inf", "file": "C:\\me\\model.py", "line": 7}, "inf at model.py:7."),
+    ],
+)
+def test_the_first_cause_is_told_as_far_as_it_is_known(tmp_path: Path, cause: dict[str, Any], told: str) -> None:
+    found = make_incident(6, cause=Cause(phase="forward", **cause))
+    later = make_incident(7, cause=CAUSE)
+    _, text = judge(report(tmp_path, [1.0], SPIKE, found, later))
+    assert text.endswith(f"3 incidents. First cause, step 6: {told}")
+
+
+# --- from where to where the loss went ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([3.0], ""),
+        ([3.0, 1.0], "The loss fell from 3 to 1."),
+        ([9.0, 1.0, 2.0, *[0.0] * 24, 5.0, 7.0, 6.0], "The loss rose from 2 to 6."),
+        ([8.0] * 100 + [1.0] * 1900 + [4.0] * 100, "The loss fell from 8 to 4."),
+        ([8.0] * 50 + [3.0] * 50 + [1.0] * 1900 + [2.0] * 50 + [4.0] * 50, "The loss fell from 5.5 to 3."),
+    ],
+    ids=["one step", "two steps", "a tenth of thirty", "a hundred of many", "half and half of a hundred"],
+)
+def test_the_loss_is_that_of_the_first_and_of_the_last_tenth_at_most_a_hundred_steps(
+    tmp_path: Path, losses: list[float], told: str
+) -> None:
+    assert judge(report(tmp_path, losses))[1].partition("nothing above info.")[2].strip() == told
+
+
+# --- the tiles ------------------------------------------------------------------------------------------------------
+
+
+def test_the_tiles_hold_the_numbers_of_the_run_to_three_digits(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path)
+    for step in range(2000):
+        loss = 0.25432 if step == 1500 else 4.1234 if step < 1000 else 1.2345
+        norm = 8.7654 if step == 1200 else 2.0 if step < 499 else 0.5
+        directory.write_step(make_step(step, loss=loss, grad_norm=norm, skipped=step >= 1996))
+    for step, loss in ((499, 0.9), (1499, 0.34321), (1999, 0.54321)):
+        directory.write_validation(step, 0, loss)
+    directory.write_incident(SPIKE)
+    directory.close()
+    assert read_pairs(read_report(tmp_path), ".//div[@data-part='tiles']/dl") == [
+        ("steps", "2,000"),
+        ("loss", "4.12 → 1.23"),
+        ("best loss", "0.254 at 1,500"),
+        ("validation loss", "0.543"),
+        ("best validation", "0.343 at 1,499"),
+        ("largest norm", "8.77 at 1,200"),
+        ("skipped", "4 (0.2 %)"),
+        ("clipped", "25.1 %"),  # 500 of the 1,996 that were applied
+        ("incidents", "1"),
+        ("time", "8 min, 4/s"),
+    ]
+
+
+def test_a_run_that_has_not_begun_has_few_tiles(tmp_path: Path) -> None:
+    assert read_pairs(report(tmp_path, []), ".//div[@data-part='tiles']/dl") == [
+        ("steps", "0"),
+        ("skipped", "0 (0 %)"),
+        ("clipped", "0 %"),
+        ("incidents", "0"),
+    ]

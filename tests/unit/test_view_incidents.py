@@ -1,0 +1,252 @@
+"""Incidents in the report: what a reader is told of each, once, in its place, also where a record says less or more."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+import pytest
+from view_page import list_texts, read_pairs, read_report, read_table, read_text
+from view_runs import CAUSE, make_incident, make_step, open_directory
+
+from steadygrad.facts import Action, Cause, Incident, Outcome, Severity
+from steadygrad.record.encode import to_json
+from steadygrad.record.rank_file import RankFile
+
+
+def report(path: Path, *incidents: Incident) -> Element:
+    """The report of a run in which these have happened."""
+    directory = open_directory(path)
+    directory.write_step(make_step(0))
+    for incident in incidents:
+        directory.write_incident(incident)
+    directory.close()
+    return read_report(path)
+
+
+def report_row(path: Path, row: dict[str, Any]) -> Element:
+    """The report of a run whose record has this line, as another version may have written it."""
+    open_directory(path).close()
+    (path / "incidents.jsonl").write_text(json.dumps(row) + "\n")
+    return read_report(path)
+
+
+def report_cause(path: Path, **changes: Any) -> Element:
+    """How a cause is shown that has these fields in its line of the record."""
+    row = json.loads(to_json(make_incident(3, cause=Cause(kind="nan", phase="forward"))))
+    row["cause"] |= changes
+    (section,) = report_row(path, row).findall(".//section[@class='cause']")
+    return section
+
+
+def find_one(page: Element) -> Element:
+    (incident,) = page.findall(".//details[@class='incident']")
+    return incident
+
+
+# --- the closed line ------------------------------------------------------------------------------------------------
+
+
+def test_a_closed_incident_tells_severity_step_kind_message_and_what_was_done(tmp_path: Path) -> None:
+    incident = find_one(report(tmp_path, make_incident(1200, message="the loss is NaN")))
+    assert list_texts(incident, "summary/*") == ["error", "step 1,200", "nonfinite_loss", "the loss is NaN", "skipped"]
+    assert incident.get("data-step") == "1200"
+    assert incident.get("open") is None
+
+
+def test_where_nothing_was_done_the_line_says_nothing_of_it(tmp_path: Path) -> None:
+    page = report(tmp_path, make_incident(4, action=Action.NONE))
+    assert list_texts(page, ".//summary/span[@class='did']") == []
+    assert read_table(page, "kind") == [["nonfinite_loss", "error", "1", "4", "told only"]]
+
+
+def test_the_rank_is_named_where_it_alone_has_told_it_and_only_there(tmp_path: Path) -> None:
+    common = make_incident(5, kind="nonfinite_loss")
+    directory = open_directory(tmp_path)
+    files = [RankFile(tmp_path, rank, 2) for rank in range(2)]
+    for sink in (directory, files[1]):
+        sink.write_incident(common)
+    files[1].write_incident(make_incident(6, kind="nonfinite_input"))
+    for sink in (directory, *files):
+        sink.close()
+
+    shown = read_report(tmp_path).findall(".//details[@class='incident']/summary")
+
+    ranks = {read_text(one.find("strong")): list_texts(one, "span[@class='badge rank']") for one in shown}
+    assert ranks == {"nonfinite_loss": [], "nonfinite_input": ["rank 1"]}
+
+
+def test_a_line_of_the_record_that_says_little_is_shown_with_what_it_says(tmp_path: Path) -> None:
+    page = report_row(tmp_path, {"step": 4})
+    assert list_texts(find_one(page), "summary/*") == ["unknown", "step 4", "unknown", ""]
+    assert find_one(page).findall(".//section") == []
+    assert read_table(page, "kind") == [["unknown", "unknown", "1", "4", "told only"]]
+
+
+@pytest.mark.parametrize("severity", [*Severity, "catastrophic"])
+def test_a_severity_has_its_colour_and_one_that_is_not_known_has_none_of_theirs(tmp_path: Path, severity: str) -> None:
+    known = severity in list(Severity)
+    page = report_row(tmp_path, {"step": 4, "finding": {"kind": "own_rule", "severity": severity}})
+    badge = find_one(page).find("summary/span")
+    assert badge is not None
+    assert (badge.text, badge.get("class")) == (severity, f"badge {severity if known else 'unknown'}")
+    (in_table,) = page.findall(".//tbody//span")
+    shown = str(severity) if known else "unknown"
+    assert (in_table.text, in_table.get("class")) == (shown, f"badge {shown}")
+
+
+# --- the table of kinds ---------------------------------------------------------------------------------------------
+
+
+def test_the_table_counts_each_kind_and_says_between_which_steps(tmp_path: Path) -> None:
+    page = report(
+        tmp_path,
+        make_incident(9, kind="dead_layer", severity=Severity.WARNING, action=Action.NONE),
+        make_incident(5, kind="loss_spike", severity=Severity.WARNING),
+        make_incident(1005, kind="loss_spike", severity=Severity.CRITICAL, action=Action.ROLLBACK),
+        make_incident(1005, kind="loss_spike", severity=Severity.INFO, action=Action.NONE),
+        make_incident(12, kind="loss_spike"),
+    )
+    assert read_table(page, "kind") == [
+        ["loss_spike", "critical", "4", "5 to 1,005", "skipped 2×, rolled back 1×"],
+        ["dead_layer", "warning", "1", "9", "told only"],
+    ]
+
+
+def test_incidents_are_in_the_order_of_their_steps_and_each_has_an_address_of_its_own(tmp_path: Path) -> None:
+    page = report(tmp_path, *(make_incident(step, kind=kind) for step, kind in ((7, "a"), (2, "b"), (9, "a"))))
+    shown = page.findall(".//details[@class='incident']")
+    assert [(one.get("id"), one.get("data-step")) for one in shown] == [
+        ("incident-0", "2"),
+        ("incident-1", "7"),
+        ("incident-2", "9"),
+    ]
+    assert page.findall(".//div[@data-part='incidents']/p") == []  # all are there: no word about others
+
+
+def test_of_very_many_incidents_some_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
+    open_directory(tmp_path).close()
+    lines = (to_json(make_incident(step, kind=f"kind{step % 25}")) + "\n" for step in range(1400))
+    (tmp_path / "incidents.jsonl").write_text("".join(lines))
+    (part,) = read_report(tmp_path).findall(".//div[@data-part='incidents']")
+    steps = [int(one.get("data-step") or -1) for one in part.findall("div/details")]
+    assert len(steps) == 300
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, 1399)  # how it began, and how it ended
+    assert len(read_table(part, "kind")) == 25
+    assert read_text(part.find("p")).startswith("1,100 more are in incidents.jsonl")
+
+
+def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
+    (part,) = report(tmp_path).findall(".//div[@data-part='incidents']")
+    assert read_text(part) == "Nothing happened that is worth a line."
+
+
+# --- the opened incident --------------------------------------------------------------------------------------------
+
+
+def test_an_opened_incident_tells_what_was_done_why_and_what_to_change(tmp_path: Path) -> None:
+    outcome = Outcome(action=Action.SCALE_LR, message="halved", before={"lr": 3e-4}, after={"lr": 1.5e-4})
+    told = make_incident(7)
+    finding = dataclasses.replace(told.finding, evidence={"loss": 9.25, "worst_layers": ["a", "b"]})
+    incident = find_one(report(tmp_path, dataclasses.replace(told, finding=finding, outcome=outcome)))
+    assert read_pairs(incident, "div/dl") == [
+        ("what was done", "halved"),
+        ("why that", "it must not reach a weight"),
+        ("before", "lr 0.0003"),
+        ("after", "lr 0.00015"),
+        ("what to change", "Add an epsilon before the square root."),
+        ("loss", "9.25"),
+        ("worst layers", "a, b"),
+    ]
+
+
+def test_what_is_not_known_of_an_incident_has_no_line(tmp_path: Path) -> None:
+    row = {
+        "step": 3,
+        "finding": {"kind": "own_rule", "advice": "", "evidence": [1, 2]},
+        "outcome": {"action": "none", "message": "", "before": {}, "after": {}},
+        "verdict": {"action": "none", "reason": ""},
+        "cause": None,
+    }
+    incident = find_one(report_row(tmp_path, row))
+    assert read_pairs(incident, "div/dl") == []
+    assert incident.findall("div/section") == []
+
+
+# --- its cause ------------------------------------------------------------------------------------------------------
+
+
+def test_each_field_of_a_cause_is_told_once_under_a_name_that_a_reader_knows(tmp_path: Path) -> None:
+    (section,) = report(tmp_path, make_incident(7, cause=CAUSE)).findall(".//section[@class='cause']")
+    assert read_pairs(section) == [
+        ("seen", "NaN gradient"),
+        ("phase", "backward"),
+        ("operation", "aten.sqrt"),
+        ("module", "blocks.1.attention"),
+        ("autograd node", "SqrtBackward0"),
+        ("called from", "train.py:12 loss = model(x)"),
+        ("explanation", "sqrt_at_zero"),
+        ("samples of the batch", "3, 7"),
+        ("about the samples", "2 of 8: the constant ones"),
+        ("second replay", "the same NaN again"),
+        ("batch kept in", "batches/step-200.safetensors"),
+        ("limits", "one replay only"),
+        ("rank", "0"),
+    ]
+    assert list_texts(section, "h5") == [
+        "What to change",
+        "Its inputs",
+        "Terms of the loss",
+        "From where it was born to where it hurts",
+    ]
+    assert list_texts(section, "ol/li") == list(CAUSE.chain)
+    assert list_texts(section, "p") == [CAUSE.explanation]
+
+
+def test_a_cause_that_knows_little_has_no_empty_lines_and_no_empty_lists(tmp_path: Path) -> None:
+    section = report_cause(tmp_path, growth=0, note="", samples=[], fixes=[], chain=None)
+    assert [name for name in list_texts(section, "*") if name] == ["Cause", "phase forward factor a layer 0"]
+
+
+@pytest.mark.parametrize(
+    ("module", "shown"), [("encoder.norm", ["encoder.norm"]), ("", ["(the model itself)"]), (None, [])]
+)
+def test_a_cause_in_the_model_itself_is_not_one_outside_of_any_module(
+    tmp_path: Path, module: str | None, shown: list[str]
+) -> None:
+    section = report_cause(tmp_path, module=module)
+    assert [value for name, value in read_pairs(section) if name == "module"] == shown
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ({"file": "a/model.py", "line": 41, "source": "x.sqrt()"}, ("a/model.py:41", "x.sqrt()")),
+        ({"file": "a/model.py"}, ("a/model.py", "")),
+        ({"source": "x.sqrt()"}, ("", "x.sqrt()")),
+        ({"line": 41}, None),
+    ],
+)
+def test_the_place_of_a_cause_is_shown_as_far_as_it_is_known(
+    tmp_path: Path, place: dict[str, Any], shown: tuple[str, str] | None
+) -> None:
+    figures = report_cause(tmp_path, **place).findall("figure")
+    assert [(read_text(one.find("figcaption")), read_text(one.find("pre"))) for one in figures] == (
+        [] if shown is None else [shown]
+    )
+
+
+def test_of_what_to_change_only_what_can_be_typed_looks_like_code(tmp_path: Path) -> None:
+    section = report_cause(tmp_path, fixes=["x.clamp(min=1e-6).sqrt()", "lower the learning rate"])
+    assert list_texts(section, "ul/li") == ["x.clamp(min=1e-6).sqrt()", "lower the learning rate"]
+    assert list_texts(section, "ul/li/code") == ["x.clamp(min=1e-6).sqrt()"]
+
+
+@pytest.mark.parametrize("field", ["fixes", "inputs", "terms", "chain"])
+def test_a_list_that_was_written_as_one_text_is_one_line(tmp_path: Path, field: str) -> None:
+    section = report_cause(tmp_path, **{field: "add an epsilon"})
+    assert [*list_texts(section, "ul/li"), *list_texts(section, "ol/li")] == ["add an epsilon"]

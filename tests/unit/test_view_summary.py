@@ -1,0 +1,122 @@
+"""The summary at the end of a run: each number is that of the run, and what did not happen is not told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from view_runs import make_incident
+
+from steadygrad.facts import Action, GradientTable, Incident, Outcome, Reading, Severity
+from steadygrad.record.tally import Tally
+from steadygrad.view.summary import summarise
+
+
+def make_reading(step: int, norm: float, *, skipped: bool = False, num_dropped: int = 0, bad: str = "") -> Reading:
+    """A step of a model of two parameters, of which `b` has the larger gradient; clipped at 1."""
+    names = ("a", "b")
+    cells = [cell for i, name in enumerate(names) for cell in (norm * i, norm * i, int(name == bad), 0, 0)]
+    return Reading(
+        step=step,
+        loss=1.0,
+        grad_norm=norm,
+        finite_grad_norm=norm,
+        num_nonfinite=1 if bad else 0,
+        num_nan=0,
+        clip_coefficient=1.0 / max(1.0, norm),
+        skipped=skipped,
+        learning_rates=(1e-3,),
+        num_dropped_microbatches=num_dropped,
+        gradients=GradientTable(names, (4, 4), cells),
+    )
+
+
+def add_up(*readings: Reading, actions: Sequence[Action] = ()) -> Tally:
+    tally = Tally()
+    for reading in readings:
+        tally.add(reading)
+    for action in actions:
+        tally.add_outcome(Outcome(action=action, message=""))
+    return tally
+
+
+def read_lines(tally: Tally, incidents: Sequence[Incident] = (), *, max_norm: float | None = None) -> dict[str, str]:
+    """First word of a line -> the rest of it."""
+    lines = summarise(tally, incidents, max_norm=max_norm).splitlines()
+    return {name: rest.strip() for name, _, rest in (line.partition(" ") for line in lines if line[0] != " ")}
+
+
+def test_a_run_that_has_not_begun_is_summed_up_without_a_number_that_it_has_not() -> None:
+    assert read_lines(Tally(), max_norm=1.0) == {
+        "steps": "0, 0 skipped (0.0%)",
+        "norm": "mean 0, median 0, 95 % below 0, max 0",
+        "clipped": "0 steps (0.0%)",
+        "actions": "none beyond skipping and clipping",
+        "incidents": "none",
+    }
+
+
+def test_steps_norms_and_clipping_are_those_of_the_run() -> None:
+    tally = add_up(
+        *(make_reading(step, 0.1 * (step + 1)) for step in range(40)),  # 0.1 to 4.0: thirty are above 1
+        *(make_reading(step, 1.0, skipped=True, bad="b") for step in range(40, 45)),
+    )
+    assert read_lines(tally, max_norm=1.0) == {
+        "steps": "45, 5 skipped (11.1%)",
+        "norm": "mean 2.05, median 2.1, 95 % below 3.9, max 4",
+        "clipped": "30 steps (75.0%), led by b in 30; a threshold of 3.9 (now 1) would have clipped one step in twenty",
+        "actions": "none beyond skipping and clipping",
+        "non-finite": "b (5x)",
+        "incidents": "none",
+    }
+
+
+def test_of_one_step_the_shares_are_none_or_all() -> None:
+    assert read_lines(add_up(make_reading(0, 0.5, skipped=True)))["steps"] == "1, 1 skipped (100.0%)"
+    assert "(100.0%), led by b in 1;" in read_lines(add_up(make_reading(0, 2.0)))["clipped"]
+
+
+def test_without_a_threshold_one_is_named_and_none_said_to_be_now() -> None:
+    assert read_lines(add_up(make_reading(0, 0.5)))["clipped"] == (
+        "0 steps (0.0%); a threshold of 0.5 would have clipped one step in twenty"
+    )
+
+
+def test_norms_of_zero_name_no_threshold() -> None:
+    assert read_lines(add_up(make_reading(0, 0.0), make_reading(1, 0.0)))["clipped"] == "0 steps (0.0%)"
+
+
+@pytest.mark.parametrize(("num", "told"), [(0, ""), (3, ", 3 microbatches dropped")])
+def test_microbatches_are_told_where_some_were_dropped(num: int, told: str) -> None:
+    tally = add_up(make_reading(0, 0.5, num_dropped=num), make_reading(1, 0.5))
+    assert read_lines(tally)["steps"] == f"2, 0 skipped (0.0%){told}"
+
+
+def test_what_was_done_is_counted_by_what_it_was() -> None:
+    tally = add_up(make_reading(0, 0.5), actions=[*Action, *Action, Action.ROLLBACK])
+    assert read_lines(tally)["actions"] == (
+        "2 learning-rate changes, 2 weight-decay changes, 2 clip-threshold changes, 3 rollbacks, 2 sanitised steps"
+    )
+
+
+def test_the_worst_three_of_the_parameters_that_were_not_finite_are_named() -> None:
+    tally = Tally()
+    tally.nonfinite.update({"a": 1, "b": 4, "c": 3, "d": 2})
+    assert read_lines(tally)["non-finite"] == "b (4x), c (3x), d (2x)"
+
+
+def test_lines_of_others_stand_before_the_incidents() -> None:
+    lines = summarise(Tally(), [], extra=["rate       0.001", "snapshots  2"]).splitlines()
+    assert lines[-3:] == ["rate       0.001", "snapshots  2", "incidents  none"]
+
+
+@pytest.mark.parametrize(("num", "rest"), [(8, []), (9, ["  and 1 before these"]), (20, ["  and 12 before these"])])
+def test_the_last_eight_incidents_are_listed_and_those_before_counted(num: int, rest: list[str]) -> None:
+    incidents = [make_incident(step, severity=Severity.WARNING, message=f"message {step}") for step in range(num)]
+    lines = summarise(Tally(), incidents).splitlines()
+    listed = lines[lines.index(f"incidents  {num}") + 1 :]
+    told = (
+        (f"  step {s}: nonfinite_loss (warning): message {s}", "    skip: the step was skipped")
+        for s in range(num - 8, num)
+    )
+    assert listed == [*(line for pair in told for line in pair), *rest]
