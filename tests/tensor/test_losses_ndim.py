@@ -126,3 +126,23 @@ def test_products_are_fp32_under_autocast(version: int) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = get_stable_loss_function(version)(*features)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("version", range(4))
+@pytest.mark.parametrize("size", [1e-30, 1e15, 1e30, 1e38])
+def test_features_that_are_not_normalised_may_have_any_size(size: float, version: int) -> None:
+    features = [(torch.randn(3, 4).clamp(-1, 1) * size).requires_grad_() for _ in range(3)]
+    logits = get_stable_loss_function(version, normalize=False)(*features)
+    assert logits.isfinite().all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(logits.sum(), features))
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_large_and_small_features_whose_product_is_ordinary_give_it(version: int) -> None:
+    ordinary = [torch.randn(3, 4) for _ in range(3)]
+    sizes = (1e20, 1e-20, 1.0) if version == 0 else (1e5, 1e5, 1e5)
+    function = StableLossFunctions(clamp_min=-1e9, clamp_max=1e9)
+    similar = function.stable_einsum_similarity if version == 0 else function.stable_norm_based_similarity
+    found = similar(*(f * size for f, size in zip(ordinary, sizes)), normalize=False)
+    expected = similar(*ordinary, normalize=False) * (1.0 if version == 0 else 1e5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.losses.check import require_same_shape, require_tensors
-from steadygrad.losses.elementwise import safe_div, safe_log, safe_sqrt
+from steadygrad.losses.elementwise import power_of_two_near, safe_div, safe_log, safe_sqrt
 from steadygrad.losses.precision import hold_above, narrow, widen, without_autocast
 from steadygrad.losses.vectors import least_norm, safe_normalize
 
@@ -58,16 +58,17 @@ class StableLossFunctions:
 
     def stable_einsum_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
         """[B]^M: the sum over D of the product of one row of each."""
-        wide = self._prepare("stable_einsum_similarity", features, normalize=normalize)
+        wide, logs = _bring_near_one(self._prepare("stable_einsum_similarity", features, normalize=normalize))
         middle = (len(wide) + 1) // 2
         with without_autocast(wide[0].device):
             logits = _multiply_rows(wide[:middle]) @ _multiply_rows(wide[middle:]).mT
         shape = [len(f) for f in wide]
-        return narrow(self._hold(logits.reshape(shape)), features[0], autocast_keeps=False)
+        return narrow(self._hold(_scale_back(logits.reshape(shape), logs.sum())), features[0], autocast_keeps=False)
 
     def stable_norm_based_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
         """[B]^M: the norm of the sum of one row of each, from tables of pairs; nothing of size B^M · D."""
         wide = self._prepare("stable_norm_based_similarity", features, normalize=normalize)
+        wide, log = _bring_near_one(wide, together=True)
         squares = _along(wide[0].square().sum(-1), 0, len(wide))
         for m, f in enumerate(wide[1:], start=1):
             squares = squares + _along(f.square().sum(-1), m, len(wide))
@@ -75,7 +76,8 @@ class StableLossFunctions:
             for m, f in enumerate(wide):
                 for n in range(m + 1, len(wide)):
                     squares = squares + 2 * _along(f @ wide[n].mT, m, len(wide), n)
-        return narrow(self._hold(safe_sqrt(squares, eps=self.eps)), features[0], autocast_keeps=False)
+        norms = _scale_back(safe_sqrt(squares, eps=self.eps), log)
+        return narrow(self._hold(norms), features[0], autocast_keeps=False)
 
     def stable_cosine_similarity_nd(self, *features: Tensor, normalize: bool = True) -> Tensor:
         """[B, B]: the geometric mean over the M features of |cosine| of row i with the mean of the rows j."""
@@ -89,7 +91,9 @@ class StableLossFunctions:
         """[B, B]: minus the mean over the M features of the distance of row i to the mean of the rows j."""
         wide = self._prepare("stable_euclidean_distance_nd", features, normalize=normalize, one_batch=True)
         centre = self.stable_mean_n_vectors(*wide)
-        squares = [(f.unsqueeze(1) - centre.unsqueeze(0)).square().sum(-1) for f in wide]  # each [B, B]
+        gaps = [f.unsqueeze(1) - centre.unsqueeze(0) for f in wide]
+        # Not square(): its derivative doubles the gap, which may leave fp32, and 0 * inf is NaN.
+        squares = [(gap * gap).sum(-1) for gap in gaps]  # each [B, B]
         far = self.stable_mean_n_vectors(*[(s + self.eps).sqrt() for s in squares])
         return narrow(self._hold(-far), features[0], autocast_keeps=False)
 
@@ -125,6 +129,22 @@ def get_stable_loss_function(loss_version: int = 0, normalize: bool = True, eps:
         return chosen(*features, normalize=normalize)
 
     return compute_logits
+
+
+def _bring_near_one(features: Sequence[Tensor], *, together: bool = False) -> tuple[list[Tensor], Tensor]:
+    """Features whose products stay in fp32, and the logarithms to base 2 of what they were divided by, each or all.
+
+    Those whose entries are all below 4096 are left as they are: eight of them can be multiplied.
+    """
+    sizes = torch.stack([f.detach().abs().amax() if f.numel() else f.new_zeros(()) for f in features])
+    sizes = sizes.amax().expand(len(features)) if together else sizes
+    logs = torch.where((sizes > 4096) & sizes.isfinite(), power_of_two_near(sizes), 1.0).log2()
+    scaled = [f / log.exp2() for f, log in zip(features, logs)]
+    return scaled, logs[0] if together else logs
+
+
+def _scale_back(x: Tensor, log: Tensor) -> Tensor:
+    return x * log.clamp(max=126).exp2()  # beyond, every number that is not 0 is held anyway
 
 
 def _multiply_rows(features: Sequence[Tensor]) -> Tensor:
