@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from steadygrad.measure.states import is_statistic
 
 LARGE = 1 << 16
 """Elements above which a buffer that did not move in the first step is no longer copied: masks, tables."""
@@ -72,7 +75,7 @@ class BufferKeeper:
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
+                if buffer is not None and not is_lazy(buffer) and id(buffer) not in seen:
                     seen.add(id(buffer))
                     path = f"{prefix}.{name}" if prefix else name
                     self._entries.append(_Entry(module, name, path, buffer.detach().clone(), _version(buffer)))
@@ -108,6 +111,7 @@ class BufferKeeper:
     def find_spoilt(self) -> dict[str, int]:
         """Buffers that were finite before this forward and are not now, with the number of their bad elements.
 
+        An infinity counts only among the statistics of a norm: elsewhere it is what masks and log-priors are made of.
         A loop that hides a NaN from its loss (`nan_to_num`, a skip of its own) still runs it through BatchNorm. Only
         for buffers in host memory: on a device it would be a second host read a step, and the scan finds them there.
         """
@@ -123,7 +127,7 @@ class BufferKeeper:
             for entry in pack.entries:
                 now = entry.live
                 if now is not None and entry.copy is not None and bool(entry.copy.isfinite().all()):
-                    num_bad = int((~now.isfinite()).sum())
+                    num_bad = int((~now.isfinite() if is_statistic(entry.name) else now.isnan()).sum())
                     spoilt |= {entry.path: num_bad} if num_bad else {}
         return spoilt
 

@@ -101,4 +101,4 @@ def _add_gradients(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) 
         elif before.layout is torch.strided:
             parameter.grad = before.add_(parameter.grad)
         else:
-            parameter.grad = before + parameter.grad
+            parameter.grad = parameter.grad + before  # what is dense first: sparse + dense is not supported

@@ -58,7 +58,7 @@ class _Knob:
         """Every group that has the key, under its place."""
         for o, optimizer in enumerate(self.optimizers):
             for g, group in enumerate(optimizer.param_groups):
-                if self.key in group:
+                if group.get(self.key) is not None:  # an optimizer may find its rate itself
                     yield (o, g), group
 
     def apply(self) -> None:

@@ -33,17 +33,19 @@ class ScalerDriver:
     @property
     def factor(self) -> Tensor | None:
         """The scale that the gradients carry now; None without a scaler, or when the user has unscaled them."""
-        if self._scaler is None or self._is_unscaled():
+        if self._scaler is None:
             return None
-        return self._scaler._get_scale_async()
+        scaled = [optimizer for optimizer in self._optimizers if not self._is_unscaled(optimizer)]
+        if len(scaled) == len(self._optimizers):
+            return self._scaler._get_scale_async()
+        for optimizer in scaled:  # the user has unscaled some of them: one factor must hold for all
+            self._scaler.unscale_(optimizer)
+        return None
 
-    def _is_unscaled(self) -> bool:
+    def _is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         assert self._scaler is not None
         states: dict[int, dict[str, Any]] = self._scaler._per_optimizer_states
-        return any(
-            id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
-            for optimizer in self._optimizers
-        )
+        return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
 
     def end_step(self) -> None:
         """The next gradients are scaled again. `GradScaler.update` says so too, but is not called after a bad loss."""

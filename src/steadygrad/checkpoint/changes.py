@@ -46,7 +46,12 @@ def _note_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_plain(value: Any) -> Any:
-    return float(value) if hasattr(value, "item") else value
+    return float(value) if hasattr(value, "item") and _has_one(value) else value
+
+
+def _has_one(value: Any) -> bool:
+    num = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
+    return num == 1
 
 
 def _is_plain(value: Any) -> bool:

@@ -95,7 +95,7 @@ class Proofs:
         if proof.num_healthy >= self._good_after:
             del self._open[step]
             write_marks(proof.path, good=True, suspect=None)
-        elif proof.suspect is not None and proof.num_healthy == 0:
+        elif proof.suspect is not None:
             write_marks(proof.path, suspect=proof.suspect)
 
 

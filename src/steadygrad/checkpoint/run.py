@@ -33,7 +33,7 @@ from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore, Save
 from steadygrad.checkpoint.training import gather_training, live_random, put_back
 from steadygrad.config.checkpoint import CheckpointConfig
-from steadygrad.errors import UnsupportedError, UsageError
+from steadygrad.errors import UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.ranks import Ranks
 
@@ -157,12 +157,19 @@ class RunCheckpoints:
         accumulated: Accumulated,
         buffers: BufferKeeper,
         metrics: Mapping[str, float],
+        used_gradients: bool = False,
     ) -> Save | None:
-        """Save everything before step `step`; None when it cannot be, which `take_failures()` explains."""
+        """Save everything before step `step`; None when it cannot be, which `take_failures()` explains.
+
+        Gradients that a step has used already are no state: put back, the next backward would add to them.
+        """
         store = self.store
         try:
-            return self._save(store, step, guard, accumulated, buffers, metrics)
-        except (CheckpointError, UnsupportedError, MemoryError, RuntimeError) as error:
+            state = self._gather()
+            if used_gradients:
+                state["gradients"] = {}
+            return self._save(store, state, step, guard, accumulated, buffers, metrics)
+        except Exception as error:  # whatever an extra holds that cannot be saved: the training goes on, and is told
             if str(error) not in self._explained:
                 self._explained.add(str(error))
                 self._refused.append(str(error))
@@ -171,6 +178,7 @@ class RunCheckpoints:
     def _save(
         self,
         store: CheckpointStore | ShardedStore,
+        state: dict[str, Any],
         step: int,
         guard: Mapping[str, Any],
         accumulated: Accumulated,
@@ -179,7 +187,6 @@ class RunCheckpoints:
     ) -> Save:
         if self._stateless and self._last_saved is None:
             logger.warning("%s cannot be saved: it has no state_dict.", ", ".join(self._stateless))
-        state = self._gather()
         state |= {
             "guard": dict(guard),
             "given": self._given,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from steadygrad.facts import Action
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.measure.scan import find_nonfinite
+from steadygrad.measure.shards import take_local
+from steadygrad.measure.states import count_bad
 from steadygrad.view.summary import summarise
 
 
@@ -27,7 +29,10 @@ def tell_health(parts: Parts) -> dict[str, bool]:
     """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
     last = parts.judgement.last_reading
     parameters = not find_nonfinite(parts.model.named_parameters())
-    buffers = set(find_nonfinite(parts.model.named_buffers()))
+    named = parts.model.named_buffers()
+    buffers = {
+        name for name, buffer in named if find_nonfinite([(name, buffer)]) and count_bad(name, take_local(buffer))
+    }
     health = {
         "model_healthy": parameters and not buffers - parts.lookout.born_nonfinite,
         "gradients_healthy": last is None or last.num_nonfinite == 0,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -40,7 +40,7 @@ from steadygrad.measure.foresee import foresee
 from steadygrad.measure.joining import join_uneven
 from steadygrad.measure.loss import check_loss, detach, find_loss
 from steadygrad.record import Sink
-from steadygrad.view.progress import describe_step, track
+from steadygrad.view.progress import count_items, describe_step, track
 from steadygrad.view.terminal import show_findings
 
 T = TypeVar("T")
@@ -129,16 +129,21 @@ class Guard:
             else:
                 self._stepper.step()
         finally:
-            self._moment.end_step()
-            self._parts.investigator.take()
-            self._parts.scaler.end_step()
+            self._end_step()
             if owns_backward:
                 self._parts.zero_grad()
-            elif not self._parts.off:
-                self._parts.stale.after_step()
+            else:
+                self._parts.used.note(self._parts.subjects.named)
+                if not self._parts.off:
+                    self._parts.stale.after_step()
         self._arrivals.judge_if_arrived()
         self._keeper.save_if_due(self.close)
         return result
+
+    def _end_step(self) -> None:
+        self._moment.end_step()
+        self._parts.investigator.take()
+        self._parts.scaler.end_step()
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
@@ -149,7 +154,12 @@ class Guard:
             self._moment.batches.num += 1
             return detach(result)
         loss = find_loss(result) if result is not subject else check_loss(result)
-        self._passes.backward(loss if self._drive is None else self._drive.weigh(loss))
+        try:
+            self._passes.backward(loss if self._drive is None else self._drive.weigh(loss))
+        except BaseException:  # out of memory, a signal: some gradients are there and some are not
+            self._end_step()
+            self._parts.zero_grad()
+            raise
         return detach(result)
 
     def log(self, **numbers: float | Tensor) -> None:
@@ -261,7 +271,7 @@ class Guard:
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
-        total = len(loader) if isinstance(loader, Sized) else None
+        total = count_items(loader)
         for batch in track(self._parts.checkpoints.iterate(loader), describe=self._describe, total=total):
             if self._parts.actor.num_to_refuse:
                 self._parts.actor.refuse_one()

@@ -66,7 +66,12 @@ class Keeper:
         if self._moment.validated_at == step and self._moment.validation_loss is not None:
             metrics[self._parts.config.checkpoint.best_by] = self._moment.validation_loss
         saved = self._parts.checkpoints.save(
-            step, state, accumulated=self._moment.batches, buffers=self._parts.buffers, metrics=metrics
+            step,
+            state,
+            accumulated=self._moment.batches,
+            buffers=self._parts.buffers,
+            metrics=metrics,
+            used_gradients=self._parts.used.is_there,
         )
         self.tell_unsaved()
         return saved

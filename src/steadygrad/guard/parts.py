@@ -38,7 +38,7 @@ from steadygrad.measure.foresee import refuse_shards
 from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.origin import OwnGradients
 from steadygrad.measure.ranks import find_ranks
-from steadygrad.measure.stale import StaleWatch
+from steadygrad.measure.stale import StaleWatch, UsedMark
 from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.record import Recorder, RunDirectory, Sink
@@ -172,6 +172,7 @@ class Parts:
         self.own_gradients = OwnGradients(self.ranks, named)
         self.updates = UpdateMeter(named, ranks=self.ranks)
         self.stale = StaleWatch(named)
+        self.used = UsedMark()
         self.reflex = Reflex(self.optimizers, self.clipper)
         self.gate = MicrobatchGate(
             [p for _, p in named],
@@ -195,14 +196,23 @@ class Parts:
         self.own_gradients.close()
         self._watch_parameters()
 
+    def drop_gradients(self) -> None:
+        """What is there before a step that is ours from its forward on belongs to none of it."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad = None
+
     def zero_grad(self) -> None:
         """Let the gradients go."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def learning_rates(self) -> tuple[float, ...]:
-        """The rates of all groups as they are now."""
-        return tuple(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        """The rates of all groups as they are now; NaN of one that has none, as an optimizer that finds its own."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return tuple(float("nan" if (rate := group.get("lr")) is None else rate) for group in groups)
 
     def _open_run(self, run_dir: str | Path | None) -> list[Sink]:
         if run_dir is None or self.off:
@@ -221,10 +231,9 @@ class Parts:
         ]
 
 
-def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, int, int]]:
-    """What changes when parameters are added or exchanged, looked at in microseconds: sizes and ends of the groups."""
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    return [(len(params), id(params[0]), id(params[-1])) if params else (0, 0, 0) for params in groups]
+def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:
+    """What changes when parameters are added or exchanged, looked at in microseconds."""
+    return [tuple(map(id, group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def _check_given(config: Any, scaler: Any, run_dir: Any) -> None:

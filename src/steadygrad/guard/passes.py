@@ -32,8 +32,10 @@ class Passes:
         """What the user's function returns, or the loss that was given."""
         parts = self._parts
         has_forward = callable(subject) and not isinstance(subject, Tensor)
-        if self._moment.batches.num == 0 and not parts.off:
-            self._begin_step(has_forward=has_forward)
+        if self._moment.batches.num == 0:
+            parts.drop_gradients()  # of another loss that reaches these parameters too: a generator's, another guard's
+            if not parts.off:
+                self._begin_step(has_forward=has_forward)
         if not has_forward:
             if args or kwargs:
                 raise UsageError(

@@ -61,3 +61,27 @@ class StaleWatch:
         stale = tuple(name for name, (now, old) in there.items() if now is not None and now is old)
         self._hooks, self._stale = [], {}
         return stale
+
+
+class UsedMark:
+    """Whether the gradients that are there are those that the last step has used, and not the next one's.
+
+    One of them stands for all: a backward adds to it, which shows in its version, or puts another in its place.
+    """
+
+    def __init__(self) -> None:
+        self._mark: tuple[Tensor, TensorWeakRef, int] | None = None
+
+    def note(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """A step is over, and its gradients are the caller's to clear."""
+        found = next((p for _, p in named if p.grad is not None), None)
+        self._mark = None
+        if found is not None and found.grad is not None:
+            self._mark = (found, TensorWeakRef(found.grad), found.grad._version)
+
+    @property
+    def is_there(self) -> bool:
+        if self._mark is None:
+            return False
+        parameter, used, version = self._mark
+        return parameter.grad is not None and used() is parameter.grad and parameter.grad._version == version

@@ -109,15 +109,16 @@ class ParameterWatch:
         for name, tensor in self._model.named_buffers():
             tensor = take_local(tensor)
             if is_readable(tensor):
-                rows[BUFFER + name] = _count_nonfinite(tensor).reshape(1)
+                rows[BUFFER + name] = count_bad(name, tensor).reshape(1)
         return rows
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters, then those that only an optimizer holds."""
-        seen: set[int] = set()
+        seen: set[int | str] = set()
         for name, tensor in (*self._model.named_parameters(), *self._named):
-            if id(tensor) not in seen and is_readable(take_local(tensor)):
-                seen.add(id(tensor))
+            # By name too: a parameter that was exchanged would else stand here twice, the one that is gone last.
+            if id(tensor) not in seen and name not in seen and is_readable(take_local(tensor)):
+                seen |= {id(tensor), name}
                 yield name, take_local(tensor)
 
     def _share(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -158,10 +159,21 @@ def _select(rows: Mapping[str, Sequence[float]], kind: str) -> dict[str, Sequenc
     return {key.removeprefix(kind): row for key, row in rows.items() if key.startswith(kind)}
 
 
-def _count_nonfinite(tensor: Tensor) -> Tensor:
+def is_statistic(name: str) -> bool:
+    """Whether a buffer holds statistics of a norm, where an infinity is a fault: masks and priors are made of them."""
+    return name.rpartition(".")[2].startswith("running_")
+
+
+def count_bad(name: str, buffer: Tensor) -> Tensor:
+    """How many elements of a buffer are not what it may hold."""
+    return _count_nonfinite(buffer, infinite=is_statistic(name))
+
+
+def _count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
-    return torch.stack([(~_plain(piece).isfinite()).sum() for piece in split_flat(tensor)]).sum().double()
+    pieces = [_plain(piece) for piece in split_flat(tensor)]
+    return torch.stack([(~p.isfinite() if infinite else p.isnan()).sum() for p in pieces]).sum().double()
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -6,11 +6,13 @@ Steps are counted here only, so that the schedule, the loop and a resumed loop a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from steadygrad.view.progress import count_items
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
@@ -28,7 +30,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 def count_batches(loader: Iterable[Any]) -> int | None:
     """Batches of an epoch; None where the data does not say."""
-    return len(loader) if isinstance(loader, Sized) else None
+    return count_items(loader)
 
 
 def count_steps(num_batches: int | None, *, epochs: int, accumulation: int, limit: int | None) -> int | None:

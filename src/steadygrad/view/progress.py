@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from steadygrad.facts import StepRecord
 from steadygrad.view.terminal import share_with_bar
 from steadygrad.words import spell_number
 
 T = TypeVar("T")
+
+
+def count_items(items: Iterable[Any]) -> int | None:
+    """How many there are, where that is known: a DataLoader has a length that raises if its data have none."""
+    try:
+        return len(items)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def track(items: Iterable[T], *, describe: Callable[[], str], total: int | None = None) -> Iterator[T]:

@@ -1,0 +1,309 @@
+"""A Guard in company: beside another guard, after an exception, with buffers and optimizers of an unusual kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from steadygrad import Guard, GuardConfig
+from steadygrad.config import CheckpointConfig
+
+UNCLIPPED = GuardConfig(clip=None)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+# --- two guards -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["function", "loss"])
+def test_two_networks_whose_losses_reach_each_other_train_as_in_a_plain_loop(form: str) -> None:
+    """The generator's loss fills the discriminator's gradients too; its own next step must not find them."""
+
+    def train(*, guarded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        maker, judge = nn.Linear(2, 4), nn.Linear(4, 1)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (judge, maker)]
+        guards = [Guard(net, o, config=UNCLIPPED) for net, o in zip((judge, maker), optimizers)] if guarded else []
+
+        def step(which: int, loss: Callable[[], Tensor]) -> None:
+            if guarded:
+                guards[which].step(loss if form == "function" else loss())
+            else:
+                optimizers[which].zero_grad()
+                loss().backward()
+                optimizers[which].step()
+
+        def judge_both(real: Tensor, seed: Tensor) -> Tensor:
+            return F.softplus(-judge(real)).mean() + F.softplus(judge(maker(seed).detach())).mean()
+
+        def judge_made(seed: Tensor) -> Tensor:
+            return F.softplus(-judge(maker(seed))).mean()
+
+        for _ in range(20):
+            real, seed, other = torch.randn(8, 4) + 1, torch.randn(8, 2), torch.randn(8, 2)
+            step(0, partial(judge_both, real, seed))
+            step(1, partial(judge_made, other))
+        assert not any(guard.findings for guard in guards)
+        return [p.detach() for p in (*judge.parameters(), *maker.parameters())]
+
+    for ours, plain in zip(train(guarded=True), train(guarded=False)):
+        assert torch.equal(ours, plain)
+
+
+# --- exceptions -----------------------------------------------------------------------------------------------------
+
+
+class Break(torch.autograd.Function):
+    """Raises in the backward pass, when half of the gradients are there."""
+
+    now = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Break.now:
+            raise torch.OutOfMemoryError("out of memory")
+        return grad
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("form", ["function", "loss", "microbatches"])
+def test_a_backward_that_broke_off_leaves_nothing_for_the_next_step(form: str, drops: bool) -> None:
+    def train(*, guarded: bool) -> list[Tensor]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = GuardConfig(clip=None, drop_bad_microbatches=drops)
+        guard = Guard(model, optimizer, config=config) if guarded else None
+
+        def compute(x: Tensor) -> Tensor:
+            return model[1](Break.apply(model[0](x))).square().mean()
+
+        for i, x in enumerate(torch.randn(4, 8, 4)):
+            Break.now = i == 1
+            try:
+                if guard is None:
+                    optimizer.zero_grad()
+                    compute(x).backward()
+                    optimizer.step()
+                elif form == "microbatches":
+                    guard.backward(compute, x)
+                    guard.step()
+                else:
+                    guard.step(*((compute, x) if form == "function" else (compute(x),)))
+            except torch.OutOfMemoryError:
+                assert guard is None or all(p.grad is None for p in model.parameters())
+        if guard is not None:
+            guard.flush()
+            assert guard.last is not None
+            assert guard.last.num_microbatches == 1
+            assert guard.num_steps == 3
+        return [p.detach() for p in model.parameters()]
+
+    for ours, plain in zip(train(guarded=True), train(guarded=False)):
+        assert torch.equal(ours, plain)
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+class Prior(nn.Module):
+    """log(share of each class so far): -inf for a class that has not been seen yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("counts", torch.zeros(3))
+        self.register_buffer("log_prior", torch.zeros(3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        self.counts += F.one_hot(labels, 3).sum(0)
+        self.log_prior.copy_((self.counts / self.counts.sum()).log())
+        return F.cross_entropy(self.linear(x) + self.log_prior.clamp(min=-10), labels)
+
+
+def test_a_buffer_that_may_be_infinite_skips_no_step() -> None:
+    model = Prior()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(10):
+        guard.step(model, torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    guard.flush()
+    assert model.log_prior[2] == -math.inf
+    assert model.counts.sum() == 80
+    assert guard.findings == []
+
+
+def test_statistics_of_a_norm_that_became_infinite_still_skip_the_step() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def compute(x: Tensor) -> Tensor:
+        return torch.nan_to_num(model(x)).square().mean() * 0 + model[1].weight.sum()
+
+    guard.step(compute, torch.randn(8, 4))
+    bad = torch.randn(8, 4)
+    bad[0, 0] = math.inf
+    guard.step(compute, bad)
+    guard.flush()
+    assert model[0].running_mean.isfinite().all()
+    assert guard.findings
+
+
+def test_a_lazy_norm_is_no_obstacle() -> None:
+    model = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(1))
+    model(torch.randn(8, 4))
+    fresh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    fresh.lazy = nn.LazyBatchNorm1d()  # never called
+    guard = Guard(fresh, torch.optim.SGD([*fresh[0].parameters(), *fresh[1].parameters()], lr=0.1))
+    guard.step(lambda x: fresh[1](fresh[0](x)).square().mean(), torch.randn(8, 4))
+    guard.flush()
+    assert guard.num_steps == 1
+
+
+# --- parameters and optimizers --------------------------------------------------------------------------------------
+
+
+def test_a_parameter_exchanged_in_the_middle_of_its_group_is_watched() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer)
+    guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))
+    fresh = nn.Parameter(torch.randn(4, 4))
+    model[1].weight = fresh
+    optimizer.param_groups[0]["params"][2] = fresh
+    fresh.register_hook(lambda grad: torch.full_like(grad, math.nan))
+    guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))
+    guard.flush()
+    assert fresh.isfinite().all()
+    assert [finding.kind for finding in guard.findings] == ["nonfinite_gradient"]
+
+
+class OwnRate(torch.optim.Optimizer):
+    """Finds its rate itself, as Adafactor does."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("defaults", [{"lr": None}, {}])
+def test_an_optimizer_without_a_rate_can_be_guarded(defaults: dict[str, Any]) -> None:
+    model = make_model()
+    guard = Guard(model, OwnRate(model.parameters(), **defaults))
+    for value in (1.0, math.nan, 1.0):
+        guard.step(lambda x: model(x).square().mean(), torch.full((8, 4), value))
+    guard.flush()
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert [finding.kind for finding in guard.findings][:1] == ["nonfinite_loss"]
+    assert guard.summary()
+
+
+def test_a_program_that_has_unscaled_one_of_two_optimizers_gets_both_unscaled() -> None:
+    def train(*, guarded: bool) -> list[Tensor]:
+        model = make_model()
+        first, second = (torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        guard = Guard(model, [first, second], scaler=scaler, config=UNCLIPPED) if guarded else None
+        scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+        scaler.unscale_(first)
+        nn.utils.clip_grad_norm_(model[0].parameters(), 0.5)
+        if guard is None:
+            scaler.step(first)
+            scaler.step(second)
+            scaler.update()
+        else:
+            guard.step()
+        return [p.detach() for p in model.parameters()]
+
+    for ours, plain in zip(train(guarded=True), train(guarded=False)):
+        torch.testing.assert_close(ours, plain)
+
+
+# --- saving and data ------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_clears_its_gradients_after_the_step_resumes_to_the_bit(tmp_path: Path) -> None:
+    """The save comes inside the step, before the loop has cleared: what the step has used is no state."""
+    data = torch.randn(12, 8, 4)
+
+    def train(steps: range, *, resume: bool, run_dir: Path) -> list[Tensor]:
+        model = make_model()
+        config = GuardConfig(checkpoint=CheckpointConfig(every=6))
+        with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config, run_dir=run_dir) as guard:
+            assert not resume or guard.resume() == 6
+            for i in steps:
+                model(data[i]).square().mean().backward()
+                guard.step()
+                model.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    whole = train(range(12), resume=False, run_dir=tmp_path / "whole")
+    train(range(6), resume=False, run_dir=tmp_path / "parts")
+    for resumed, expected in zip(train(range(6, 12), resume=True, run_dir=tmp_path / "parts"), whole):
+        assert torch.equal(resumed, expected)
+
+
+def test_what_an_extra_cannot_save_is_told_and_ends_no_training(tmp_path: Path) -> None:
+    class Locked:
+        def state_dict(self) -> dict[str, Any]:
+            return {"lines": (line for line in "abc")}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    model = make_model()
+    guard = Guard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        run_dir=tmp_path / "run",
+        config=GuardConfig(checkpoint=CheckpointConfig(every=2)),
+        extras={"locked": Locked()},
+    )
+    for x in torch.randn(5, 8, 4):
+        guard.step(lambda x: model(x).square().mean(), x)
+    guard.close()
+    assert guard.num_steps == 5
+    assert any("generator" in finding.message for finding in guard.findings)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(6, 4))
+
+
+def test_data_without_a_length_can_be_iterated() -> None:
+    model = make_model()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in guard.batches(DataLoader(Stream(), 2)):
+        guard.step(lambda x: model(x).square().mean(), batch)
+    guard.flush()
+    assert guard.num_steps == 3
+
+
+def test_a_parameter_group_may_hold_a_tensor_of_several_numbers() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "table": torch.ones(3)}], lr=0.1)
+    guard = Guard(model, optimizer)
+    guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))
+    guard.flush()
+    assert guard.num_steps == 1
