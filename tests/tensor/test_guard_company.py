@@ -263,6 +263,31 @@ def test_a_loop_that_clears_its_gradients_after_the_step_resumes_to_the_bit(tmp_
         assert torch.equal(resumed, expected)
 
 
+def test_weights_that_a_state_dict_calls_otherwise_are_put_back(tmp_path: Path) -> None:
+    """torch's wrapper for activation checkpointing takes its own name out of the state_dict, and only there."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def make(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        return nn.Sequential(checkpoint_wrapper(inner), nn.Linear(4, 1))
+
+    def train(model: nn.Module, *, resume: bool) -> int | None:
+        with Guard(model, torch.optim.AdamW(model.parameters()), run_dir=tmp_path / "run") as guard:
+            if resume:
+                return guard.resume()
+            for x in torch.randn(3, 8, 4):
+                guard.step(lambda x: model(x).square().mean(), x)
+            guard.save()
+            return None
+
+    trained, fresh = make(0), make(1)
+    train(trained, resume=False)
+    assert train(fresh, resume=True) == 3
+    for a, b in zip(fresh.state_dict().values(), trained.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_what_an_extra_cannot_save_is_told_and_ends_no_training(tmp_path: Path) -> None:
     class Locked:
         def state_dict(self) -> dict[str, Any]:

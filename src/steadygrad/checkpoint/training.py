@@ -32,14 +32,21 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
     collector = Collector([model, *optimizers, *extras.values()])
     captured = collect_state(collector, model, optimizers, extras)
     names = name_parameters(model, optimizers)
+    weights = find_weights(model)
 
     def fill(tree: Any) -> Any:
         return _fill(tree, collector)
 
     return {
-        "model": find_weights(model),
-        "other_parameters": {names[id(p)]: p for p in _only_in_optimizers(model, optimizers)},
-        "other_buffers": {name: buffer for name, _, _, buffer in _find_buffers(model, persistent=False)},
+        "model": weights,
+        # What a state_dict leaves out or calls otherwise: activation checkpointing drops the name of its wrapper there.
+        "other_parameters": {name: p for name, p in _each_parameter(model, optimizers) if name not in weights},
+        "other_buffers": {
+            name: buffer
+            for persistent in (True, False)
+            for name, _, _, buffer in _find_buffers(model, persistent=persistent)
+            if not persistent or name not in weights
+        },
         "extra_state": {path: module.get_extra_state() for path, module in _find_extra_state(model)},
         "optimizers": [
             {
@@ -108,6 +115,17 @@ def _fill(tree: Any, collector: Collector) -> Any:
     return tree
 
 
+def _find_unsaved(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
+    """Weights that the checkpoint has under no name by which they could be put back."""
+    saved = {*state["model"], *state["other_parameters"]}
+    own = find_weights(model)  # these were compared already
+    return [
+        f"{name} is not in it under this name"
+        for name, _ in _each_parameter(model, optimizers)
+        if name not in saved and name not in own and not name.startswith("optimizer ")
+    ]
+
+
 def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
     """Random generators with devices spelled as text."""
     return {**state, "cuda": {str(device): generator for device, generator in state["cuda"].items()}}
@@ -127,6 +145,7 @@ def compare_training(state: Mapping[str, Any], model: nn.Module, optimizers: Opt
     problems = compare_weights(find_weights(model), state["model"])
     if len(state["optimizers"]) != len(optimizers):
         problems.append(f"{len(optimizers)} optimizers, saved were {len(state['optimizers'])}")
+    problems += _find_unsaved(state, model, optimizers)
     names = name_parameters(model, optimizers)
     for i, (optimizer, kept) in enumerate(zip(optimizers, state["optimizers"])):
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
