@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -332,3 +333,49 @@ def test_a_parameter_group_may_hold_a_tensor_of_several_numbers() -> None:
     guard.step(lambda x: model(x).square().mean(), torch.randn(8, 4))
     guard.flush()
     assert guard.num_steps == 1
+
+
+def test_a_peak_of_the_schedule_goes_with_a_changed_rate(tmp_path: Path) -> None:
+    def train(lr: float, peak: float, steps: int, run_dir: Path, *, resume: bool) -> list[float]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, lr, peak, step_size_up=4)
+        rates = []
+        with Guard(model, optimizer, scheduler=schedule, run_dir=run_dir) as guard:
+            assert not resume or guard.resume() == 3
+            for x in torch.randn(steps, 8, 4):
+                rates.append(optimizer.param_groups[0]["lr"])
+                guard.step(lambda x: model(x).square().mean(), x)
+            guard.save()
+        return rates
+
+    train(0.01, 0.1, 3, tmp_path / "run", resume=False)
+    whole = train(0.01, 0.1, 12, tmp_path / "whole", resume=False)
+    lower = train(0.0025, 0.1, 9, tmp_path / "run", resume=True)
+    assert [rate / 0.25 for rate in lower] == pytest.approx(whole[3:])
+
+
+def test_keys_that_are_numbers_of_numpy_are_saved_as_they_can_be_loaded(tmp_path: Path) -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.state: dict[Any, int] = {np.float64(0.5): 1, np.str_("a"): 2, (np.int64(1), 2): 3}
+
+        def state_dict(self) -> dict[Any, int]:
+            return self.state
+
+        def load_state_dict(self, state: dict[Any, int]) -> None:
+            self.state = dict(state)
+
+    model, counted = make_model(), Counted()
+    for resume in (False, True):
+        with Guard(model, sgd(model), run_dir=tmp_path / "run", extras={"counted": counted}) as guard:
+            if resume:
+                counted.state = {}
+                assert guard.resume() == 0
+            else:
+                guard.save()
+    assert counted.state == {0.5: 1, "a": 2, (1, 2): 3}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)

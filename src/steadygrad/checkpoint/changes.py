@@ -89,7 +89,7 @@ def apply_changes(changes: Sequence[Change], state: MutableMapping[str, Any]) ->
             group[key] = group[key] * ratio
         if change.name == "lr":
             for schedule in _each_schedule(state["extras"].get("scheduler")):
-                _scale_at(schedule, ("base_lrs", "_last_lr"), place, ratio)
+                _scale_at(schedule, ("base_lrs", "max_lrs", "_last_lr"), place, ratio)
         rates = state["guard"]["actor"]["rates"][change.name]
         _scale_at(rates, ("raw",), place, ratio)
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
@@ -100,8 +101,13 @@ def _remake(like: Any, items: dict[Any, Any]) -> Any:
 
 
 def _pack_key(key: Any, path: str) -> Any:
-    if isinstance(key, str | int | float | bool | None | tuple) and not isinstance(key, enum.Enum):
+    """Exactly the kinds that a reader without code knows: a subclass would be saved and could not be loaded."""
+    if type(key) is tuple:
+        return tuple(_pack_key(part, path) for part in key)
+    if type(key) in (str, int, float, bool, NoneType):
         return key
+    if hasattr(key, "item") and type(key).__module__ == "numpy":  # a number or text of its own kind
+        return _pack_key(key.item(), path)
     raise UnsupportedError(f"the state has a key of type {type(key).__name__} at {path}. Use text or a number.")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from steadygrad.checkpoint.refusals import DamagedCheckpoint
 from steadygrad.checkpoint.stored import StoredTensor
+from steadygrad.errors import UnsupportedError
 
 CHUNK_BYTES = 1 << 20
 """Fits the second-level cache, and is long enough that the calls around it do not count."""
@@ -93,7 +94,11 @@ def map_tensor(
         mapping = mmap.mmap(file.fileno(), length, offset=first, access=access)
     stored = torch.frombuffer(mapping, dtype=torch.uint8, offset=tensor.offset - first)
     if stored.data_ptr() % tensor.dtype.itemsize:
-        assert not writable
+        if writable:
+            raise UnsupportedError(
+                f"{tensor.path} holds a tensor of {tensor.dtype} from byte {tensor.offset} on, where elements cannot "
+                "be written in place. Load the file, save it again with today's torch.save, and clean that."
+            )
         stored = stored.clone()
     return stored.view(tensor.dtype).as_strided(shape, stride)
 
