@@ -166,12 +166,11 @@ def test_statistics_of_a_norm_that_became_infinite_still_skip_the_step() -> None
 
 
 def test_a_lazy_norm_is_no_obstacle() -> None:
-    model = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(1))
-    model(torch.randn(8, 4))
-    fresh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    fresh.lazy = nn.LazyBatchNorm1d()  # never called
-    guard = Guard(fresh, torch.optim.SGD([*fresh[0].parameters(), *fresh[1].parameters()], lr=0.1))
-    guard.step(lambda x: fresh[1](fresh[0](x)).square().mean(), torch.randn(8, 4))
+    model = make_model()
+    trained = [*model.parameters()]
+    model.lazy = nn.LazyBatchNorm1d()  # never called, so that it has no shape
+    guard = Guard(model, torch.optim.SGD(trained, lr=0.1))
+    guard.step(lambda x: model[1](model[0](x)).square().mean(), torch.randn(8, 4))
     guard.flush()
     assert guard.num_steps == 1
 

@@ -33,7 +33,7 @@ from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore, Save
 from steadygrad.checkpoint.training import gather_training, live_random, put_back
 from steadygrad.config.checkpoint import CheckpointConfig
-from steadygrad.errors import UsageError
+from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.ranks import Ranks
 
@@ -41,6 +41,8 @@ logger = logging.getLogger("steadygrad")
 T = TypeVar("T")
 FOLDER = "checkpoints"
 """Of a run directory."""
+REFUSALS = (CheckpointError, UnsupportedError, MemoryError, RuntimeError)
+"""Why a save is left out on all ranks alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +172,12 @@ class RunCheckpoints:
                 state["gradients"] = {}
             return self._save(store, state, step, guard, accumulated, buffers, metrics)
         except Exception as error:  # whatever an extra holds that cannot be saved: the training goes on, and is told
-            if str(error) not in self._explained:
-                self._explained.add(str(error))
-                self._refused.append(str(error))
+            if self._ranks.many and not isinstance(error, REFUSALS):
+                raise  # perhaps on this rank alone: the others would wait for it for ever
+            reason = str(error) or repr(error)
+            if reason not in self._explained:
+                self._explained.add(reason)
+                self._refused.append(reason)
             return None
 
     def _save(

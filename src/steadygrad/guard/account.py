@@ -29,10 +29,8 @@ def tell_health(parts: Parts) -> dict[str, bool]:
     """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
     last = parts.judgement.last_reading
     parameters = not find_nonfinite(parts.model.named_parameters())
-    named = parts.model.named_buffers()
-    buffers = {
-        name for name, buffer in named if find_nonfinite([(name, buffer)]) and count_bad(name, take_local(buffer))
-    }
+    held = dict(parts.model.named_buffers())
+    buffers = {name for name in find_nonfinite(held.items()) if count_bad(name, take_local(held[name]))}
     health = {
         "model_healthy": parameters and not buffers - parts.lookout.born_nonfinite,
         "gradients_healthy": last is None or last.num_nonfinite == 0,
