@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("guard", "monitor"),
     ("judgement",),
     ("view",),
+    ("prove",),
     ("diagnose", "checkpoint"),
     ("act",),
     ("clip",),

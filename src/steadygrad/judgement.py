@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.act.actor import Actor
@@ -19,7 +20,7 @@ from steadygrad.act.followers import Followers
 from steadygrad.act.outcome import UNTOUCHED, tell_reflex
 from steadygrad.config import GuardConfig
 from steadygrad.decide import EarlyStopping, Judge
-from steadygrad.decide.reflex import ABOUT_STEPS, decide
+from steadygrad.decide.reflex import decide
 from steadygrad.detect import Detector
 from steadygrad.errors import NonFiniteError, TrainingHalted
 from steadygrad.facts import (
@@ -37,7 +38,9 @@ from steadygrad.facts import (
     Validation,
     Verdict,
 )
+from steadygrad.facts.kinds import find_kind
 from steadygrad.measure.origin import Origin
+from steadygrad.prove import Prover
 from steadygrad.record import Recorder
 from steadygrad.record.tally import Tally
 
@@ -46,6 +49,25 @@ NO_ACTION = Verdict(action=Action.NONE, reason="told, not acted on")
 FindCause = Callable[[Reading, Sequence[Finding]], "Cause | None"]
 BY_REFLEX = (Action.NONE, Action.CLIP)
 """Verdicts that ask for nothing that would make an incident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One finding, what was decided about it and what was done."""
+
+    finding: Finding
+    verdict: Verdict
+    outcome: Outcome
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether it is an incident: it matters, or something was done about it."""
+        return self.finding.severity is not Severity.INFO or self.verdict.action not in BY_REFLEX
+
+    @property
+    def when(self) -> int:
+        """The step at which it was acted on; where it began when nothing was done."""
+        return self.finding.step if self.finding.acted_at is None else self.finding.acted_at
 
 
 class Judgement:
@@ -60,8 +82,13 @@ class Judgement:
         actor: Actor,
         recorder: Recorder,
         own: Detector | None = None,
+        prover: Prover | None = None,
     ) -> None:
-        """`own`: on many ranks, the rules about what this rank alone has seen, which are told and not acted on."""
+        """`own`: on many ranks, the rules about what this rank alone has seen, which are told and not acted on.
+
+        `prover`: tests findings on finite numbers before they are answered; None: they are only reported.
+        """
+        self._prover = prover
         self._config, self._followers, self._actor, self._recorder = config, followers, actor, recorder
         self._detector, self._own = detector, own
         self._judge = Judge(config.policy, on_nonfinite=config.on_nonfinite)
@@ -80,6 +107,11 @@ class Judgement:
         self.last: StepRecord | None = None
         self.last_reading: Reading | None = None
 
+    @property
+    def proves(self) -> bool:
+        """Whether findings on finite numbers are tested, for which steps must be noted."""
+        return self._prover is not None
+
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def judge(
@@ -90,8 +122,9 @@ class Judgement:
         find_cause: FindCause | None = None,
         origin: Origin | None = None,
         extra: Mapping[str, float] | None = None,
-    ) -> bool:
-        """One step, from its numbers to the record; says whether it was healthy.
+        captures: Sequence[Any] = (),
+    ) -> bool | None:
+        """One step, from its numbers to the record; whether it was healthy, None while a suspicion is being tested.
 
         `find_cause` is asked once, before anything is done, when something above info was found. `origin` names the
         ranks that a bad step began on, `extra` is what the user's program told beside the loss.
@@ -103,6 +136,9 @@ class Judgement:
         self.last_reading = reading
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started, extra=extra)
         findings = [finding for fact in (*facts, reading) for finding in self._detector.observe(fact)]
+        findings = [_note_when(finding, reading.step) for finding in findings]
+        if self._prover is not None:
+            findings = self._prover.answer(reading, findings, captures)
         if origin is not None:
             findings = [_name_origin(finding, origin) for finding in findings]
         self._record_step(self.last, reading, findings)
@@ -112,6 +148,8 @@ class Judgement:
             logger.warning("%s", cause)
         self._answer(findings, reading, cause)
         healthy = not reading.is_nonfinite and all(f.severity is Severity.INFO for f in findings)
+        if self._prover is not None and self._prover.is_open and healthy:
+            return None
         for reason in self._actor.after_step(reading.step, healthy=healthy):
             logger.warning(reason)
         return healthy
@@ -121,9 +159,8 @@ class Judgement:
         if self._own is None:
             return []
         findings = [finding for fact in (*facts, reading) for finding in self._own.observe(fact)]
-        for finding in findings:
-            verdict = decide(finding, reading, self._config.on_nonfinite)
-            self.conclude(finding, verdict, tell_reflex(verdict.action, reading))
+        verdicts = [decide(finding, reading, self._config.on_nonfinite) for finding in findings]
+        self.conclude([Event(f, v, tell_reflex(v.action, reading)) for f, v in zip(findings, verdicts)])
         return findings
 
     def validate(self, step: int, epoch: int, loss: float) -> None:
@@ -156,14 +193,15 @@ class Judgement:
 
     def note(self, finding: Finding, *, write: bool = False) -> None:
         """A finding that nothing is done about; `write`: it stands in the record even when it is an info."""
-        self.conclude(finding, NO_ACTION, UNTOUCHED)
+        self.conclude([Event(finding, NO_ACTION, UNTOUCHED)])
         if write and finding.severity is Severity.INFO:
             self._recorder.write_incident(
                 Incident(step=finding.step, finding=finding, verdict=NO_ACTION, outcome=UNTOUCHED)
             )
 
     def _consider(self, fact: Fact) -> None:
-        self._answer(self._detector.observe(fact), None)
+        findings = [_note_when(finding, fact.step) for finding in self._detector.observe(fact)]
+        self._answer(findings if self._prover is None else self._prover.sift(findings, fact.step), None)
 
     # --- detect, decide, act, record --------------------------------------------------------------------------------
 
@@ -172,25 +210,25 @@ class Judgement:
         verdicts = [self._judge.decide(finding, reading=reading) for finding in findings]
         if any(verdict.action is Action.HALT for verdict in verdicts):
             verdicts = [_leave(verdict) for verdict in verdicts]
-        halting: Incident | None = None
-        for finding, verdict in zip(findings, verdicts):
-            halts = self._carry_out(finding, verdict, reading, cause)
-            halting = self.incidents[-1] if halts and halting is None else halting
+        events = [self._carry_out(finding, verdict, reading) for finding, verdict in zip(findings, verdicts)]
+        incidents = self.conclude(events, cause)
+        halting = next((one for one in incidents if one.verdict.action is Action.HALT), None)
         if halting is not None:
             raise _as_error(halting, tuple(self.incidents))
+        for event in events:
+            if event.outcome.action not in BY_REFLEX and event.finding.severity is not Severity.INFO:
+                self._tell_action(ActionTaken(step=event.when, action=event.outcome.action))
 
-    def _carry_out(self, finding: Finding, verdict: Verdict, reading: Reading | None, cause: Cause | None) -> bool:
-        """Act on one finding and write it down; says whether it halts the run."""
-        outcome = self._actor.carry_out(verdict, reading, step=finding.step if reading is None else reading.step)
-        if verdict.action is Action.ROLLBACK and outcome.action is Action.NONE and _is_fatal(finding):
+    def _carry_out(self, finding: Finding, verdict: Verdict, reading: Reading | None) -> Event:
+        """Act on one finding."""
+        now = finding.step if reading is None else reading.step
+        outcome = self._actor.carry_out(verdict, reading, step=now)
+        if verdict.action is Action.ROLLBACK and outcome.action is Action.NONE and find_kind(finding.kind).fatal:
             verdict = Verdict(action=Action.HALT, reason=f"{verdict.reason}, and there is nothing to go back to")
             outcome = Outcome(action=Action.HALT, message=outcome.message)
-        self.conclude(finding, verdict, outcome, cause)
-        if verdict.action is Action.HALT:
-            return True
-        if outcome.action not in BY_REFLEX and finding.severity is not Severity.INFO:
-            self._tell_action(ActionTaken(step=finding.step, action=outcome.action))
-        return False
+        if outcome.action not in BY_REFLEX:
+            finding = dataclasses.replace(finding, acted_at=now)
+        return Event(finding, verdict, outcome)
 
     def _tell_action(self, taken: ActionTaken) -> None:
         """Once: loss, gradient and batch of one bad step are three findings and one skip."""
@@ -198,25 +236,38 @@ class Judgement:
             self._last_action = taken
             self._consider(taken)
 
-    def conclude(self, finding: Finding, verdict: Verdict, outcome: Outcome, cause: Cause | None = None) -> None:
-        """Write a finding down; it is an incident when it matters, or when something was done about it."""
-        self.findings.append(finding)
-        self.tally.add_outcome(outcome)
-        level = logging.INFO if finding.severity is Severity.INFO else logging.WARNING
-        logger.log(
-            level,
-            "step %d: %s (%s). %s",
-            finding.step,
-            finding.message,
-            outcome.message,
-            finding.advice,
-            extra={"finding": finding, "outcome": outcome},
-        )
-        if finding.severity is not Severity.INFO or verdict.action not in BY_REFLEX:
-            incident = Incident(step=finding.step, finding=finding, verdict=verdict, outcome=outcome, cause=cause)
+    def conclude(self, events: Sequence[Event], cause: Cause | None = None) -> list[Incident]:
+        """Record the findings of one step. Those above info, or acted on, are one incident with one headline.
+
+        Two things done in one step are two incidents: each has its own numbers before and after.
+        """
+        self.findings += [event.finding for event in events]
+        notable = [event for event in events if event.is_notable]
+        for event in events:
+            if event not in notable:
+                self.tally.add_outcome(event.outcome)
+                self._log(event)
+        incidents = [_join(group, cause) for group in _group(notable)]
+        for incident in incidents:
+            self.tally.add_outcome(incident.outcome)
+            self._log(Event(incident.finding, incident.verdict, incident.outcome), incident.also)
             self.incidents.append(incident)
             self._recorder.write_incident(incident)
             self._call_back(incident)
+        return incidents
+
+    def _log(self, event: Event, also: Sequence[Finding] = ()) -> None:
+        finding, more = event.finding, "".join(f"; also {other.kind}: {other.message}" for other in also)
+        logger.log(
+            logging.INFO if finding.severity is Severity.INFO else logging.WARNING,
+            "%s: %s%s (%s). %s",
+            finding.when,
+            finding.message,
+            more,
+            event.outcome.message,
+            finding.advice,
+            extra={"finding": finding, "outcome": event.outcome},
+        )
 
     def _record_step(self, record: StepRecord, reading: Reading, findings: list[Finding]) -> None:
         config, step = self._config.record, reading.step
@@ -257,6 +308,7 @@ class Judgement:
             "stopping": self.stopping.state_dict(),
             "tally": self.tally.state_dict(),
             "epoch": self._epoch_losses.state_dict(),
+            "prover": {} if self._prover is None else self._prover.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -266,6 +318,8 @@ class Judgement:
         self.stopping.load_state_dict(state["stopping"])
         self.tally.load_state_dict(state["tally"])
         self._epoch_losses.load_state_dict(state["epoch"])
+        if self._prover is not None:
+            self._prover.load_state_dict(state.get("prover", {}))
 
     def flush_record(self) -> None:
         """Put the record on disk as far as it goes: a checkpoint goes no further than it."""
@@ -302,7 +356,7 @@ class _Mean:
 
 def _name_origin(finding: Finding, origin: Origin) -> Finding:
     """A bad step with the ranks that it began on."""
-    if finding.kind not in ABOUT_STEPS or not origin.text:
+    if not find_kind(finding.kind).about_step or not origin.text:
         return finding
     evidence = {**finding.evidence, "ranks": list(origin.ranks)}
     return dataclasses.replace(finding, message=f"{finding.message}; {origin.text}", evidence=evidence)
@@ -319,9 +373,37 @@ def _as_error(incident: Incident, story: tuple[Incident, ...]) -> TrainingHalted
     finding = incident.finding
     kind = NonFiniteError if finding.kind.startswith("nonfinite") else TrainingHalted
     reason, outcome = incident.verdict.reason, incident.outcome.message
-    return kind(f"step {finding.step}: {finding.message}; {reason}; {outcome}. {finding.advice}", story)
+    return kind(f"{finding.when}: {finding.message}; {reason}; {outcome}. {finding.advice}", story)
 
 
-def _is_fatal(finding: Finding) -> bool:
-    """Whether training on makes no sense when this cannot be healed."""
-    return finding.kind in ("nonfinite_parameter", "nonfinite_buffer")
+def _group(events: Sequence[Event]) -> list[list[Event]]:
+    """The notable events of one step, by what was done beyond the reflex; the headline of each group first."""
+    acting = [event for event in events if event.outcome.action not in (*BY_REFLEX, Action.SKIP, Action.SANITIZE)]
+    others = sorted((e for e in events if e not in acting), key=lambda e: (e.outcome.action in BY_REFLEX, -_rank(e)))
+    if not acting:
+        return [others] if others else []
+    return [[acting[0], *others], *([event] for event in acting[1:])]
+
+
+def _rank(event: Event) -> int:
+    return event.finding.severity.rank
+
+
+def _join(events: Sequence[Event], cause: Cause | None) -> Incident:
+    """One incident. Where the cause is known its fixes say what to do, and the general advice is left out."""
+    findings = [event.finding for event in events]
+    if cause is not None and cause.fixes:
+        findings = [dataclasses.replace(finding, advice="") for finding in findings]
+    return Incident(
+        step=findings[0].step,
+        finding=findings[0],
+        verdict=events[0].verdict,
+        outcome=events[0].outcome,
+        cause=cause,
+        also=tuple(findings[1:]),
+    )
+
+
+def _note_when(finding: Finding, step: int) -> Finding:
+    """The finding with the step at which it was noticed."""
+    return finding if finding.noticed_at is not None else dataclasses.replace(finding, noticed_at=step)

@@ -12,11 +12,17 @@ from rule_traces import poisoned, reading
 from steadygrad.config import GuardConfig, Policy
 from steadygrad.decide import Judge, build_table
 from steadygrad.errors import ConfigError
-from steadygrad.facts import Action, Finding, Reading, Severity, Verdict
+from steadygrad.facts import Action, Answer, Finding, Reading, Severity, Verdict
 
 
 def finding(kind: str, step: int, severity: Severity = Severity.ERROR) -> Finding:
     return Finding(kind=kind, severity=severity, step=step, message="made up")
+
+
+def proven(kind: str, step: int, **evidence: float | str) -> Finding:
+    """A finding on finite numbers that the paired test has confirmed."""
+    evidence = {"proof": Answer.DAMAGED.value, **evidence}
+    return Finding(kind=kind, severity=Severity.ERROR, step=step, message="made up", evidence=evidence)
 
 
 def bad_steps(judge: Judge, steps: range | list[int]) -> list[Verdict]:
@@ -90,13 +96,13 @@ def test_a_nonfinite_epoch_or_validation_halves_the_learning_rate(kind: str) -> 
 
 
 def test_a_loss_explosion_lowers_the_learning_rate_tenfold() -> None:
-    verdict = Judge().decide(finding("loss_explosion", 99), reading=reading(107))
+    verdict = Judge(Policy.eager()).decide(finding("loss_explosion", 99), reading=reading(107))
 
     assert (verdict.action, verdict.factor) == (Action.SCALE_LR, 0.1)
 
 
 def test_overfitting_raises_the_weight_decay() -> None:
-    verdict = Judge().decide(finding("overfitting", 99, Severity.WARNING))
+    verdict = Judge(Policy.eager()).decide(finding("overfitting", 99, Severity.WARNING))
 
     assert (verdict.action, verdict.factor) == (Action.SCALE_WEIGHT_DECAY, 1.5)
 
@@ -131,7 +137,7 @@ def test_a_finding_about_a_clipped_step_tells_the_clip() -> None:
 
 
 def test_the_learning_rate_is_not_lowered_twice_within_the_cool_down() -> None:
-    judge = Judge(Policy(cooldown_steps=100))
+    judge = Judge(Policy(require_proof=False, cooldown_steps=100))
 
     first = judge.decide(finding("loss_explosion", 100))
     second = judge.decide(finding("loss_explosion", 199))
@@ -142,7 +148,7 @@ def test_the_learning_rate_is_not_lowered_twice_within_the_cool_down() -> None:
 
 
 def test_explosions_beyond_the_budget_roll_back_and_then_halt() -> None:
-    judge = Judge(Policy(max_lr_changes=2, cooldown_steps=10, budget_steps=1000))
+    judge = Judge(Policy(require_proof=False, max_lr_changes=2, cooldown_steps=10, budget_steps=1000))
 
     verdicts = [judge.decide(finding("loss_explosion", 50 * i)) for i in range(5)]
 
@@ -156,7 +162,7 @@ def test_explosions_beyond_the_budget_roll_back_and_then_halt() -> None:
 
 
 def test_weight_decay_beyond_the_budget_is_left_alone_and_said_so() -> None:
-    judge = Judge(Policy(max_weight_decay_changes=1, cooldown_steps=10))
+    judge = Judge(Policy(require_proof=False, max_weight_decay_changes=1, cooldown_steps=10))
     judge.decide(finding("overfitting", 0))
 
     verdict = judge.decide(finding("overfitting", 500))
@@ -166,7 +172,7 @@ def test_weight_decay_beyond_the_budget_is_left_alone_and_said_so() -> None:
 
 
 def test_a_budget_is_there_again_after_its_window() -> None:
-    judge = Judge(Policy(max_weight_decay_changes=1, budget_steps=1000))
+    judge = Judge(Policy(require_proof=False, max_weight_decay_changes=1, budget_steps=1000))
     judge.decide(finding("overfitting", 0))
 
     assert judge.decide(finding("overfitting", 1000)).action is Action.SCALE_WEIGHT_DECAY
@@ -211,8 +217,9 @@ def test_strict_halts_at_the_first_finding_above_info() -> None:
 def test_patient_never_changes_a_hyperparameter() -> None:
     judge = Judge(Policy.patient())
 
+    exploded = proven("loss_explosion", 2000)
     verdicts = bad_steps(judge, range(30)) + [
-        judge.decide(finding(kind, 2000)) for kind in ("loss_explosion", "nonfinite_validation", "overfitting")
+        judge.decide(one) for one in (exploded, finding("nonfinite_validation", 2000), finding("overfitting", 2000))
     ]
 
     assert set(actions(verdicts)) == {Action.SKIP, Action.ROLLBACK, Action.HALT, Action.NONE}
@@ -330,12 +337,12 @@ def test_the_ramp_back_is_off_by_default() -> None:
 
 
 def test_a_loss_that_does_not_come_back_rolls_back_with_its_rates() -> None:
-    verdict = Judge().decide(finding("unrecovered_loss", 120), reading=reading(120))
+    verdict = Judge(Policy.eager()).decide(finding("unrecovered_loss", 120), reading=reading(120))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 1.0)
 
 
 def test_a_second_loss_that_does_not_come_back_keeps_the_lowered_rate() -> None:
-    judge = Judge()
+    judge = Judge(Policy.eager())
     kinds = ["loss_explosion", "unrecovered_loss", "loss_explosion", "unrecovered_loss"]
     verdicts = [judge.decide(finding(kind, 100 + 20 * i)) for i, kind in enumerate(kinds)]
     assert [v.action for v in verdicts] == [Action.SCALE_LR, Action.ROLLBACK, Action.SCALE_LR, Action.ROLLBACK]
@@ -345,28 +352,71 @@ def test_a_second_loss_that_does_not_come_back_keeps_the_lowered_rate() -> None:
 # --- a learning rate that is too high from the start -----------------------------------------------------------------
 
 
-def too_high(step: int, **evidence: float) -> Finding:
-    return Finding(kind="rate_too_high", severity=Severity.ERROR, step=step, message="made up", evidence=evidence)
-
-
 def test_a_rate_that_is_too_high_from_the_start_begins_anew_with_a_lower_one() -> None:
-    verdict = Judge().decide(too_high(9), reading=reading(9))
+    verdict = Judge().decide(proven("rate_too_high", 9), reading=reading(9))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.05)
 
 
 def test_how_far_the_weights_ran_says_how_much_lower() -> None:
-    verdict = Judge().decide(too_high(7, lr_factor=0.03), reading=reading(7))
+    verdict = Judge().decide(proven("rate_too_high", 7, lr_factor=0.03), reading=reading(7))
     assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.03)
 
 
-def test_a_rate_that_is_still_too_high_is_lowered_again_and_then_halts() -> None:
+def test_a_rate_that_is_still_too_high_is_lowered_again_and_then_only_reported() -> None:
     judge = Judge()
-    verdicts = [judge.decide(too_high(10 * i), reading=reading(10 * i)) for i in range(3)]
-    assert actions(verdicts) == [Action.ROLLBACK, Action.ROLLBACK, Action.HALT]
+    verdicts = [judge.decide(proven("rate_too_high", 10 * i), reading=reading(10 * i)) for i in range(3)]
+    assert actions(verdicts) == [Action.ROLLBACK, Action.ROLLBACK, Action.NONE]
     assert [v.factor for v in verdicts[:2]] == [0.05, 0.05]
+    assert "the budget of 2 x rollback in 1000 steps is spent" in verdicts[2].reason
 
 
 def test_a_policy_that_changes_no_hyperparameter_does_not_begin_anew() -> None:
-    verdict = Judge(Policy.patient()).decide(too_high(9), reading=reading(9))
+    verdict = Judge(Policy.patient()).decide(proven("rate_too_high", 9), reading=reading(9))
     assert verdict.action is Action.NONE
     assert "the policy changes no hyperparameters" in verdict.reason
+
+
+# --- finite numbers need proof ---------------------------------------------------------------------------------------
+
+FINITE = ["loss_explosion", "unrecovered_loss", "divergence", "rate_too_high"]
+
+
+@pytest.mark.parametrize("kind", FINITE)
+@pytest.mark.parametrize("answer", [None, Answer.UNHARMED, Answer.UNKNOWN])
+def test_finite_numbers_without_proof_are_only_reported(kind: str, answer: Answer | None) -> None:
+    evidence = {} if answer is None else {"proof": answer.value}
+    found = Finding(kind=kind, severity=Severity.ERROR, step=50, message="made up", evidence=evidence)
+    assert Judge().decide(found, reading=reading(60)).action is Action.NONE
+
+
+@pytest.mark.parametrize("kind", FINITE)
+def test_finite_numbers_with_proof_go_back_to_the_better_weights(kind: str) -> None:
+    assert Judge().decide(proven(kind, 50), reading=reading(60)).action is Action.ROLLBACK
+
+
+def test_harm_that_comes_back_is_answered_with_a_lower_rate_as_well() -> None:
+    judge = Judge()
+    verdicts = [judge.decide(proven("divergence", step), reading=reading(step)) for step in (100, 300, 500)]
+    assert [(v.action, v.factor) for v in verdicts[:2]] == [(Action.ROLLBACK, None), (Action.ROLLBACK, 0.5)]
+    assert verdicts[2].action is Action.NONE  # finite numbers never halt a run
+
+
+def test_a_rate_that_was_raised_is_brought_back_to_what_did_no_harm() -> None:
+    verdict = Judge().decide(proven("loss_explosion", 100, lr_factor=0.01), reading=reading(120))
+    assert (verdict.action, verdict.factor) == (Action.ROLLBACK, 0.01)
+    patient = Judge(Policy.patient()).decide(proven("loss_explosion", 100, lr_factor=0.01), reading=reading(120))
+    assert (patient.action, patient.factor) == (Action.ROLLBACK, None)
+
+
+def test_overfitting_is_reported_and_the_weight_decay_stays() -> None:
+    assert Judge().decide(finding("overfitting", 99, Severity.WARNING)).action is Action.NONE
+
+
+def test_an_answer_of_the_users_own_needs_no_proof() -> None:
+    judge = Judge(Policy(actions={"loss_explosion": Action.SCALE_LR}))
+    assert judge.decide(finding("loss_explosion", 9), reading=reading(12)).action is Action.SCALE_LR
+
+
+def test_a_misspelt_kind_of_finding_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"\['loss_spik'\] names no kind of finding. Did you mean 'loss_spike'"):
+        Policy(actions={"loss_spik": Action.ROLLBACK})

@@ -207,10 +207,13 @@ def test_an_incident_is_one_line_with_everything_about_it(tmp_path: Path) -> Non
             "message": "the loss is nan",
             "advice": "Look for log(0).",
             "evidence": {"loss": "nan", "norms": [1.0, "inf", "-inf"], "parameter": "größe.weight"},
+            "noticed_at": None,
+            "acted_at": None,
         },
         "verdict": {"action": "skip", "reason": "it must not reach a weight", "factor": None},
         "outcome": {"action": "skip", "message": "the step was skipped", "before": {"grad_norm": "nan"}, "after": {}},
         "cause": None,
+        "also": [],
     }
     assert second["cause"]["op"] == "aten.sqrt"
     assert second["cause"]["inputs"] == ["[0, 1]"]

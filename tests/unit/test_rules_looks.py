@@ -154,12 +154,22 @@ def test_a_parameter_that_stays_nonfinite_is_told_once_and_again_after_it_was_he
 
 def test_a_parameter_that_moved_before_and_stands_still_is_an_info() -> None:
     facts: list[Fact] = [
-        ParameterScan(step=t, unchanged=("w",) if t == 0 or t > 3 else (), num_changed=5) for t in range(12)
+        ParameterScan(step=t, unchanged=("w",), num_changed=5)
+        if t == 0 or t > 3
+        else ParameterScan(step=t, num_changed=6, changed=("w",))
+        for t in range(12)
     ]
 
     said = findings_of(rule_named("unchanged_parameter"), facts)
 
     assert [(f.step, f.severity) for f in said] == [(4, Severity.INFO)]
+
+
+def test_a_parameter_that_has_moved_ever_since_and_then_stands_still_is_not_stuck() -> None:
+    moving = [ParameterScan(step=t, num_changed=2, changed=("v", "w")) for t in range(5)]
+    still = [ParameterScan(step=t, unchanged=("w",), num_changed=1, changed=("v",)) for t in range(5, 12)]
+
+    assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), [*moving, *still])] == [Severity.INFO]
 
 
 def test_a_run_in_which_nothing_moves_is_no_stuck_parameter() -> None:

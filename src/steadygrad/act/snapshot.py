@@ -31,6 +31,8 @@ class Snapshot:
     labels: list[tuple[str, bool]] = field(default_factory=list)
     """Of each of these tensors the name, and whether it must be finite."""
     finite: bool | None = None
+    settings: tuple[tuple[float, float], ...] = ()
+    """Learning rate and weight decay of each group at the time."""
     num_healthy: int = 0
     good: bool = False
 

@@ -67,6 +67,10 @@ class Snapshots:
         self._last_taken: int | None = None
         self._restored: Snapshot | None = None
         self._in_trouble = False
+        self.is_held = False
+        """While a suspicion is being tested: nothing is taken, and nothing becomes good."""
+        self.initial: Snapshot | None = None
+        """The state before the first step, kept as long as there is room for it."""
         self._were_finite: set[str] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
@@ -92,14 +96,14 @@ class Snapshots:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
-        if self.off is not None or self._in_trouble or not self._has_place():
+        if self.off is not None or self._in_trouble or self.is_held or not self._has_place():
             return False
         return self._last_taken is None or step - self._last_taken >= self.effective_every(step)
 
     # --- take -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self, step: int) -> bool:
+    def take(self, step: int, settings: tuple[tuple[float, float], ...] = ()) -> bool:
         """Copy the state before step `step`; False when it was not: off, in trouble, or no place is free yet.
 
         On CUDA the copies are under way when this returns. `before_optimizer()` must be called before anything changes
@@ -114,9 +118,13 @@ class Snapshots:
         if hosts is None:
             return False
         arena, copies, largest = hosts
-        snapshot = Snapshot(step, state, arena, copies, [s.tensor.device for s in collector.sources], largest)
+        snapshot = Snapshot(
+            step, state, arena, copies, [s.tensor.device for s in collector.sources], largest, settings=settings
+        )
         self._copy(snapshot, collector.sources)
         self._ring.append(snapshot)
+        if step == 0:
+            self.initial = snapshot
         self._last_taken = step
         return True
 
@@ -171,7 +179,8 @@ class Snapshots:
     @property
     def bytes_held(self) -> int:
         """Host memory that all snapshots take together."""
-        return sum(arena.num_bytes for arena in (*(s.arena for s in self._ring), *self._spare))
+        kept = {id(s): s for s in (*self._ring, *([self.initial] if self.initial is not None else []))}
+        return sum(arena.num_bytes for arena in (*(s.arena for s in kept.values()), *self._spare))
 
     def _find_arena(self, tensors: Sequence[Tensor]) -> Arena | None:
         """Memory for one more snapshot, within the bound; None when the ring must keep what it has."""
@@ -195,6 +204,8 @@ class Snapshots:
                 return arena
             if self._spare:
                 self._spare.clear()  # blocks of another layout
+            elif self.initial is not None and self.initial not in self._ring:
+                self.initial = None
             elif not self._discard_one():
                 return None
 
@@ -214,14 +225,15 @@ class Snapshots:
 
     def _discard(self, snapshot: Snapshot) -> None:
         self._ring.remove(snapshot)
-        self._spare.append(snapshot.arena)
+        if snapshot is not self.initial:
+            self._spare.append(snapshot.arena)
         if snapshot is self._restored:
             self._restored = None
 
     def _switch_off(self, reason: str) -> None:
         self.off = reason
         self.before_optimizer()
-        self._ring, self._spare, self._restored = [], [], None
+        self._ring, self._spare, self._restored, self.initial = [], [], None, None
 
     # --- which ones are good ----------------------------------------------------------------------------------------
 
@@ -272,6 +284,15 @@ class Snapshots:
         """The step of the newest good snapshot."""
         return next((s.step for s in reversed(self._ring) if s.good), None)
 
+    def list_good(self) -> list[Snapshot]:
+        """The good ones that all ranks have, oldest first."""
+        return self._keep_common([s for s in self._ring if s.good])
+
+    def condemn(self, step: int) -> None:
+        """The weights have been harmed since the snapshot of `step`: newer ones are discarded."""
+        for snapshot in [s for s in self._ring if s.step > step]:
+            self._discard(snapshot)
+
     @torch.no_grad()
     def restore(self, *, older: bool = False) -> int:
         """Put the newest good snapshot back, in place, and return its step; newer ones are discarded.
@@ -292,6 +313,16 @@ class Snapshots:
             self._discard(snapshot)
         self._restored, self._in_trouble = chosen, False
         return chosen.step
+
+    @torch.no_grad()
+    def load_initial(self) -> None:
+        """Put the state before the first step in place, for somebody who puts everything back afterwards."""
+        assert self.initial is not None
+        self.before_optimizer()
+        self.initial.wait()
+        Restorer(self.initial.state, self.initial.hosts, self.initial.devices, shared=self._shared).restore(
+            self._optimizers, self._extras
+        )
 
     def _choose(self, *, older: bool) -> Snapshot | None:
         good = self._keep_common([s for s in self._ring if s.good])

@@ -28,6 +28,7 @@ from steadygrad.config.parts import (
 )
 from steadygrad.config.plain import build, read_mapping
 from steadygrad.config.policy import Policy
+from steadygrad.config.prove import ProveConfig
 
 __all__ = [
     "AdaGC",
@@ -50,6 +51,7 @@ __all__ = [
     "MeasureConfig",
     "Policy",
     "Precision",
+    "ProveConfig",
     "RecordConfig",
     "SnapshotConfig",
     "ValidationThresholds",

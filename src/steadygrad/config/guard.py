@@ -22,6 +22,7 @@ from steadygrad.config.detect import DetectConfig
 from steadygrad.config.parts import DiagnoseConfig, Interval, MeasureConfig, Precision, RecordConfig, SnapshotConfig
 from steadygrad.config.plain import build, read_mapping, to_plain
 from steadygrad.config.policy import Policy
+from steadygrad.config.prove import ProveConfig
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Action, Incident
 
@@ -50,6 +51,7 @@ class GuardConfig:
     """When a scheduler handed to Guard is stepped: after each applied step, or at `end_epoch()`."""
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     detect: DetectConfig = field(default_factory=DetectConfig)
+    prove: ProveConfig = field(default_factory=ProveConfig)
     policy: Policy = field(default_factory=Policy)
     snapshots: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -119,6 +121,7 @@ class GuardConfig:
 _PARTS = {
     "measure": MeasureConfig,
     "detect": DetectConfig,
+    "prove": ProveConfig,
     "policy": Policy,
     "snapshots": SnapshotConfig,
     "checkpoint": CheckpointConfig,

@@ -14,6 +14,7 @@ from steadygrad.config.checks import (
 )
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Action, Severity
+from steadygrad.facts.kinds import KINDS, suggest_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Policy:
     """What is done about findings, how often, and what comes next when it does not help.
 
     One non-finite step is skipped; three in a row lower the learning rate; ten roll back; the third rollback halts.
+    Finite numbers are acted on only with proof that the present weights are worse than earlier ones.
 
     >>> Policy.patient().change_hyperparameters
     False
@@ -28,6 +30,9 @@ class Policy:
 
     act: bool = True
     """False: only watch. Non-finite steps are still kept from the weights, as `GuardConfig.on_nonfinite` says."""
+    require_proof: bool = True
+    """Whether finite numbers are acted on only when the paired test has shown that the weights were harmed; if not, at
+    once, by the table of `Policy.eager()`. Answers of your own in `actions` need no proof."""
     change_hyperparameters: bool = True
     """Whether learning rate and weight decay may be changed; if not, what would come next takes their place."""
     halt_at: Severity | None = None
@@ -79,6 +84,9 @@ class Policy:
         answers = {k: as_enum(Action, v, f"Policy.actions[{k!r}]") for k, v in dict(self.actions).items()}
         object.__setattr__(self, "actions", answers)
         for kind, action in answers.items():
+            meant = None if kind in KINDS else suggest_kind(kind)
+            if meant is not None:
+                raise ConfigError(f"Policy.actions[{kind!r}] names no kind of finding. Did you mean {meant!r}?")
             if action in (Action.CLIP, Action.SKIP, Action.SANITIZE):
                 raise ConfigError(
                     f"Policy.actions[{kind!r}] cannot be {action.value!r}: it happens before a step is judged. "
@@ -103,6 +111,14 @@ class Policy:
     def observe(cls) -> Policy:
         """Only watch."""
         return cls(act=False)
+
+    @classmethod
+    def eager(cls) -> Policy:
+        """Correct at the first symptom, without proof: a loss ten times higher divides the learning rate by ten.
+
+        The correction table of the classic training guides. It changes healthy runs whose loss is meant to rise.
+        """
+        return cls(require_proof=False)
 
     @classmethod
     def strict(cls) -> Policy:

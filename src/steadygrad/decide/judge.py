@@ -8,13 +8,15 @@ counts as done. An `info` is never acted on.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from steadygrad.config import Policy
-from steadygrad.decide.reflex import ABOUT_STEPS, decide
+from steadygrad.decide.reflex import decide
 from steadygrad.decide.table import Ladder, Rung, build_table
-from steadygrad.facts import Action, Finding, Reading, Severity, Verdict
+from steadygrad.facts import Action, Answer, Finding, Reading, Severity, Verdict
+from steadygrad.facts.kinds import find_kind
 
 HYPERPARAMETERS = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY, Action.TIGHTEN_CLIP)
 """Actions that change a hyperparameter, and have a cool-down: their effect takes a while to show."""
@@ -53,9 +55,40 @@ class Judge:
         ladder = self._table.get(finding.kind, ())
         if finding.kind == "nonfinite_buffer" and reading is not None and reading.spoilt_buffers:
             return reflex  # they were put back with the step
-        if finding.kind in ABOUT_STEPS:
+        if find_kind(finding.kind).about_step:
             return self._answer_step(finding.step, ladder, reflex)
-        return self._climb(ladder, reflex, f"{finding.kind} at step {finding.step}", _find_factor(finding))
+        why = f"{finding.kind} at step {finding.step}"
+        if not self._needs_proof(finding):
+            return self._climb(ladder, reflex, why, _find_factor(finding))
+        if finding.evidence.get("proof") not in (Answer.DAMAGED, Answer.NONFINITE):
+            return Verdict(
+                action=reflex.action, reason="finite numbers are acted on only with proof, and there is none"
+            )
+        return self._answer_proven(ladder, reflex, why, _find_factor(finding))
+
+    def _needs_proof(self, finding: Finding) -> bool:
+        """Whether finite numbers must be proven to have done harm; an answer of the user's own needs no proof."""
+        own = finding.kind in self._policy.actions
+        return self._policy.require_proof and not own and find_kind(finding.kind).needs_proof
+
+    def _answer_proven(self, ladder: Ladder, reflex: Verdict, why: str, advised: float | None) -> Verdict:
+        """Earlier weights are better on the same batches: go back to them; the second time with a lower rate as well.
+
+        A budget that is spent ends in a report, never in a halt: the numbers are finite, and a person can decide.
+        """
+        if self._is_spent(Action.ROLLBACK):
+            spent = f"the budget of {self._budgets[Action.ROLLBACK]} x rollback in {self._policy.budget_steps} steps"
+            return Verdict(action=reflex.action, reason=f"{why}, but {spent} is spent")
+        again = bool(self._taken[Action.ROLLBACK.value]) and self._policy.change_hyperparameters
+        verdict = self._climb(ladder, reflex, why, advised)
+        if (
+            verdict.action is not Action.ROLLBACK
+            or verdict.factor is not None
+            or not self._policy.change_hyperparameters
+        ):
+            return verdict
+        factor = advised if advised is not None else self._policy.lr_factor if again else None
+        return dataclasses.replace(verdict, factor=factor)
 
     # --- the ladders ------------------------------------------------------------------------------------------------
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from steadygrad.facts import Action, Finding, Reading, Severity, Verdict
-
-ABOUT_STEPS = frozenset({"nonfinite_loss", "nonfinite_gradient"})
-"""Kinds of finding that say that one step was not finite."""
+from steadygrad.facts.kinds import find_kind
 
 
 def decide(finding: Finding, reading: Reading | None, on_nonfinite: Action) -> Verdict:
     """What the reflex did about one Finding: it skipped or sanitised on the device, before anything was judged."""
-    if finding.kind in ABOUT_STEPS:
+    if find_kind(finding.kind).about_step:
         if on_nonfinite is Action.HALT and finding.severity is not Severity.INFO:
             return Verdict(action=Action.HALT, reason="on_nonfinite is RAISE")
         if on_nonfinite is Action.SANITIZE and reading is not None and not reading.skipped:

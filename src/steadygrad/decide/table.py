@@ -1,7 +1,8 @@
 """The policy table: from the kind of a finding to the actions that answer it, mildest first.
 
-Kinds that are not here are told and not acted on: a spike, a dead layer or a slow trend needs a person, and acting on
-them by default would change healthy runs.
+Kinds that are not here are reported and not acted on: a spike, a dead layer or a slow trend needs a person. Those that
+speak of finite numbers are acted on only with proof that the weights were harmed (`prove/`), and then by going back to
+the weights that are better; `Policy.eager()` acts on the symptom at once.
 """
 
 from __future__ import annotations
@@ -49,11 +50,16 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
         "nonfinite_epoch": (lower,),
         "nonfinite_validation": (lower,),
         "rate_too_high": (begin_anew,),
-        "loss_explosion": (lower_much, go_back),
-        "unrecovered_loss": (undo,),
-        "divergence": (lower, go_back),
-        "overfitting": (decay_more,),
     }
+    if policy.require_proof:
+        table |= {"loss_explosion": (go_back,), "unrecovered_loss": (go_back,), "divergence": (go_back,)}
+    else:
+        table |= {
+            "loss_explosion": (lower_much, go_back),
+            "unrecovered_loss": (undo,),
+            "divergence": (lower, go_back),
+            "overfitting": (decay_more,),
+        }
     clip_more = Rung(action=Action.TIGHTEN_CLIP, factor=policy.clip_factor)
     usual = {Action.SCALE_LR: lower, Action.SCALE_WEIGHT_DECAY: decay_more, Action.TIGHTEN_CLIP: clip_more}
     own = {kind: (usual.get(action, Rung(action=action)),) for kind, action in policy.actions.items()}

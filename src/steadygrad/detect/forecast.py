@@ -103,6 +103,11 @@ class Forecast(Remembering):
         return max(moved, 1.5 * ordered[0] - 0.5 * ordered[-1])  # a decay that slows down stays above its extrapolation
 
     @property
+    def usual(self) -> float:
+        """Median of the recent values, which is what they were; the level is what was expected next."""
+        return median(sorted(self._recent)) if self._recent else math.nan
+
+    @property
     def spread(self) -> float:
         """Robust standard deviation around the level, never below the mean deviation, nor `spike_floor` of the level.
 

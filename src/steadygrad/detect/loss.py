@@ -98,8 +98,8 @@ class LossSpike(Remembering):
             kind=self.name,
             severity=Severity.WARNING,
             step=step,
-            message=f"the loss jumped from {level:.4g} to {loss:.4g}, {score:.1f} robust standard deviations "
-            f"(limit {limit:.1f})",
+            message=f"the loss jumped from {self._forecast.usual:.4g} to {loss:.4g}, {score:.1f} robust standard "
+            f"deviations (limit {limit:.1f})",
             advice="Look at this step's batch. If spikes keep coming, lower the learning rate or Adam's beta2, or "
             "lengthen the warm-up.",
             evidence={"loss": loss, "level": level, "spread": spread, "score": score, "limit": limit},

@@ -38,8 +38,8 @@ class UnchangedParameter(Remembering):
         """Told when the same parameters stood still for `unchanged_patience` scans."""
         if not isinstance(fact, ParameterScan):
             return
+        self._moved.update(fact.changed)
         for name in [name for name in self._num_scans if name not in fact.unchanged]:
-            self._moved.add(name)
             del self._num_scans[name], self._first[name]
         for name in fact.unchanged:
             self._num_scans[name] = self._num_scans.get(name, 0) + 1

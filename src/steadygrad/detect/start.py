@@ -8,6 +8,7 @@ then never again; after a rollback to the start it looks anew.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from steadygrad.config.detect import DetectConfig
 from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Remembering, Streak
-from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
+from steadygrad.facts import Answer, Fact, Finding, ParameterScan, Reading, Severity
 
 ADVICE = "Set the learning rate to about what it is now, or warm it up over the first hundreds of steps."
 STEADY = 40.0
@@ -67,7 +68,9 @@ class RateTooHigh(Remembering):
             harm = self._find_ruin() if fact.is_nonfinite else self._find_harm(fact, fact.loss)
             if harm:
                 self._told = True
-                yield self._tell(harm)
+                found = self._tell(harm)
+                proof = {"proof": Answer.NONFINITE.value} if fact.is_nonfinite else {}
+                yield dataclasses.replace(found, evidence={**found.evidence, **proof})
 
     def _weigh(self, norms: Mapping[str, float], *, is_first: bool) -> None:
         """Weights that begin as zero must grow, and the only layer that is trained has nothing to lose."""

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.diagnosis import Diagnosis, unknown
+from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.optimizers import find_optimizers
 from steadygrad.diagnose.replay import Step
 from steadygrad.diagnose.subject import find_model
@@ -54,7 +55,7 @@ def diagnose(
     )
     found = find_optimizers(capture.inner_model) if optimizer is None else optimizer
     optimizers = [found] if isinstance(found, Optimizer) else found
-    step = dataclasses.replace(Step.of(capture), optimizers=tuple(optimizers))
+    step = dataclasses.replace(Step.of(capture), optimizers=tuple(optimizers), effects=Effects(fn, args, kwargs))
     cause = Diagnosis(step, optimizers=optimizers).make()
     return None if cause is None else _qualify(cause, capture, changed=())
 
@@ -68,15 +69,17 @@ def diagnose_capture(
     expects: str | None = None,
     collective: bool = False,
     alone: nn.parallel.DistributedDataParallel | None = None,
+    effects: Effects | None = None,
 ) -> Cause | None:
     """Diagnose a step that was captured before it ran. Never raises: what goes wrong is told in the Cause.
 
     `scale` is the loss scale it ran with; `suspect` ('exploding', 'vanishing', 'dead') what its numbers look like;
     `expects` ('nan', 'inf') what was seen when it ran: a replay that is healthy is then told as such, with what is to
     be suspected. Weights and buffers must be those that the step began with. `collective`: every rank makes this call.
-    `alone`: this rank alone makes it, and trains this model with others.
+    `alone`: this rank alone makes it, and trains this model with others. `effects`: what the step does to objects of
+    the program's own, put back after each replay.
     """
-    step = dataclasses.replace(Step.of(capture, scale), alone=alone)
+    step = dataclasses.replace(Step.of(capture, scale), alone=alone, effects=effects)
     try:
         changed = capture.find_changes()
         cause = Diagnosis(step, optimizers=optimizers, suspect=suspect, collective=collective).make()

@@ -21,6 +21,7 @@ from torch import nn
 
 from steadygrad.config import DiagnoseConfig
 from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.entry import diagnose_captures
 from steadygrad.diagnose.quarantine import Quarantine
 from steadygrad.facts import Cause, Finding, Reading, Severity
@@ -43,12 +44,18 @@ class Investigator:
         optimizers: Sequence[torch.optim.Optimizer],
         run_dir: str | Path | None = None,
         ddp: nn.parallel.DistributedDataParallel | None = None,
+        notes: bool = False,
     ) -> None:
-        """`ddp`: the wrapper by which this rank trains `model` together with others."""
+        """`ddp`: the wrapper by which this rank trains `model` together with others.
+
+        `notes`: microbatches are noted also where no diagnosis is wanted, for whoever else runs steps again.
+        """
+        self._notes = notes or config.enabled
         self._config, self._model, self._optimizers, self._ddp = config, model, optimizers, ddp
         self._devices = {p.device for p in model.parameters()}
         self._captures: list[Capture] = []
         self._inside = False
+        self._hears_inside = False
         self._num_made, self._last_step = 0, -config.cooldown
         keeps = run_dir is not None and config.keep_batches
         self._quarantine = (
@@ -63,7 +70,10 @@ class Investigator:
     @contextlib.contextmanager
     def watch(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Around the forward of one microbatch, which `fn` runs: it can be replayed whole."""
-        if not self._config.enabled or self._inside:
+        if not self._notes or self._inside:
+            yield
+            return
+        if self._hears_inside:  # the function must not be run again, but what it gives to the model may
             yield
             return
         self._note(fn, args, kwargs, is_model_call=False)
@@ -90,6 +100,15 @@ class Investigator:
         capture = Capture.take(fn, args, kwargs, model=self._model, devices=self._devices, is_model_call=is_model_call)
         self._captures = [*self._captures[-MOST_CAPTURES + 1 :], capture]
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, calls of the model are replays, and none of them is noted."""
+        inside, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = inside
+
     def take(self) -> list[Capture]:
         """The microbatches of the step that is over."""
         captures, self._captures = self._captures, []
@@ -111,6 +130,10 @@ class Investigator:
         if not captures:
             return None
         expects = None if not reading.is_nonfinite else _name_kind(reading)
+        effects = Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs)
+        if effects.obstacle is not None:
+            self._report_obstacle(effects.obstacle)
+            return None
         inside, self._inside = self._inside, True  # the replays call the model too
         try:
             scale = reading.loss_scale or 1.0
@@ -121,6 +144,7 @@ class Investigator:
                 optimizers=self._optimizers,
                 expects=expects,
                 alone=self._ddp,
+                effects=effects,
             )
             return self._keep_batch(cause, capture, reading.step, scale)
         except Exception as error:  # a diagnosis that fails is no diagnosis; training goes on
@@ -128,6 +152,16 @@ class Investigator:
             return None
         finally:
             self._inside = inside
+
+    def _report_obstacle(self, obstacle: str) -> None:
+        """Once: a replay would use up data. From now on the model's own call is noted, which can be replayed."""
+        if not self._hears_inside:
+            self._hears_inside = True
+            logger.warning(
+                "the step function is not replayed: %s. Draw the batch outside of the function and pass it as an "
+                "argument to have failures traced to their line.",
+                obstacle,
+            )
 
     def _find_suspect(self, findings: Sequence[Finding]) -> str | None:
         worst = [finding for finding in findings if finding.severity is not Severity.INFO]

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,10 @@ class StorageKeeper:
             key = storage._cdata
             if key not in self._fresh and key not in self._copies:
                 self._copies[key] = (storage, storage.clone())
+
+    def changed_beside(self, known: Collection[int]) -> bool:
+        """Whether the replay changed a tensor other than those whose storages are `known`."""
+        return any(key not in known for key in self._copies)
 
     def find_copy(self, tensor: Tensor) -> Tensor | None:
         """A contiguous `tensor` as it was before the replay; None when the replay left it alone."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad.diagnose.capture import AutocastState, Capture
+from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
 from steadygrad.diagnose.subject import name_inputs
 from steadygrad.errors import UsageError
@@ -98,6 +99,14 @@ class Step:
     """Replayed on this rank while the others wait elsewhere: nothing may be exchanged with them."""
     stops_at_bad_loss: bool = False
     """No backward from a loss that is not finite: whether the step fails is known then."""
+    forward_only: bool = False
+    """No backward at all: only the loss is wanted."""
+    without_grad: bool = False
+    """No graph is built: sharded modules expect a backward after a forward that has one."""
+    together: nn.parallel.DistributedDataParallel | None = None
+    """Replayed on all ranks at once: collectives of the forward are made, gradients and buffers are not exchanged."""
+    effects: Effects | None = None
+    """What the function can reach of the program's own objects, put back after each replay."""
 
     @classmethod
     def of(cls, capture: Capture, scale: float = 1.0) -> Step:
@@ -133,8 +142,9 @@ class Step:
             kept() as keeper,
             autocast,
             on_one_device(self.wrappers),
-            on_one_rank(self.alone),
+            on_one_rank(self.alone or self.together),
             undone(self.optimizers),
+            torch.set_grad_enabled(not self.without_grad),
         ):
             run = Run(keeper=keeper)
             outside: list[tuple[Tensor, Tensor | None]] = []
@@ -145,6 +155,8 @@ class Step:
             finally:
                 for leaf, grad in outside:
                     leaf.grad = grad
+                if self.effects is not None:
+                    self.effects.undo()
                 run.forget()  # an output of the size of a vocabulary must not live through the next replay
 
     def _run(self, run: Run, outside: list[tuple[Tensor, Tensor | None]]) -> None:
@@ -153,6 +165,8 @@ class Step:
             run.loss = find_loss_if_any(run.result)
             if run.loss is None and self.is_model_call:
                 run.loss = sum_outputs(run.result)
+            if self.forward_only:
+                return
             if self.stops_at_bad_loss and run.loss is not None and not run.loss.isfinite().all():
                 return
             if run.loss is not None and run.loss.requires_grad:

@@ -30,6 +30,7 @@ from steadygrad.facts.looks import (
     ParameterScan,
     Validation,
 )
+from steadygrad.facts.proof import Answer, Proof
 from steadygrad.facts.reading import (
     NUM_COLUMNS,
     GradientStats,
@@ -44,6 +45,7 @@ __all__ = [
     "ActionTaken",
     "ActivationScan",
     "ActivationStats",
+    "Answer",
     "Broadcast",
     "Cause",
     "EpochEnd",
@@ -59,6 +61,7 @@ __all__ = [
     "Number",
     "Outcome",
     "ParameterScan",
+    "Proof",
     "Reading",
     "Severity",
     "StepRecord",

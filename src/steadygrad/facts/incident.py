@@ -47,14 +47,30 @@ class Action(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a rule says: `kind` and `severity`, the step where it happened, numbers as evidence, what to do."""
+    """What a rule says: `kind` and `severity`, the step where it began, numbers as evidence, what to do."""
 
     kind: str
     severity: Severity
     step: int
+    """Where it began, which a rule may know only later."""
     message: str
     advice: str = ""
     evidence: Evidence = field(default_factory=dict)
+    noticed_at: int | None = None
+    """The step at which the rule had seen enough; None where nobody has said."""
+    acted_at: int | None = None
+    """The step at which something was done about it; None when nothing was."""
+
+    @property
+    def when(self) -> str:
+        """The step at which it was noticed, and those at which it began and was acted on where they differ."""
+        noticed = self.step if self.noticed_at is None else self.noticed_at
+        parts = [f"step {noticed}"]
+        if self.step != noticed:
+            parts.append(f"began at {self.step}")
+        if self.acted_at is not None and self.acted_at != noticed:
+            parts.append(f"acted on at {self.acted_at}")
+        return parts[0] if len(parts) == 1 else f"{parts[0]} ({', '.join(parts[1:])})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +94,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """Everything about one event, as it is written down."""
+    """Everything about one event, as it is recorded: one headline, and what else was found at the same step."""
 
     step: int
+    """Where it began."""
     finding: Finding
+    """The headline: what was acted on, or the most severe."""
     verdict: Verdict
     outcome: Outcome
     cause: Cause | None = None
+    also: tuple[Finding, ...] = ()
+    """The other findings above info of the same step."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The headline and the others."""
+        return (self.finding, *self.also)

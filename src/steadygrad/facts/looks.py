@@ -52,6 +52,8 @@ class ParameterScan:
     in which they had a gradient that was not zero and a learning rate above 0."""
     num_changed: int = 0
     """Parameters that differ from the scan before."""
+    changed: tuple[str, ...] = field(default=(), repr=False)
+    """... and their names."""
     norms: Mapping[str, float] = field(default_factory=dict, repr=False)
     """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
 

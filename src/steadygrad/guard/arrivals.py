@@ -87,8 +87,10 @@ class Arrivals:
             find_cause=functools.partial(self._find_cause, looks.captures, origin),
             origin=origin,
             extra={} if looks.logged is None else looks.logged.read(),
+            captures=looks.captures,
         )
-        parts.checkpoints.note_step(reading.step, healthy=healthy)
+        if healthy is not None:
+            parts.checkpoints.note_step(reading.step, healthy=healthy)
         if not self.follow_rollback() and healthy and parts.snapshots.due(reading.step + 1):
             self._take_snapshot(reading.step + 1)
 
@@ -105,6 +107,7 @@ class Arrivals:
         if rolled_back:
             self._parts.buffers.refresh(everything=True)
             self._parts.lookout.forget()
+            self._parts.edits.forget()
         return rolled_back
 
     def _consult_ranks(
@@ -149,4 +152,4 @@ class Arrivals:
         with self._parts.buffers.as_saved(), unchanged_random(self._parts.devices):
             if self._moment.random is not None:
                 restore_random(self._moment.random)
-            self._parts.snapshots.take(step)
+            self._parts.snapshots.take(step, self._parts.list_settings())

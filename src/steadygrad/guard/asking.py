@@ -12,6 +12,7 @@ from typing import Any
 from steadygrad.errors import UsageError
 from steadygrad.facts import Action, Finding, Severity, Verdict
 from steadygrad.guard.parts import Moment, Parts
+from steadygrad.judgement import Event
 
 KEYS = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
 """Action -> what it scales in an optimizer's groups."""
@@ -38,5 +39,5 @@ def scale_setting(parts: Parts, moment: Moment, action: Action, factor: float, r
     step = max(0, moment.next_step - 1)
     verdict = Verdict(action=action, reason=reason, factor=factor)
     outcome = parts.actor.carry_out(verdict, None, step=step)
-    finding = Finding(kind="asked_for", severity=Severity.INFO, step=step, message=reason)
-    parts.judgement.conclude(finding, verdict, outcome)
+    finding = Finding(kind="asked_for", severity=Severity.INFO, step=step, message=reason, acted_at=step)
+    parts.judgement.conclude([Event(finding, verdict, outcome)])

@@ -11,6 +11,7 @@ On CUDA with fused optimizers the device never idles for any of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.range_test import describe_test, find_lr
 from steadygrad.guard.rate_curve import RateCurve
+from steadygrad.guard.rate_trial import try_lower_rate
 from steadygrad.guard.stepping import Stepper
 from steadygrad.measure.foresee import foresee
 from steadygrad.measure.joining import join_uneven
@@ -95,6 +97,7 @@ class Guard:
         weakref.finalize(self, parts.checkpoints.close)
         if parts.rank_file is not None:
             weakref.finalize(self, parts.rank_file.close)
+        parts.rehearse = functools.partial(try_lower_rate, parts, Guard)
         self._moment = Moment()
         self._arrivals = Arrivals(parts, self._moment)
         self._stepper = Stepper(parts, self._moment, self._arrivals)

@@ -7,7 +7,7 @@ list of parameters is made anew when the optimizer gets new ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import UsageError
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Meter, Transfer
+from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.foresee import refuse_shards
 from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.origin import OwnGradients
@@ -41,6 +42,11 @@ from steadygrad.measure.ranks import find_ranks
 from steadygrad.measure.stale import StaleWatch, UsedMark
 from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
+from steadygrad.prove import Prover
+from steadygrad.prove.comparison import Comparison
+from steadygrad.prove.held import HeldStep
+from steadygrad.prove.paired import PairedTest
+from steadygrad.prove.reference import References
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.rank_file import RankFile
 
@@ -96,6 +102,8 @@ class Parts:
         enabled: bool,
     ) -> None:
         _check_given(config, scaler, run_dir)
+        self.rehearse: Callable[[Sequence[HeldStep], float], list[float]]
+        """Set by the Guard: steps made again from the initial weights at a lower rate."""
         self.config = config
         self.off = not enabled or is_switched_off()
         self.subjects = find_subjects(model, optimizer)
@@ -128,6 +136,7 @@ class Parts:
             optimizers=self.optimizers,
             run_dir=run_dir,
             ddp=self.ranks.ddp if isinstance(self.ranks.ddp, nn.parallel.DistributedDataParallel) else None,
+            notes=self.judgement.proves,
         )
 
     def _build_judgement(self, given: dict[str, Any], run_dir: str | Path | None, sinks: Iterable[Sink]) -> None:
@@ -161,6 +170,27 @@ class Parts:
             actor=self.actor,
             recorder=Recorder([*sinks, *self._open_run(run_dir)]),
             own=None if own_rules is None else Detector(own_rules),
+            prover=self._build_prover(),
+        )
+
+    def _build_prover(self) -> Prover | None:
+        """What tests findings on finite numbers; None where they are acted on at once, or never."""
+        if self.off or not (self.config.prove.enabled and self.config.policy.require_proof):
+            return None
+        comparison = Comparison(
+            self.config.prove,
+            PairedTest(self.model, self.optimizers, ranks=self.ranks),
+            aside=lambda: self.investigator.aside(),
+            rehearse=lambda steps, factor: self.rehearse(steps, factor),
+        )
+        references = References(self.model, self.snapshots, edits=lambda: self.edits, settings=self.list_settings)
+        return Prover(
+            self.config.prove,
+            comparison=comparison,
+            references=references,
+            snapshots=self.snapshots,
+            rate_factor=self.config.policy.start_lr_factor,
+            exempt=self.config.policy.actions,
         )
 
     def _watch_parameters(self) -> None:
@@ -171,6 +201,7 @@ class Parts:
         self.ranks.watch(named)
         self.own_gradients = OwnGradients(self.ranks, named)
         self.updates = UpdateMeter(named, ranks=self.ranks)
+        self.edits = EditWatch(named)
         self.stale = StaleWatch(named)
         self.used = UsedMark()
         self.reflex = Reflex(self.optimizers, self.clipper)
@@ -213,6 +244,11 @@ class Parts:
         """The rates of all groups as they are now; NaN of one that has none, as an optimizer that finds its own."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return tuple(float("nan" if (rate := group.get("lr")) is None else rate) for group in groups)
+
+    def list_settings(self) -> tuple[tuple[float, float], ...]:
+        """Learning rate and weight decay of every group, as a step would use them now."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return tuple((float(group.get("lr") or 0.0), float(group.get("weight_decay") or 0.0)) for group in groups)
 
     def _open_run(self, run_dir: str | Path | None) -> list[Sink]:
         if run_dir is None or self.off:

@@ -112,7 +112,7 @@ class Passes:
         if has_forward:
             parts.buffers.refresh()
         if step == 0 and parts.snapshots.due(0):
-            parts.snapshots.take(0)
+            parts.snapshots.take(0, parts.list_settings())
         parts.lookout.begin()
         # Judged late, a snapshot of this moment is taken when the generators have moved on.
         is_late = self._arrivals.pending is not None and parts.snapshots.due(step)

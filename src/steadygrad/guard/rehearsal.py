@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from steadygrad.act.capture import Collector, Restorer, collect_state
 from steadygrad.checkpoint.position import find_generators
 from steadygrad.checkpoint.workers import copy_loader
-from steadygrad.config import DiagnoseConfig, GuardConfig, Policy, SnapshotConfig
+from steadygrad.config import DiagnoseConfig, GuardConfig, Policy, ProveConfig, SnapshotConfig
 from steadygrad.errors import UsageError
 from steadygrad.facts import Action
 
@@ -107,6 +107,7 @@ def watch_only(config: GuardConfig) -> GuardConfig:
     return dataclasses.replace(
         config,
         on_nonfinite=Action.SKIP,
+        prove=ProveConfig(enabled=False),
         policy=Policy(act=False),
         snapshots=SnapshotConfig(enabled=False),
         diagnose=DiagnoseConfig(enabled=False),

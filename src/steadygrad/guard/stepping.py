@@ -25,6 +25,7 @@ from steadygrad.errors import UsageError
 from steadygrad.facts import Action, Outcome, Reading, Verdict
 from steadygrad.guard.arrivals import Arrivals, Pending
 from steadygrad.guard.parts import Moment, Parts
+from steadygrad.judgement import Event
 from steadygrad.measure import Measurement
 from steadygrad.measure.logged import send_logged
 from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE
@@ -85,6 +86,7 @@ class Stepper:
         if measure_updates:
             parts.updates.before()
         parts.reflex.step_on_device(m, carried)
+        parts.edits.after_optimizer()
         self._arrivals.pending = pending = Pending(m, parts.transfer.send(m.packed, after=complete), facts, looks)
         parts.lookout.after_optimizer(facts["step"], looks)
         if parts.scaler.now is not None:
@@ -119,6 +121,7 @@ class Stepper:
             parts.buffers.restore()
         else:
             parts.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
+            parts.edits.after_optimizer()
             if repaired is None:
                 parts.buffers.save()
             else:  # gradients can be repaired; statistics that saw a bad batch cannot
@@ -157,13 +160,12 @@ class Stepper:
     def tell_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
         """A microbatch was bad, and was left out."""
         reading = m.read(numbers, step=self._moment.next_step, skipped=True, learning_rates=())
-        for finding in (*NonfiniteLoss().observe(reading), *NonfiniteGradient().observe(reading)):
-            message = f"microbatch {self._moment.batches.num - 1}: {finding.message}"
-            self._parts.judgement.conclude(
-                dataclasses.replace(finding, message=message),
-                Verdict(action=Action.SKIP, reason="drop_bad_microbatches is on"),
-                Outcome(action=Action.SKIP, message="the microbatch was left out"),
-            )
+        verdict = Verdict(action=Action.SKIP, reason="drop_bad_microbatches is on")
+        outcome = Outcome(action=Action.SKIP, message="the microbatch was left out")
+        where = f"microbatch {self._moment.batches.num - 1}"
+        found = (*NonfiniteLoss().observe(reading), *NonfiniteGradient().observe(reading))
+        named = [dataclasses.replace(one, message=f"{where}: {one.message}") for one in found]
+        self._parts.judgement.conclude([Event(finding, verdict, outcome) for finding in named])
 
     def _skip_all_dropped(self, facts: dict[str, Any]) -> None:
         """Every microbatch was bad: the step is skipped, and told with the last one's numbers."""
@@ -188,6 +190,7 @@ class Stepper:
     def _prepare_optimizers(self) -> tuple[float, ...]:
         """The last moment before a weight can change; the learning rates that it will change with."""
         self._parts.snapshots.before_optimizer()
+        self._parts.edits.before_optimizer(self._moment.next_step - 1)
         self._parts.rates.before_step()
         return self._parts.learning_rates()
 

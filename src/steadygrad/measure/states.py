@@ -42,6 +42,7 @@ class PendingParameterScan:
             nonfinite_buffers={name: int(row[0]) for name, row in buffers.items() if row[0]},
             unchanged=tuple(name for name, moved in changed.items() if not moved and name in pushed),
             num_changed=sum(changed.values()),
+            changed=tuple(name for name, moved in changed.items() if moved),
             norms={name: row[0] for name, row in _select(rows, NORM).items()},
         )
 

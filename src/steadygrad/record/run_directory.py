@@ -94,9 +94,12 @@ class RunDirectory:
         self._incidents.write(to_json(incident) + "\n")
         finding, verdict = incident.finding, incident.verdict
         level = "ERROR" if finding.severity.rank >= Severity.ERROR.rank else finding.severity.value.upper()
+        noticed = f" noticed_at={finding.noticed_at}" if finding.noticed_at not in (None, finding.step) else ""
+        acted = f" acted_at={finding.acted_at}" if finding.acted_at not in (None, finding.step) else ""
+        also = "".join(f"; also {other.kind}: {other.message}" for other in incident.also)
         self._log.write(
-            f"{level} step={finding.step} {finding.kind}: {finding.message} | action={verdict.action}: "
-            f"{incident.outcome.message} | {finding.advice}\n"
+            f"{level} step={finding.step}{noticed}{acted} {finding.kind}: {finding.message}{also} | "
+            f"action={verdict.action}: {incident.outcome.message} | {finding.advice}\n"
         )
         self.flush()
         os.fsync(self._incidents.fileno())

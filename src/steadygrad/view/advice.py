@@ -15,7 +15,7 @@ from typing import Any
 
 from steadygrad.facts import Action, Incident
 from steadygrad.record.tally import MAX_NORMS, Tally
-from steadygrad.view.read.incident_log import find_action, find_step, look
+from steadygrad.view.read.incident_log import find_acted, find_action, look
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.tail import as_number
 from steadygrad.words import spell_share
@@ -131,7 +131,7 @@ def _find_lowered(run: RunReader, highest: float | None) -> float | None:
     for row in run.incidents.shown():
         before, after = (look(row, "outcome", key) for key in ("before", "after"))
         if find_action(row) == Action.SCALE_LR.value:
-            changes.append((find_step(row), before, after))
+            changes.append((find_acted(row), before, after))
         elif find_action(row) == Action.ROLLBACK.value:
             returns.append((before, after))
     return _lower(highest, _find_standing(changes, returns))

@@ -74,7 +74,8 @@ def _list_incidents(incidents: Sequence[Incident]) -> list[str]:
     lines = [f"incidents  {len(incidents)}"]
     for incident in incidents[-SHOWN:]:
         finding = incident.finding
-        lines.append(f"  step {finding.step}: {finding.kind} ({finding.severity}): {finding.message}")
+        also = f", {', '.join(other.kind for other in incident.also)}" if incident.also else ""
+        lines.append(f"  {finding.when}: {finding.kind}{also} ({finding.severity}): {finding.message}")
         lines.append(f"    {incident.verdict.action}: {incident.outcome.message}")
     if len(incidents) > SHOWN:
         lines.append(f"  and {len(incidents) - SHOWN} before these")

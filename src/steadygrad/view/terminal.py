@@ -35,7 +35,7 @@ _bars: list[Console] = []  # progress bars on the terminal now: a line must go t
 
 def describe_finding(finding: Finding, outcome: Outcome | None = None, *, color: bool = False) -> str:
     """One line: step, kind, what was found, what was done, what to change."""
-    label = f"{finding.severity.value} step {finding.step} {finding.kind}"
+    label = f"{finding.severity.value} {finding.when} {finding.kind}"
     did = "" if outcome is None or outcome.action is Action.NONE else f" [{outcome.message}]"
     text = f": {finding.message}{did}"
     advice = f" {finding.advice}" if finding.advice else ""

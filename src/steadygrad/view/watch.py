@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steadygrad.view.headline import Tone, judge_run, list_numbers
-from steadygrad.view.read.incident_log import find_action, find_step, look
+from steadygrad.view.read.incident_log import find_action, find_noticed, look
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.render.charts import MARKS
@@ -180,7 +180,7 @@ def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
     for incident in reversed(run.incidents.shown()[-rows:]):
         severity = str(look(incident, "finding", "severity") or "")
         kind, message = look(incident, "finding", "kind"), look(incident, "finding", "message")
-        text.append(f"{find_step(incident):>8}  ", style="dim")
+        text.append(f"{find_noticed(incident):>8}  ", style="dim")
         rank = find_rank(incident)
         if rank is not None:
             text.append(f"rank {rank} ", style="bold")

@@ -74,16 +74,16 @@ class IncidentLog:
         self.severities[str(look(incident, "finding", "severity") or "unknown")] += 1
         action = find_action(incident)
         if action != "none":
-            self.marks.setdefault(action, Share(max_buckets=MAX_MARKS)).extend([find_step(incident)], [True])
+            self.marks.setdefault(action, Share(max_buckets=MAX_MARKS)).extend([find_acted(incident)], [True])
         if self.first_cause is None and isinstance(incident.get("cause"), dict):
             self.first_cause = incident
         if action == "halt":
             self.halt = incident
 
     def shown(self) -> list[Row]:
-        """The incidents to show in full, by step; those of one step stay in their order."""
+        """The incidents to show in full, in the order in which they were noticed."""
         kept = [one for total in self.kinds.values() for one in (*total.first, *total.last)]
-        return sorted(kept, key=find_step)
+        return sorted(kept, key=find_noticed)
 
     def num_at_least(self, severity: Severity) -> int:
         """Incidents of this severity or a worse one."""
@@ -109,6 +109,18 @@ def find_step(incident: Row) -> int:
         if type(value) is int:
             return value
     return -1
+
+
+def find_noticed(incident: Row) -> int:
+    """The step at which it was noticed; where it began in records that do not say."""
+    noticed = look(incident, "finding", "noticed_at")
+    return noticed if type(noticed) is int else find_step(incident)
+
+
+def find_acted(incident: Row) -> int:
+    """The step at which something was done about it; when it was noticed in records that do not say."""
+    acted = look(incident, "finding", "acted_at")
+    return acted if type(acted) is int else find_noticed(incident)
 
 
 def find_action(incident: Row) -> str:

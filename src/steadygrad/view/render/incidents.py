@@ -8,7 +8,15 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from steadygrad.view.read.incident_log import IncidentLog, KindTotal, find_action, find_step, look
+from steadygrad.view.read.incident_log import (
+    IncidentLog,
+    KindTotal,
+    find_acted,
+    find_action,
+    find_noticed,
+    find_step,
+    look,
+)
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.tail import Row
 from steadygrad.view.render.charts import MARKS
@@ -66,7 +74,7 @@ def render_incident(incident: Row, number: int) -> Html:
     summary = tag(
         "summary",
         tag("span", severity, class_=f"badge {_as_class(severity)}"),
-        tag("span", f"step {step:,}", class_="step"),
+        tag("span", f"step {find_noticed(incident):,}", class_="step"),
         None if rank is None else tag("span", f"rank {rank}", class_="badge rank"),
         tag("strong", kind),
         tag("span", str(look(incident, "finding", "message") or ""), class_="message"),
@@ -83,7 +91,7 @@ def render_incident(incident: Row, number: int) -> Html:
 
 
 def _list_facts(incident: Row) -> list[tuple[str, str | Html]]:
-    facts: list[tuple[str, str | Html]] = []
+    facts: list[tuple[str, str | Html]] = _list_steps(incident)
     outcome, verdict = incident.get("outcome"), incident.get("verdict")
     done = look(outcome, "message")
     if done:
@@ -91,6 +99,7 @@ def _list_facts(incident: Row) -> list[tuple[str, str | Html]]:
     if look(verdict, "reason"):
         facts.append(("why that", str(look(verdict, "reason"))))
     facts += [(name, spell_value(numbers)) for name in ("before", "after") if (numbers := look(outcome, name))]
+    facts += _list_others(incident)
     advice = look(incident, "finding", "advice")
     if advice:
         facts.append(("what to change", tag("strong", str(advice))))
@@ -98,6 +107,22 @@ def _list_facts(incident: Row) -> list[tuple[str, str | Html]]:
     if isinstance(evidence, dict):
         facts += [(str(name).replace("_", " "), spell_value(value)) for name, value in evidence.items()]
     return facts
+
+
+def _list_steps(incident: Row) -> list[tuple[str, str | Html]]:
+    """Where it began, when it was noticed and when it was acted on, where these are not one step."""
+    began, noticed, acted = find_step(incident), find_noticed(incident), find_acted(incident)
+    if began == noticed == acted:
+        return []
+    did = [] if find_action(incident) == "none" else [f"acted on at step {acted:,}"]
+    return [("when", ", ".join([f"began at step {began:,}", f"noticed at step {noticed:,}", *did]))]
+
+
+def _list_others(incident: Row) -> list[tuple[str, str | Html]]:
+    """What else was found at the same step."""
+    others = incident.get("also")
+    rows = [one for one in others if isinstance(one, dict)] if isinstance(others, list) else []
+    return [("also", f"{one.get('kind')}: {one.get('message')}") for one in rows]
 
 
 def _render_cause(cause: dict[str, Any]) -> Html:

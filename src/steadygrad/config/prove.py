@@ -1,0 +1,45 @@
+"""ProveConfig: how the paired test decides whether the present weights were harmed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from steadygrad.config.checks import require, require_booleans, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveConfig:
+    """When finite numbers look like trouble: how earlier weights and the present ones are compared.
+
+    The figures come from `benchmarks/harm.py` and `benchmarks/rescue.py`; docs/proof.md has the table.
+    """
+
+    enabled: bool = True
+    """False: no test, so nothing that needs a proof is ever acted on."""
+    num_batches: int = 8
+    """Batches on which both sets of weights are compared."""
+    patience: int = 8
+    """Steps from a first test that says "damaged" until batches are collected for the second, which must agree."""
+    ratio: float = 2.0
+    """Times the loss of the earlier weights that the present ones must reach, on every batch."""
+    share: float = 0.25
+    """Share of what the earlier weights had learnt since the start that the present ones must have given back."""
+    excess: float = 0.2
+    """Where only the initial weights can be compared with: by how much of their loss the present ones must be worse."""
+    lead: float = 0.1
+    """Where a learning rate looks too high: by how much of the run's loss a lower one must be ahead of it."""
+    rate_steps: int = 40
+    """... and the steps for which the lower one is tried."""
+    budget_share: float = 0.01
+    """Share of a run's steps that all tests together may cost, counted as three forwards a step."""
+    first_budget: int = 64
+    """Steps that tests may cost at the start of a run, before that share amounts to anything."""
+    max_bytes: int = 256 << 20
+    """Batches held for a test, all together; larger ones are kept in host memory, or fewer of them."""
+
+    def __post_init__(self) -> None:
+        require_booleans(self)
+        require_positive(self)
+        require(self.num_batches >= 4, self, "num_batches", "be at least 4", "Use 8.")
+        require(self.ratio > 1, self, "ratio", "be above 1", "Use 2.0.")
+        require(self.budget_share <= 1, self, "budget_share", "be a share up to 1", "Use 0.01.")

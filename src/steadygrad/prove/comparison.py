@@ -1,0 +1,125 @@
+"""Comparison: a reference and some batches -> a Proof. Says "unknown" where it cannot tell, and never raises.
+
+Two batches acquit at once when the present weights are not clearly worse on both; only what looks like harm is
+measured on all of them, and only then are the initial weights asked what had been learnt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from steadygrad.act.snapshot import Snapshot
+from steadygrad.config import ProveConfig
+from steadygrad.diagnose.capture import Capture
+from steadygrad.facts import Answer, Proof
+from steadygrad.prove.held import HeldStep
+from steadygrad.prove.paired import CannotTestError, PairedTest
+from steadygrad.prove.rule import (
+    find_excess,
+    is_damaged,
+    is_hit,
+    is_rate_too_high,
+    is_worse,
+    is_worse_than_start,
+)
+
+logger = logging.getLogger("steadygrad")
+NUM_QUICK = 2
+"""Batches that acquit at once."""
+NOISE = 0.05
+"""Share of the excess by which two replays of one batch may differ; an op that is not deterministic proves nothing."""
+
+Aside = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Around replays: no hook of ours hears of them."""
+Rehearse = Callable[[Sequence[HeldStep], float], list[float]]
+"""Losses of steps made again from the initial weights with a share of the learning rate."""
+
+
+class Comparison:
+    """Makes the tests of one training."""
+
+    def __init__(self, config: ProveConfig, test: PairedTest, *, aside: Aside, rehearse: Rehearse) -> None:
+        self._config, self._test, self._aside, self._rehearse = config, test, aside, rehearse
+
+    def take_cost(self) -> float:
+        """What the tests since this was last asked took, in training steps."""
+        cost, self._test.cost = self._test.cost, 0.0
+        return cost
+
+    def compare(
+        self, reference: Snapshot, captures: Sequence[Capture], step: int, *, initial: Snapshot | None, began_at: float
+    ) -> Proof:
+        """Were the present weights harmed? `began_at`: the run's first losses, where the initial weights are gone."""
+
+        def run() -> Proof:
+            now, then, damaged = self._run(reference, captures, initial, began_at)
+            answer = Answer.DAMAGED if damaged else Answer.UNHARMED
+            return Proof(answer=answer, step=step, reference=reference.step, now=tuple(now), then=tuple(then))
+
+        return self._try(step, run)
+
+    def compare_batch(self, reference: Snapshot, capture: Capture, step: int, *, began_at: float) -> Proof:
+        """One batch stands out: is it the batch, or were the weights hit?"""
+
+        def run() -> Proof:
+            steps = self._test.prepare([capture])
+            now = self._test.measure(steps)
+            with self._test.under(reference):
+                then = self._test.measure(steps)
+            answer = Answer.DAMAGED if is_hit(now, then, began_at, config=self._config) else Answer.UNHARMED
+            return Proof(answer=answer, step=step, reference=reference.step, now=tuple(now), then=tuple(then))
+
+        return self._try(step, run)
+
+    def compare_rate(self, steps: Sequence[HeldStep], factor: float, step: int) -> Proof:
+        """Would a lower rate have come further on the same batches, from the initial weights?"""
+
+        def run() -> Proof:
+            num = 2 * self._config.num_batches
+            self._test.cost += len(steps) + 4
+            lower = self._rehearse(steps, factor)[-num:]
+            now = [one.loss for one in steps[-num:]]
+            answer = Answer.DAMAGED if is_rate_too_high(now, lower, config=self._config) else Answer.UNHARMED
+            return Proof(answer=answer, step=step, reference=0, now=tuple(now), then=tuple(lower), rate_factor=factor)
+
+        return self._try(step, run)
+
+    def _try(self, step: int, run: Callable[[], Proof]) -> Proof:
+        try:
+            with self._aside():
+                return run()
+        except CannotTestError as error:
+            return Proof(answer=Answer.UNKNOWN, step=step, reason=error.reason, remedy=error.remedy)
+        except Exception as error:  # a test that fails is no test; training goes on
+            logger.error("the paired test after step %d failed, training goes on: %r", step, error)
+            return Proof(answer=Answer.UNKNOWN, step=step, reason=f"the test failed with {error!r:.120}")
+
+    def _run(
+        self, reference: Snapshot, captures: Sequence[Capture], initial: Snapshot | None, began_at: float
+    ) -> tuple[list[float], list[float], bool]:
+        """Losses now and then, and whether the present weights were harmed."""
+        test, config, is_start = self._test, self._config, reference.step == 0
+        ratio = 1.0 if is_start else config.ratio
+        steps = test.prepare(captures)
+        now = test.measure(steps[:NUM_QUICK])
+        with test.under(reference):
+            then = test.measure(steps[:NUM_QUICK])
+            if not is_worse(now, then, ratio=ratio):
+                return now, then, False
+            then += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)
+        now += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)
+        again = test.measure(steps[:1])
+        if abs(again[0] - now[0]) > NOISE * abs(find_excess(now, then)):
+            raise CannotTestError("the step gives another loss each time that it is run with the same random numbers")
+        if is_start:
+            return now, then, is_worse_than_start(now, then, config=config)
+        if not is_worse(now, then, ratio=ratio):
+            return now, then, False
+        first = [began_at]
+        if initial is not None:
+            with test.under(initial):
+                first = test.measure(steps)
+        return now, then, is_damaged(now, then, first, config=config)

@@ -1,0 +1,85 @@
+"""HeldSteps: the batches of a few steps, held until a test has been made, within a bound of memory.
+
+References while they are small; where they would pin much device memory, copies on the host; and fewer of them where
+even that is too much. Nothing is held while there is no suspicion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.diagnose.capture import Capture, read_version
+from steadygrad.diagnose.subject import name_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStep:
+    """One step that can be made again."""
+
+    captures: tuple[Capture, ...]
+    loss: float
+    """What it lost when it was made."""
+
+
+class HeldSteps:
+    """Collects steps until there are as many as are wanted."""
+
+    def __init__(self, *, wanted: int, max_bytes: int) -> None:
+        self.wanted, self._max_bytes, self._num_bytes = wanted, max_bytes, 0
+        self.steps: list[HeldStep] = []
+
+    def add(self, captures: Sequence[Capture], loss: float) -> None:
+        """One more step; when the bound is reached, what is there must do."""
+        size = sum(tensor.nbytes for one in captures for _, tensor in name_inputs(one.args, one.kwargs))
+        if not captures or self._num_bytes + size > 4 * self._max_bytes:
+            self.wanted = len(self.steps)
+            return
+        if size * self.wanted > self._max_bytes:
+            captures = [_move_to_host(capture) for capture in captures]
+        self._num_bytes += size
+        self.steps.append(HeldStep(tuple(captures), loss))
+
+    @property
+    def captures(self) -> list[Capture]:
+        """The last microbatch of each step."""
+        return [step.captures[-1] for step in self.steps]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are as many as are wanted, or as there will be."""
+        return len(self.steps) >= self.wanted
+
+
+def _move_to_host(capture: Capture) -> Capture:
+    """The same step with its batch on the host; it goes back to its device when it is run."""
+    devices = {tensor.device for _, tensor in name_inputs(capture.args, capture.kwargs)}
+    if len(devices) != 1 or next(iter(devices)).type == "cpu":
+        return capture
+    args, kwargs = _move(capture.args), _move(dict(capture.kwargs))
+    fn, device = capture.fn, next(iter(devices))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return fn(*_move(args, device), **_move(kwargs, device))
+
+    versions = tuple((name, read_version(tensor)) for name, tensor in name_inputs(args, kwargs))
+    return dataclasses.replace(capture, fn=run, args=args, kwargs=kwargs, versions=versions)
+
+
+def _move(value: Any, device: torch.device | None = None) -> Any:
+    """Tensors on the host, or on `device`."""
+    if isinstance(value, Tensor):
+        return value.to("cpu" if device is None else device)
+    if isinstance(value, dict):
+        return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_move(item, device) for item in value]
+    if isinstance(value, tuple):
+        items = [_move(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

@@ -1,0 +1,175 @@
+"""PairedTest: batches that were trained on, and a snapshot -> their losses under the present and the earlier weights.
+
+Forwards only, with the random numbers, autocast and modes of the step itself. The earlier weights are copied over the
+present ones in place, through host memory, and the present ones are put back bit for bit: no second copy of the model
+is ever on the device. On many ranks all take part, each with its own batches, and all get the same means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.capture import settle_shards
+from steadygrad.act.snapshot import Snapshot
+from steadygrad.diagnose.calls import find_tensors, read_signature
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.effects import Effects
+from steadygrad.diagnose.lineage import find_storages
+from steadygrad.diagnose.replay import Step
+from steadygrad.measure.ranks import Ranks
+from steadygrad.measure.shards import is_dtensor, take_local
+
+CHOOSING = ("multinomial", "bernoulli", "normal", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+"""Ops that draw from a distribution which the weights may have made: a policy that chooses its own data."""
+PASS_FUNCTION = "To get a proof, pass the step as a function: guard.step(fn, batch)."
+FORWARDS_A_STEP = 3
+"""Forward, and a backward that costs twice as much."""
+
+
+class CannotTestError(Exception):
+    """Why there is no answer, in words for the user, and what to change to get one."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
+class PairedTest:
+    """Runs steps again under several weights; counts what that costs."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, ranks: Ranks) -> None:
+        self.model, self._optimizers, self._ranks = model, tuple(optimizers), ranks
+        self._ddp = ranks.ddp if isinstance(ranks.ddp, nn.parallel.DistributedDataParallel) else None
+        self._draws: dict[int, list[float]] = {}
+        self.cost = 0.0
+        """Training steps that the tests so far took, about."""
+
+    def prepare(self, captures: Sequence[Capture]) -> list[Step]:
+        """The steps that can be run again; raises where that would do harm. Every rank makes this call."""
+        self._draws.clear()
+        try:
+            steps, refused = self._prepare(captures), None
+        except CannotTestError as error:
+            steps, refused = [], (error.reason, error.remedy)
+        self._refuse_together(refused)
+        return steps
+
+    def _refuse_together(self, refused: tuple[str, str] | None) -> None:
+        """Raise on every rank what one of them ran into: all test, or none."""
+        told = next((one for one in self._ranks.gather(refused) if one is not None), None)
+        if told is not None:
+            raise CannotTestError(*told)
+
+    def _prepare(self, captures: Sequence[Capture]) -> list[Step]:
+        if any(capture.is_model_call for capture in captures):
+            raise CannotTestError("only the model's call is known, not how its loss is computed", PASS_FUNCTION)
+        changed = next((names for capture in captures if (names := capture.find_changes())), ())
+        if changed:
+            raise CannotTestError(f"the batch was changed in place after its step ({', '.join(changed)})")
+        effects = Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs)
+        if effects.obstacle is not None:
+            raise CannotTestError(
+                f"the step function cannot be run again: {effects.obstacle}",
+                "To get a proof, draw the batch outside of the function and pass it as an argument.",
+            )
+        return [
+            dataclasses.replace(
+                Step.of(capture),
+                forward_only=True,
+                without_grad=any(is_dtensor(p) for p in self.model.parameters()),
+                together=self._ddp,
+                optimizers=self._optimizers,
+                effects=effects,
+                is_model_call=False,
+            )
+            for capture in captures
+        ]
+
+    def measure(self, steps: Sequence[Step], first: int = 0) -> list[float]:
+        """The mean loss over all ranks of each step under the weights as they are now; `first`: the first's number."""
+        try:
+            losses, refused = [self._run(step, first + i) for i, step in enumerate(steps)], None
+        except CannotTestError as error:
+            losses, refused = [math.nan] * len(steps), (error.reason, error.remedy)
+        self._refuse_together(refused)
+        return [sum(values) / len(values) for values in zip(*self._ranks.gather(losses))]
+
+    def _run(self, step: Step, number: int) -> float:
+        self.cost += 1 / FORWARDS_A_STEP
+        listener = _Listener()
+        with step.replay(listener) as run:
+            if run.error is not None:
+                raise CannotTestError(f"the step raised {run.error!r:.120} when it was run again")
+            if run.loss is None:
+                raise CannotTestError("the step function returned no loss when it was run again")
+            loss = float(run.loss.detach())
+            known = _find_storages(self.model)
+            changed = run.keeper.changed_beside(known) or (step.effects is not None and step.effects.undo())
+        if changed:
+            # A queue, a teacher, a target network: made by the present weights, it would be unfair to earlier ones.
+            raise CannotTestError("the step function keeps state of its own from call to call")
+        earlier = self._draws.setdefault(number, listener.draws)
+        if earlier != listener.draws:
+            raise CannotTestError(
+                "the step draws its own data with the model (a policy's actions), so no two weights see the same batch"
+            )
+        return loss
+
+    @contextlib.contextmanager
+    def under(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, parameters and buffers are those of the snapshot."""
+        self.cost += 2
+        snapshot.wait()
+        settle_shards(self.model)
+        pairs = list(_pair(snapshot))
+        present = [live.to("cpu", copy=True) for live, _ in pairs]
+        try:
+            for live, host in pairs:
+                live.copy_(host)
+            yield
+        finally:
+            settle_shards(self.model)
+            for (live, _), kept in zip(pairs, present):
+                live.copy_(kept)
+
+
+def _find_storages(model: nn.Module) -> set[int]:
+    tensors = [take_local(t) for t in (*model.parameters(), *model.buffers())]
+    return {storage._cdata for tensor in tensors for storage in find_storages(tensor)}
+
+
+def _pair(snapshot: Snapshot) -> Iterator[tuple[Tensor, Tensor]]:
+    """Live tensors beside their copies. Through `.data`, so that no graph and no version counter hears of it."""
+    for parameter, slot in snapshot.state.parameters:
+        yield take_local(parameter).data, snapshot.hosts[slot.index]
+    for module, name, kept in snapshot.state.buffers:
+        live = module._buffers.get(name)
+        if kept is None or live is None or is_dtensor(live):
+            continue
+        host = snapshot.hosts[kept.index]
+        alike = (live.shape, live.dtype) == (host.shape, host.dtype)
+        if alike and live.layout is torch.strided and torch._debug_has_internal_overlap(live) != 1:
+            yield live.data, host
+
+
+class _Listener:
+    """Makes each call, and notes what was drawn from a distribution."""
+
+    def __init__(self) -> None:
+        self.draws: list[float] = []
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make the call and return its result."""
+        result = func(*args, **kwargs)
+        name = read_signature(func).name.rpartition(".")[2]
+        if name in CHOOSING and args and isinstance(args[0], Tensor):
+            # A few moments tell draws apart as well as the whole tensor, and need no memory.
+            self.draws += [float(tensor.detach().double().sum()) for tensor in find_tensors(result)]
+        return result

@@ -1,0 +1,94 @@
+"""References: which earlier weights the present ones may be compared with, and which state to go back to.
+
+A reference must be verified, from before the trouble, as large as the model is now, not older than a change that the
+program made to the weights itself, and trained at a rate and a weight decay no lower than the present ones: a schedule
+that raises them raises the loss by design. Where only the last is missing, the initial weights serve, and then the
+present ones must be worse than having learnt nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from steadygrad.act.snapshot import Snapshot
+from steadygrad.act.snapshots import Snapshots
+from steadygrad.facts import Finding
+from steadygrad.measure.edits import EditWatch
+from steadygrad.measure.shards import take_local
+from steadygrad.prove.paired import CannotTestError
+
+RAISED = 1.5
+"""Times the rate, or the weight decay, of a reference beyond which its weights are no fair comparison."""
+
+Settings = tuple[tuple[float, float], ...]
+"""Learning rate and weight decay of each group."""
+
+
+class References:
+    """Finds earlier weights for one training."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        snapshots: Snapshots,
+        *,
+        edits: Callable[[], EditWatch],
+        settings: Callable[[], Settings],
+    ) -> None:
+        self._model, self._snapshots, self._edits, self._settings = model, snapshots, edits, settings
+
+    def find(self, finding: Finding) -> Snapshot:
+        """The newest fair reference; raises CannotTestError where there is none. Every rank makes this call."""
+        changed = self._edits().last
+        good = [s for s in self._snapshots.list_good() if s.step <= finding.step]
+        fair = [s for s in good if s.step >= (changed or 0) and self._fits(s) and self._is_fair(s)]
+        if fair and finding.kind != "rate_too_high":
+            return fair[-1]
+        initial = self.initial
+        if initial is not None:
+            return initial
+        if changed is not None:
+            raise CannotTestError(
+                f"the program changed the weights itself before step {changed}, and nothing verified is newer"
+            )
+        raise CannotTestError(f"there are no earlier weights to compare with ({self._snapshots.describe()})")
+
+    @property
+    def initial(self) -> Snapshot | None:
+        """The weights before the first step, unless the program has replaced them since."""
+        initial = self._snapshots.initial
+        usable = initial is not None and self._edits().last is None and self._fits(initial)
+        return initial if usable else None
+
+    def find_way_back(self, finding: Finding) -> int:
+        """The newest verified state from before the trouble; the start when the rate was too high from there on."""
+        good = [s.step for s in self._snapshots.list_good() if s.step <= finding.step]
+        return 0 if finding.kind == "rate_too_high" else max(good, default=0)
+
+    def find_factor(self, finding: Finding) -> float | None:
+        """What brings the rate back to that of the way back; None when it was not raised, or the rule itself says."""
+        if finding.kind == "rate_too_high":
+            return None
+        step = self.find_way_back(finding)
+        settings = next((s.settings for s in self._snapshots.list_good() if s.step == step), ())
+        now, then = (max((rate for rate, _ in some), default=0.0) for some in (self._settings(), settings))
+        return then / now if now > RAISED * then > 0 else None
+
+    def _is_fair(self, snapshot: Snapshot) -> bool:
+        """Whether nothing presses harder on the weights now than it did then."""
+        now = self._settings()
+        return len(now) == len(snapshot.settings) and all(
+            rate <= RAISED * old_rate and decay <= RAISED * old_decay
+            for (rate, decay), (old_rate, old_decay) in zip(now, snapshot.settings)
+        )
+
+    def _fits(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot has every parameter of the model as it is now."""
+        held = {id(p): snapshot.hosts[slot.index] for p, slot in snapshot.state.parameters}
+        for parameter in self._model.parameters():
+            host, local = held.get(id(parameter)), take_local(parameter)
+            if host is None or (host.shape, host.dtype) != (local.shape, local.dtype):
+                return False
+        return True

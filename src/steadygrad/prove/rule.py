@@ -1,0 +1,77 @@
+"""Losses of two sets of weights on the same batches -> were the present weights harmed? Pure numbers.
+
+The level of a loss says nothing about the weights: data, targets and objective move it too. What they do to one set of
+weights they do to the other, so only the difference counts, and it must be large, on every batch, and a real share of
+what the run had learnt: a loss of 1e-9 that becomes 1e-6 for a while is a thousand times worse and no harm at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from steadygrad.config import ProveConfig
+
+AHEAD = 0.8
+"""Share of batches on which a lower rate must be ahead: 13 of 16 are so by chance once in a hundred times."""
+NOTABLE = 0.01
+"""Share of what was learnt below which harm is none: memorised data jump from 1e-14 to 1e-5 and back."""
+
+
+def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float) -> bool:
+    """Whether the present weights are `ratio` times as bad on every batch; for losses that may be negative, worse.
+
+    A present loss that is not finite is as bad as can be; an earlier one that is not finite proves nothing.
+    """
+    if not now or not all(map(math.isfinite, then)):
+        return False
+    pairs = [(a if math.isfinite(a) else math.inf, b) for a, b in zip(now, then)]
+    positive = all(b > 0 for _, b in pairs)
+    return all(a > b and (not positive or a >= ratio * b) for a, b in pairs)
+
+
+def is_damaged(now: Sequence[float], then: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
+    """Whether the present weights were harmed; `first`: what the initial weights lose on the same batches, NaN if
+    nobody knows."""
+    if not is_worse(now, then, ratio=config.ratio):
+        return False
+    if any(map(math.isnan, first)):
+        return True
+    learnt = _mean(first) - _mean(then)
+    return learnt > 0 and _mean(now) - _mean(then) >= config.share * learnt
+
+
+def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
+    """Whether one step did harm worth a warning; `began_at` is the loss that the run began with, NaN if unknown."""
+    if not is_worse(now, then, ratio=config.ratio):
+        return False
+    return not find_excess(now, then) < NOTABLE * abs(began_at - _mean(then))
+
+
+def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
+    """Whether the present weights are worse than the initial ones: more was lost than had ever been learnt."""
+    if not is_worse(now, first, ratio=1.0):
+        return False
+    return _mean(now) - _mean(first) >= config.excess * abs(_mean(first))
+
+
+def is_rate_too_high(now: Sequence[float], lower: Sequence[float], *, config: ProveConfig) -> bool:
+    """Whether a lower rate, started from nothing on the same batches, is clearly ahead of the run.
+
+    Both sides train, so single small batches may go either way: it must be ahead on four of five, and in the mean.
+    """
+    if len(now) < 2 or not all(map(math.isfinite, lower)):
+        return False
+    if not all(map(math.isfinite, now)):
+        return True
+    num_ahead = sum(b < a for a, b in zip(now, lower))
+    return num_ahead >= AHEAD * len(now) and find_excess(now, lower) >= config.lead * abs(_mean(now))
+
+
+def find_excess(now: Sequence[float], then: Sequence[float]) -> float:
+    """How much worse the present weights are, on average."""
+    return _mean(now) - _mean(then)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(v if math.isfinite(v) else math.inf for v in values) / len(values)
