@@ -8,14 +8,16 @@ from steadygrad.clip.adaptive_unit import AdaptiveUnitClipper
 from steadygrad.clip.autoclip import AutoClipper
 from steadygrad.clip.base import Clipper
 from steadygrad.clip.fixed_norm import FixedNormClipper
+from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.clip.value import ValueClipper
 from steadygrad.clip.zclip import ZClipper
-from steadygrad.config import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, ClipValue, FixedNorm, ZClip
+from steadygrad.config import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, ClipValue, FixedNorm, OutlierClip, ZClip
 
 __all__ = ["Clipper", "build_clipper"]
 
 _CLIPPERS: dict[type, Callable[[Any], Clipper]] = {
     FixedNorm: FixedNormClipper,
+    OutlierClip: OutlierClipper,
     ClipValue: ValueClipper,
     ZClip: ZClipper,
     AutoClip: AutoClipper,

@@ -6,7 +6,16 @@ every unknown or wrong field at once.
 """
 
 from steadygrad.config.checkpoint import CheckpointConfig
-from steadygrad.config.clip import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, ClipValue, FixedNorm, ZClip
+from steadygrad.config.clip import (
+    AdaGC,
+    AdaptiveUnitClip,
+    AutoClip,
+    ClipStrategy,
+    ClipValue,
+    FixedNorm,
+    OutlierClip,
+    ZClip,
+)
 from steadygrad.config.detect import (
     DetectConfig,
     FlowThresholds,
@@ -49,6 +58,7 @@ __all__ = [
     "LayerThresholds",
     "LossThresholds",
     "MeasureConfig",
+    "OutlierClip",
     "Policy",
     "Precision",
     "ProveConfig",

@@ -33,6 +33,26 @@ class FixedNorm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutlierClip:
+    """Scale the gradients of a step whose norm is `ratio` times what is usual in this run; leave all others alone."""
+
+    kind: ClassVar[str] = "outliers"
+
+    ratio: float = 10.0
+    """Times the running median of the norm above which a step is clipped, and to which."""
+    window: int = 128
+    """Healthy steps whose norms make up the median."""
+    warmup: int = 32
+    """Healthy steps before anything is clipped."""
+
+    def __post_init__(self) -> None:
+        require(is_number(self.ratio) and self.ratio > 1, self, "ratio", "be above 1", "Use 10.0.")
+        require_whole(self, "window", least=8, hint="Use 128.")
+        require_whole(self, "warmup", least=1, hint="Use 32.")
+        require(self.warmup <= self.window, self, "warmup", "not be above the window", "Use 32.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipValue:
     """Clamp each gradient element to [-value, value]."""
 
@@ -141,4 +161,4 @@ class AdaGC:
         require(is_number(self.max_norm) and self.max_norm > 0, self, "max_norm", "be above 0", "Use 1.0.")
 
 
-ClipStrategy = FixedNorm | ClipValue | ZClip | AutoClip | AdaptiveUnitClip | AdaGC
+ClipStrategy = FixedNorm | OutlierClip | ClipValue | ZClip | AutoClip | AdaptiveUnitClip | AdaGC

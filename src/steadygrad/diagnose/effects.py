@@ -70,6 +70,8 @@ _OUTSIDE = (
     "ray",
 )
 """Packages whose objects talk to other processes or threads: what was sent cannot be called back."""
+_TRACKERS = ("wandb", "mlflow", "comet_ml", "neptune", "tensorboardX", "trackio", "aim", "clearml", "swanlab")
+"""Packages that send what they are given to a tracker; so does torch.utils.tensorboard."""
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -156,6 +158,8 @@ class Effects:
                 value = fn.__globals__[name]
                 if isinstance(value, types.ModuleType) and not _is_library(getattr(value, "__file__", None) or ""):
                     self._todo += [(vars(value)[n], f"{name}.{n}") for n in used if n in vars(value)]
+                elif isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _TRACKERS:
+                    self.obstacle = f"it writes to a tracker ({name})"
                 elif not isinstance(value, types.ModuleType):
                     self._undo.append(functools.partial(_put_back_name, fn.__globals__, name, value))
                     self._todo.append((value, name))
@@ -205,6 +209,8 @@ class Effects:
             self.obstacle = f"it draws from a {kind.__name__} ({name})"
         elif package in _OUTSIDE or isinstance(thing, threading.Thread):
             self.obstacle = f"it talks to another process or thread ({name}, a {kind.__qualname__})"
+        elif package in _TRACKERS or kind.__module__.startswith("torch.utils.tensorboard"):
+            self.obstacle = f"it writes to a tracker ({name})"
         elif package in _OPAQUE_PACKAGES:
             return
         elif hasattr(thing, "__dict__"):

@@ -7,6 +7,8 @@ left behind is put back (`keep.py`), also when the function raises. The optimize
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -41,11 +43,16 @@ def is_replaying() -> bool:
 
 @contextlib.contextmanager
 def _replaying() -> Iterator[None]:
+    """Inside, `is_replaying()` holds, and what the function prints or logs is dropped: it has said so already."""
     global _num_replays
     _num_replays += 1
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
+        logging.disable(disabled)
         _num_replays -= 1
 
 

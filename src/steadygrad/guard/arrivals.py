@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.act.random_state import restore_random, unchanged_random
+from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.detect.own import split_facts
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.investigator import tell_since_when
@@ -74,6 +75,8 @@ class Arrivals:
         """Hand a step to judgement, then see to what follows from it: snapshots, or a rollback."""
         parts = self._parts
         parts.reflex.expects_clipping = reading.clipped
+        if isinstance(parts.clipper, OutlierClipper) and not reading.is_nonfinite and not reading.skipped:
+            parts.clipper.hear(reading.step, reading.finite_grad_norm)
         if looks.rms is not None and not reading.skipped:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
         with parts.buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.act.sanitize import sanitize_gradients
+from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
 from steadygrad.errors import UsageError
 from steadygrad.facts import Action, Outcome, Reading, Verdict
@@ -57,6 +58,8 @@ class Stepper:
             return
         if batches.num_dropped:
             parts.gate.average_the_kept(batches)
+        if isinstance(parts.clipper, OutlierClipper):
+            parts.clipper.prepare(self._moment.next_step)
         if parts.clipper is not None:
             parts.meter.max_norm = parts.clipper.constant_norm  # a policy may have lowered it
         scale = parts.scaler.factor

@@ -28,7 +28,7 @@ from steadygrad.measure.shards import is_dtensor, take_local
 
 CHOOSING = ("multinomial", "bernoulli", "normal", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 """Ops that draw from a distribution which the weights may have made: a policy that chooses its own data."""
-PASS_FUNCTION = "To get a proof, pass the step as a function: guard.step(fn, batch)."
+PASS_FUNCTION = "To get a proof, pass the step as a function that gets its batch as an argument: guard.step(fn, batch)."
 FORWARDS_A_STEP = 3
 """Forward, and a backward that costs twice as much."""
 
@@ -129,15 +129,19 @@ class PairedTest:
         snapshot.wait()
         settle_shards(self.model)
         pairs = list(_pair(snapshot))
-        present = [live.to("cpu", copy=True) for live, _ in pairs]
+        # Pinned where that is faster: torch keeps such blocks, so that only the first test waits for them.
+        present = [torch.empty_like(live, device="cpu", pin_memory=live.is_cuda) for live, _ in pairs]
         try:
-            for live, host in pairs:
-                live.copy_(host)
+            for (live, host), kept in zip(pairs, present):
+                kept.copy_(live, non_blocking=True)  # ordered by the stream, as the two copies back are
+                live.copy_(host, non_blocking=True)
             yield
         finally:
             settle_shards(self.model)
             for (live, _), kept in zip(pairs, present):
-                live.copy_(kept)
+                live.copy_(kept, non_blocking=True)
+            if any(live.is_cuda for live, _ in pairs):
+                torch.cuda.synchronize()  # the host blocks are free to go when this returns
 
 
 def _find_storages(model: nn.Module) -> set[int]:

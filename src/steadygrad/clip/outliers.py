@@ -1,0 +1,78 @@
+"""OutlierClip: scale the gradients of a step only when their norm is many times what is usual in this run.
+
+The usual norm is the median of the last `window` healthy ones, kept on the host: each step's norm arrives there anyway,
+and the threshold goes into the measuring kernel as a plain number, so that clipping costs no launch and no wait. A
+step's threshold knows the norms up to the second last step, no matter how fast the device is: equal runs clip alike.
+Until `warmup` norms are known nothing is clipped.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.clip.base import limit
+from steadygrad.config import OutlierClip
+from steadygrad.measure import Measurement
+
+NO_LIMIT = 3e38
+"""Above every norm, and still a float32: infinity would make the coefficient of an infinite norm NaN."""
+
+
+class OutlierClipper:
+    """The last norms in order of time and of size, and one that is too new to be counted."""
+
+    edits_gradients = False
+
+    def __init__(self, settings: OutlierClip) -> None:
+        self._settings = settings
+        self._norms: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._newest: tuple[int, float] | None = None
+        self.constant_norm: float | None = NO_LIMIT
+
+    def clip(self, m: Measurement) -> Tensor:
+        """The factor for all gradients."""
+        return limit(m.norm, torch.as_tensor(self.constant_norm or NO_LIMIT, dtype=torch.float64))
+
+    def prepare(self, step: int) -> None:
+        """Set the threshold of `step`."""
+        if self._newest is not None and self._newest[0] <= step - 2:
+            self._admit(self._newest[1])
+            self._newest = None
+        self.constant_norm = self._find_threshold()
+
+    def hear(self, step: int, norm: float) -> None:
+        """A healthy step's norm, before clipping; steps come in order."""
+        if self._newest is not None:
+            self._admit(self._newest[1])
+        self._newest = (step, norm) if 0 < norm < math.inf else None
+
+    def _admit(self, norm: float) -> None:
+        self._norms.append(norm)
+        bisect.insort(self._sorted, norm)
+        if len(self._norms) > self._settings.window:
+            del self._sorted[bisect.bisect_left(self._sorted, self._norms.popleft())]
+
+    def _find_threshold(self) -> float:
+        if len(self._norms) < self._settings.warmup:
+            return NO_LIMIT
+        return min(NO_LIMIT, self._settings.ratio * self._sorted[len(self._sorted) // 2])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The norms; empty before the first step."""
+        newest = {} if self._newest is None else {"newest": list(self._newest)}
+        return {"norms": list(self._norms), **newest} if self._norms or newest else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self._norms = deque(float(norm) for norm in state.get("norms", ()))
+        self._sorted = sorted(self._norms)
+        newest = state.get("newest")
+        self._newest = None if newest is None else (int(newest[0]), float(newest[1]))

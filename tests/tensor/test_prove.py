@@ -1,0 +1,365 @@
+"""The paired test: what it answers, what it leaves behind (nothing), and when it declines to answer."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steadygrad import Action, Guard, GuardConfig, Policy, ProveConfig, Severity, SnapshotConfig
+from steadygrad.facts import Answer, Finding
+from steadygrad.prove.comparison import Comparison
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
+HARM, STEPS = 150, 230
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.05), nn.Linear(32, 1))
+
+
+class Loop:
+    """A regression that learns, with a place for whatever happens to it."""
+
+    def __init__(self, *, config: GuardConfig | None = None, model: nn.Module | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = make_model() if model is None else model
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.guard = Guard(self.model, self.optimizer, config=config or GuardConfig(clip=None), **options)
+
+    def make_batch(self, step: int, *, targets_moved: bool = False) -> tuple[Tensor, Tensor]:
+        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+        y = x.sum(1, keepdim=True)
+        return x, 20 * y.roll(1, 0) if targets_moved else y
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.model(x), y)
+
+    def harm(self) -> None:
+        """As bad memory does it: no version counter moves. At this rate it would take hundreds of steps to heal."""
+        self.model[-1].weight.data *= 100  # type: ignore[union-attr, operator, index]
+
+    def find(self, kind: str) -> list[Finding]:
+        return [finding for finding in self.guard.findings if finding.kind == kind]
+
+
+def train(
+    loop: Loop,
+    step: Callable[[Loop, int], Any] | None = None,
+    *,
+    harm: bool = True,
+    targets_move_at: int = STEPS,
+    num_steps: int = STEPS,
+) -> Loop:
+    for number in range(num_steps):
+        if harm and number == HARM:
+            loop.harm()
+        if step is not None:
+            step(loop, number)
+        else:
+            loop.guard.step(loop.loss, *loop.make_batch(number, targets_moved=number >= targets_move_at))
+    loop.guard.flush()
+    return loop
+
+
+def test_harmed_weights_are_proven_and_rolled_back_with_the_numbers_in_words() -> None:
+    loop = train(Loop())
+
+    (incident,) = [i for i in loop.guard.incidents if i.outcome.action is Action.ROLLBACK]
+    finding = incident.finding
+    assert (finding.kind, finding.severity, finding.step) == ("loss_explosion", Severity.ERROR, HARM)
+    assert finding.noticed_at is not None
+    assert finding.acted_at is not None
+    assert HARM < finding.noticed_at < finding.acted_at
+    assert finding.evidence["proof"] == Answer.DAMAGED
+    assert finding.evidence["loss_now"] > 2 * finding.evidence["loss_then"]  # type: ignore[operator]
+    assert len(finding.evidence["losses_now"]) == 8  # type: ignore[arg-type]
+    assert "on the last 8 batches the weights of step" in finding.message
+    assert incident.outcome.after["step"] <= HARM
+    assert loop.guard.last is not None
+    assert loop.guard.last.loss is not None
+    assert loop.guard.last.loss < 2.0
+
+
+def test_a_change_of_the_data_is_reported_and_changes_nothing() -> None:
+    plain = Loop(enabled=False)
+    for number in range(STEPS):
+        plain.guard.step(plain.loss, *plain.make_batch(number, targets_moved=number >= HARM))
+
+    loop = train(Loop(), harm=False, targets_move_at=HARM)
+
+    (finding,) = loop.find("loss_explosion")
+    assert (finding.severity, finding.evidence["proof"]) == (Severity.INFO, Answer.UNHARMED)
+    assert "the weights were not harmed" in finding.message
+    assert [i for i in loop.guard.incidents if i.outcome.action is not Action.NONE] == []
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, loop.model.state_dict()[name]), name
+
+
+def test_a_steady_run_never_pays_for_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_comparisons(monkeypatch)
+    train(Loop(), harm=False)
+    assert made == []
+
+
+def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the comparisons that are made from now on."""
+    made: list[str] = []
+    for name in ("compare", "compare_batch", "compare_rate"):
+        method = getattr(Comparison, name)
+
+        def counted(self: Comparison, *args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
+            made.append(name)
+            return method(self, *args, **kwargs)
+
+        monkeypatch.setattr(Comparison, name, counted)
+    return made
+
+
+def take_everything(loop: Loop) -> dict[str, Any]:
+    """All that a test must leave alone."""
+    return {
+        "model": copy.deepcopy(loop.model.state_dict()),
+        "optimizer": copy.deepcopy(loop.optimizer.state_dict()),
+        "gradients": [None if p.grad is None else p.grad.clone() for p in loop.model.parameters()],
+        "versions": [p._version for p in loop.model.parameters()],
+        "modes": [module.training for module in loop.model.modules()],
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state()[1].tolist(),  # type: ignore[index]
+    }
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for one, other in zip(a, b):
+            assert_same(one, other)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("name", ["compare", "compare_batch"])
+def test_a_test_leaves_everything_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, tests, method = Loop(), [], getattr(Comparison, name)
+
+    def watched(self: Comparison, *args: Any, **kwargs: Any) -> Any:
+        before = take_everything(loop)
+        proof = method(self, *args, **kwargs)
+        assert_same(before, take_everything(loop))
+        tests.append(proof)
+        return proof
+
+    def step(loop: Loop, number: int) -> None:
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            noise = random.random() + numpy.random.random() + float(torch.rand(()))
+            return F.mse_loss(loop.model(x + 1e-3 * noise), y)
+
+        loop.guard.step(fn, *loop.make_batch(number))
+
+    monkeypatch.setattr(Comparison, name, watched)
+    train(loop, step)
+    assert any(proof.answer is Answer.DAMAGED for proof in tests)
+
+
+def test_accumulation_and_autocast_are_tested_too() -> None:
+    def step(loop: Loop, number: int) -> None:
+        for half in range(2):
+            loop.guard.backward(lambda x, y: loop.loss(x, y) / 2, *loop.make_batch(2 * number + half))
+        loop.guard.step()
+
+    loop = train(Loop(config=GuardConfig(clip=None, autocast="bf16")), step)  # type: ignore[arg-type]
+    assert [f.evidence["proof"] for f in loop.find("loss_explosion")] == [Answer.DAMAGED]
+
+
+def test_a_compiled_model_is_tested_without_being_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    loop = Loop(model=torch.compile(make_model(), backend="eager"))  # type: ignore[arg-type]
+    loop.harm = lambda: loop.model._orig_mod[-1].weight.data.mul_(100)  # type: ignore[method-assign, union-attr, index, operator]
+    graphs, compare = torch._dynamo.utils.counters["stats"], Comparison.compare
+
+    def watched(self: Comparison, *args: Any, **kwargs: Any) -> Any:
+        before = graphs["unique_graphs"]
+        proof = compare(self, *args, **kwargs)
+        assert graphs["unique_graphs"] == before
+        return proof
+
+    monkeypatch.setattr(Comparison, "compare", watched)
+    train(loop)
+    assert [f.evidence["proof"] for f in loop.find("loss_explosion")] == [Answer.DAMAGED]
+
+
+# --- where there is no proof -----------------------------------------------------------------------------------------
+
+
+def step_by_loss(loop: Loop, number: int) -> None:
+    loop.guard.step(loop.loss(*loop.make_batch(number)))
+
+
+def step_by_own_backward(loop: Loop, number: int) -> None:
+    loop.loss(*loop.make_batch(number)).backward()
+    loop.guard.step()
+    loop.optimizer.zero_grad()
+
+
+def test_without_a_loss_nothing_is_done_about_finite_numbers() -> None:
+    assert {i.outcome.action for i in train(Loop(), step_by_own_backward).guard.incidents} <= {Action.NONE}
+
+
+def test_without_the_function_harm_is_reported_with_what_to_do_and_nothing_is_done() -> None:
+    loop = train(Loop(), step_by_loss)
+
+    (finding,) = loop.find("loss_explosion")
+    assert (finding.severity, finding.evidence["proof"]) == (Severity.WARNING, Answer.UNKNOWN)
+    assert "pass the step as a function" in finding.advice
+    assert {i.outcome.action for i in loop.guard.incidents} <= {Action.NONE}
+
+
+def test_a_function_that_draws_its_own_batches_is_not_run_again_and_loses_none() -> None:
+    drawn = iter(range(10 * STEPS))
+    loop = train(Loop(), lambda loop, number: loop.guard.step(lambda: loop.loss(*loop.make_batch(next(drawn)))))
+
+    assert next(drawn) == STEPS
+    (finding,) = loop.find("loss_explosion")
+    assert finding.evidence["proof"] == Answer.UNKNOWN
+    assert "gets its batch as an argument" in finding.advice
+
+
+def test_a_function_that_keeps_state_is_left_alone_and_its_state_too() -> None:
+    queue: list[Tensor] = []
+
+    def step(loop: Loop, number: int) -> None:
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            queue.append(x.mean())
+            return loop.loss(x, y)
+
+        loop.guard.step(fn, *loop.make_batch(number))
+
+    loop = train(Loop(), step)
+    assert len(queue) == STEPS
+    (finding,) = loop.find("loss_explosion")
+    assert (finding.severity, finding.evidence["proof"]) == (Severity.INFO, Answer.UNKNOWN)
+    assert "keeps state of its own" in finding.message
+
+
+def test_a_policy_that_draws_its_own_data_proves_nothing() -> None:
+    def step(loop: Loop, number: int) -> None:
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            scores = loop.model(x)
+            action = torch.distributions.Normal(scores, 1.0).sample()
+            return F.mse_loss(scores, y) + 0.0 * action.mean()
+
+        loop.guard.step(fn, *loop.make_batch(number))
+
+    loop = train(Loop(), step)
+    (finding,) = loop.find("loss_explosion")
+    assert finding.evidence["proof"] == Answer.UNKNOWN
+    assert "draws its own data" in finding.message
+
+
+def test_a_batch_that_was_overwritten_since_proves_nothing() -> None:
+    x, y = torch.empty(32, 8), torch.empty(32, 1)
+
+    def step(loop: Loop, number: int) -> None:
+        new_x, new_y = loop.make_batch(number)
+        x.copy_(new_x), y.copy_(new_y)  # a loader that reuses its buffers
+        loop.guard.step(loop.loss, x, y)
+
+    (finding,) = train(Loop(), step).find("loss_explosion")
+    assert finding.evidence["proof"] == Answer.UNKNOWN
+    assert "changed in place" in finding.message
+
+
+def test_what_the_program_does_to_the_weights_itself_is_its_will() -> None:
+    loop = Loop()
+
+    @torch.no_grad()
+    def edit() -> None:
+        loop.model[-1].weight.mul_(100)  # type: ignore[index, union-attr, operator]
+
+    loop.harm = edit  # type: ignore[method-assign]
+    train(loop)
+    assert {i.outcome.action for i in loop.guard.incidents} <= {Action.NONE}
+    (finding,) = loop.find("loss_explosion")
+    assert f"the program changed the weights itself before step {HARM}" in finding.message
+
+
+def test_a_raised_weight_decay_is_the_programs_will() -> None:
+    loop = Loop()
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2)
+    loop.guard = Guard(loop.model, loop.optimizer, config=GuardConfig(clip=None))
+
+    def step(loop: Loop, number: int) -> None:
+        if number == HARM:
+            loop.optimizer.param_groups[0]["weight_decay"] = 60.0
+        loop.guard.step(loop.loss, *loop.make_batch(number))
+
+    train(loop, step, harm=False)
+    assert {i.outcome.action for i in loop.guard.incidents} <= {Action.NONE}
+
+
+def test_the_budget_ends_the_tests() -> None:
+    config = GuardConfig(clip=None, prove=ProveConfig(first_budget=1, budget_share=1e-6))
+    (finding,) = train(Loop(config=config)).find("loss_explosion")
+    assert "the budget" in finding.message
+    assert finding.evidence["proof"] == Answer.UNKNOWN
+
+
+def test_without_snapshots_there_is_nothing_to_compare_with() -> None:
+    config = GuardConfig(clip=None, snapshots=SnapshotConfig(enabled=False))
+    (finding,) = train(Loop(config=config)).find("loss_explosion")
+    assert "there are no earlier weights to compare with" in finding.message
+
+
+def test_tests_can_be_switched_off_and_then_nothing_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_comparisons(monkeypatch)
+    loop = train(Loop(config=GuardConfig(clip=None, prove=ProveConfig(enabled=False))))
+    assert made == []
+    assert loop.find("loss_explosion")
+    assert {i.outcome.action for i in loop.guard.incidents} <= {Action.NONE}
+
+
+def test_an_eager_policy_acts_at_once_without_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_comparisons(monkeypatch)
+    loop = train(Loop(config=GuardConfig(clip=None, policy=Policy.eager())))
+    assert made == []
+    first = next(i for i in loop.guard.incidents if i.outcome.action is not Action.NONE)
+    assert (first.finding.kind, first.outcome.action) == ("loss_explosion", Action.SCALE_LR)
+
+
+def test_an_op_that_is_not_deterministic_proves_nothing() -> None:
+    import os
+
+    def step(loop: Loop, number: int) -> None:
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            return loop.loss(x, y) * (1.0 + os.urandom(1)[0] / 128)
+
+        loop.guard.step(fn, *loop.make_batch(number))
+
+    for finding in train(Loop(), step).find("loss_explosion"):
+        assert finding.evidence["proof"] != Answer.DAMAGED or "another loss each time" in finding.message
+
+
+def test_a_replay_prints_and_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(loop: Loop, number: int) -> None:
+        def fn(x: Tensor, y: Tensor) -> Tensor:
+            print("step")
+            return loop.loss(x, y)
+
+        loop.guard.step(fn, *loop.make_batch(number))
+
+    train(Loop(), step)
+    assert capsys.readouterr().out.count("step\n") == STEPS
