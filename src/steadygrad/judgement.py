@@ -214,6 +214,7 @@ class Judgement:
         incidents = self.conclude(events, cause)
         halting = next((one for one in incidents if one.verdict.action is Action.HALT), None)
         if halting is not None:
+            self._report_open("the run was halted before it could be tested")
             raise _as_error(halting, tuple(self.incidents))
         for event in events:
             if event.outcome.action not in BY_REFLEX and event.finding.severity is not Severity.INFO:
@@ -326,8 +327,14 @@ class Judgement:
         self._recorder.flush()
 
     def close(self) -> None:
-        """Close the record."""
+        """Report a suspicion that is still open, and close the record."""
+        self._report_open("the run ended before it could be tested")
         self._recorder.close()
+
+    def _report_open(self, reason: str) -> None:
+        finding = None if self._prover is None else self._prover.close(reason)
+        if finding is not None:
+            self.conclude([Event(finding, NO_ACTION, UNTOUCHED)])
 
 
 class _Mean:

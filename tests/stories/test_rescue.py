@@ -37,6 +37,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 STORIES = {story.name: story for story in make_stories()}
 CLIPS: dict[str, FixedNorm | None] = {"clipped": FixedNorm(max_norm=1.0), "unclipped": None}
 TOLERANCE = 1.05
+RATE_TOLERANCE = 1.15
+"""A rate that is too high from the start is lowered at step 40 at the latest: a tenth of these short runs is over."""
 
 
 def clip_of(clip: FixedNorm | None) -> Callable[[nn.Module], Any] | None:
@@ -83,7 +85,7 @@ def test_a_guard_saves_the_run_and_tells_what_happened(story: Story, clip: Fixed
     assert guarded.loss < TOLERANCE * clean.loss
 
     incidents = guarded.guard.incidents
-    assert {i.finding.kind for i in incidents} >= story.finds
+    assert {f.kind for i in incidents for f in i.findings} >= story.finds
     assert {i.outcome.action for i in incidents} - {Action.NONE, Action.CLIP} == story.does
     written = read_incidents(tmp_path / "run")
     assert [(i["step"], i["finding"]["kind"], i["outcome"]["action"]) for i in written] == [
@@ -124,11 +126,12 @@ def test_a_learning_rate_30_times_too_high_is_found_at_the_start_and_lowered_the
     guarded = story.train_guarded(clip=CLIPS[clip])
 
     assert guarded.halted is None
-    assert guarded.loss < TOLERANCE * clean.loss
+    assert guarded.loss < RATE_TOLERANCE * clean.loss
     assert guarded.guard is not None
     found = [i for i in guarded.guard.incidents if i.finding.kind == "rate_too_high"]
     assert [i.outcome.action for i in found] == [Action.ROLLBACK]
-    assert found[0].step < 0.12 * len(story.clean.batches)
+    assert found[0].finding.acted_at is not None
+    assert found[0].finding.acted_at <= 40
     assert found[0].outcome.after["step"] == 0
     assert found[0].outcome.after["lr"] == pytest.approx(
         found[0].outcome.before["lr"] * (guarded.guard.stats()["learning_rate_factor"] or 0.0)
@@ -144,7 +147,7 @@ def test_a_learning_rate_far_beyond_that_halts_with_the_story_when_nothing_can_s
 
     assert guarded.halted is not None
     assert not guarded.died
-    assert {i.finding.kind for i in guarded.halted.incidents} >= story.finds
+    assert {f.kind for i in guarded.halted.incidents for f in i.findings} >= story.finds
     assert {i.outcome.action for i in guarded.halted.incidents} - {Action.NONE, Action.CLIP} == story.does
     for part in ("the learning rate is too high", "the budget of 2 x rollback in 1000 steps is spent"):
         assert part in str(guarded.halted)

@@ -37,6 +37,8 @@ class Proof:
     """The loss of each batch under the present weights."""
     then: tuple[float, ...] = ()
     """... and under the earlier ones."""
+    first: float | None = None
+    """Mean loss of the initial weights on these batches, where it was measured."""
     rate_factor: float | None = None
     """The earlier losses are those of the initial weights trained on the same batches with this share of the rate."""
     reason: str = ""
@@ -75,6 +77,7 @@ class Proof:
         return {
             "proof": self.answer.value,
             "reference_step": -1 if self.reference is None else self.reference,
+            **({} if self.first is None else {"loss_first": self.first}),
             **({} if self.rate_factor is None else {"rate_factor": self.rate_factor}),
             "tested_at": self.step,
             "loss_now": self.mean_now,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,9 +56,11 @@ class Comparison:
         """Were the present weights harmed? `began_at`: the run's first losses, where the initial weights are gone."""
 
         def run() -> Proof:
-            now, then, damaged = self._run(reference, captures, initial, began_at)
+            now, then, first, damaged = self._run(reference, captures, initial, began_at)
             answer = Answer.DAMAGED if damaged else Answer.UNHARMED
-            return Proof(answer=answer, step=step, reference=reference.step, now=tuple(now), then=tuple(then))
+            return Proof(
+                answer=answer, step=step, reference=reference.step, now=tuple(now), then=tuple(then), first=first
+            )
 
         return self._try(step, run)
 
@@ -99,8 +102,8 @@ class Comparison:
 
     def _run(
         self, reference: Snapshot, captures: Sequence[Capture], initial: Snapshot | None, began_at: float
-    ) -> tuple[list[float], list[float], bool]:
-        """Losses now and then, and whether the present weights were harmed."""
+    ) -> tuple[list[float], list[float], float | None, bool]:
+        """Losses now, then and, if need be, of the initial weights; and whether the present ones were harmed."""
         test, config, is_start = self._test, self._config, reference.step == 0
         ratio = 1.0 if is_start else config.ratio
         steps = test.prepare(captures)
@@ -108,18 +111,19 @@ class Comparison:
         with test.under(reference):
             then = test.measure(steps[:NUM_QUICK])
             if not is_worse(now, then, ratio=ratio):
-                return now, then, False
+                return now, then, None, False
             then += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)
         now += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)
         again = test.measure(steps[:1])
         if abs(again[0] - now[0]) > NOISE * abs(find_excess(now, then)):
             raise CannotTestError("the step gives another loss each time that it is run with the same random numbers")
         if is_start:
-            return now, then, is_worse_than_start(now, then, config=config)
+            return now, then, None, is_worse_than_start(now, then, config=config)
         if not is_worse(now, then, ratio=ratio):
-            return now, then, False
+            return now, then, None, False
         first = [began_at]
         if initial is not None:
             with test.under(initial):
                 first = test.measure(steps)
-        return now, then, is_damaged(now, then, first, config=config)
+        mean = sum(first) / len(first)
+        return now, then, mean if math.isfinite(mean) else None, is_damaged(now, then, first, config=config)

@@ -57,6 +57,8 @@ class Case:
     """A lower rate is tried on the steps that are held."""
     previous: Proof | None = None
     num_rounds: int = 0
+    num_skipped: int = 0
+    """Steps in a row that were not finite."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,15 @@ class Prover:
         self._case, self._was_answered = None, False
         self._snapshots.is_held = False
 
+    def close(self, reason: str) -> Finding | None:
+        """The suspicion that is open, which nothing can be tested about any more; None when there is none."""
+        case = self._case
+        if case is None:
+            return None
+        self.drop()
+        proof = _tell_unknown(case.begins_at, reason)
+        return dataclasses.replace(report_answer(case.finding, proof), severity=case.finding.severity)
+
     # --- findings in, findings out ----------------------------------------------------------------------------------
 
     def sift(self, findings: Sequence[Finding], step: int) -> list[Finding]:
@@ -136,8 +147,11 @@ class Prover:
         case = self._case
         if case is None or reading.step < case.begins_at:
             return None
+        case.num_skipped = case.num_skipped + 1 if reading.skipped else 0
         if not reading.skipped and reading.loss is not None and case.held is not self._start:
             case.held.add(captures, reading.loss)
+        if case.num_skipped >= self._config.num_batches:
+            return self.close("the steps since are not finite")
         concluded = self._try(case, reading.step) if case.held.is_complete else None
         if concluded is not None:
             self.drop()
@@ -278,7 +292,9 @@ def _is_spike(finding: Finding) -> bool:
 
 
 def _is_lasting(before: Proof, now: Proof) -> bool:
-    """Whether the harm is still there, and not on its way out."""
+    """Whether the harm is still there and not on its way out, or is so large that nothing is left to heal from."""
+    if now.reference == 0 or (now.first is not None and now.mean_now > now.first):
+        return True
     return find_excess(now.now, now.then) >= HEALING * find_excess(before.now, before.then)
 
 

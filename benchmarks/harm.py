@@ -1,0 +1,135 @@
+"""What does a Guard do to trainings that are healthy? Every scenario of tests/healthy, plain and guarded, side by side.
+
+A run is harmed when a Guard skips, changes a rate, rolls back or halts, or when its weights, losses or side effects are
+not the plain run's to the bit. With a clip they cannot be: then only actions, halts and missed aims count, and the last
+column has the loss relative to the plain run's. `warned` counts runs with a finding of severity warning or worse.
+
+    python benchmarks/harm.py [--seeds N] [--only NAME] [--config none|default|fixed1] [--quick]
+
+Writes results/harm.json (harm_default.json, harm_fixed1.json); exit code 1 when a run was harmed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from machine import write_results
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from healthy.catalogue import SCENARIOS
+from healthy.scenario import Ending, Scenario
+from steadygrad import FixedNorm, GuardConfig
+
+CONFIGS = {
+    "none": GuardConfig(clip=None),
+    "default": GuardConfig(),
+    "fixed1": GuardConfig(clip=FixedNorm(max_norm=1.0)),
+}
+QUICK = ("class_incremental", "gan_of_two_guards", "counts_its_calls", "bf16_model")
+
+
+def compare(scenario: Scenario, seed: int, config: GuardConfig) -> dict[str, Any]:
+    """Run one scenario both ways and say what the Guard did to it."""
+    plain, guarded = scenario.train(seed=seed), scenario.train(seed=seed, config=config)
+    differences = guarded.compare(plain) if config.clip is None else guarded.shortfalls
+    return {
+        "name": scenario.name,
+        "family": scenario.family,
+        "seed": seed,
+        "harmed": bool(guarded.halted or guarded.actions or differences),
+        "actions": guarded.actions,
+        "warnings": guarded.warnings,
+        "halted": guarded.halted,
+        "differences": differences,
+        "plain_shortfalls": plain.shortfalls,
+        "plain_loss": find_last(plain),
+        "guarded_loss": find_last(guarded),
+        "plain_seconds": round(plain.seconds, 2),
+        "guarded_seconds": round(guarded.seconds, 2),
+    }
+
+
+def find_last(ending: Ending) -> float | None:
+    """Median of the last 50 losses of the first loop."""
+    return statistics.median(ending.losses[0][-50:]) if ending.losses[0] else None
+
+
+def describe(run: dict[str, Any]) -> str:
+    """One line about one run."""
+    parts = [f"{'HARMED' if run['harmed'] else 'ok':<7}{run['name']:<36}{run['seed']}"]
+    parts.append(f"{show(run['plain_loss']):>10} -> {show(run['guarded_loss']):<10}")
+    more = len(run["actions"]) - 3
+    parts += [", ".join(run["actions"][:3]) + (f" and {more} more" if more > 0 else "")] if run["actions"] else []
+    parts += [f"[{', '.join(run['warnings'])}]"] if run["warnings"] else []
+    parts += [run["halted"][:60]] if run["halted"] else []
+    if run["harmed"] and not run["actions"] and not run["halted"]:
+        parts.append("; ".join(run["differences"])[:120])
+    parts += [f"PLAIN RUN NOT HEALTHY: {run['plain_shortfalls']}"] if run["plain_shortfalls"] else []
+    return "  ".join(parts)
+
+
+def show(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4g}"
+
+
+def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts over all runs, and the names of those that were harmed or warned."""
+    chosen = {
+        "harmed": [run for run in runs if run["harmed"]],
+        "acted_on": [run for run in runs if run["actions"]],
+        "halted": [run for run in runs if run["halted"]],
+        "warned": [run for run in runs if run["warnings"]],
+    }
+    counts = {f"num_{word}": len(those) for word, those in chosen.items()}
+    names = {word: sorted({run["name"] for run in those}) for word, those in chosen.items()}
+    return {"num_runs": len(runs), **counts, **names}
+
+
+def choose(only: str | None, quick: bool) -> Iterator[Scenario]:
+    """The scenarios asked for."""
+    for name, scenario in SCENARIOS.items():
+        if (only is None or only in name) and (not quick or name in QUICK):
+            yield scenario
+
+
+def main() -> int:
+    """Run the scenarios and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each scenario")
+    parser.add_argument("--only", help="scenarios with this in their names; nothing is written")
+    parser.add_argument("--config", choices=CONFIGS, default="none", help="how the Guard clips")
+    parser.add_argument("--quick", action="store_true", help="four scenarios, nothing written")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+    warnings.simplefilter("ignore")
+    logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
+    runs = []
+    for scenario in choose(arguments.only, arguments.quick):
+        for seed in range(arguments.seeds):
+            runs.append(compare(scenario, seed, CONFIGS[arguments.config]))
+            print(describe(runs[-1]), flush=True)
+    if not runs:
+        parser.error(f"no scenario has {arguments.only!r} in its name")
+    summary = summarise(runs)
+    counts = (
+        f"{count} {name.removeprefix('num_').replace('_', ' ')}" for name, count in summary.items() if "num_" in name
+    )
+    print(", ".join(counts), f"(clip: {arguments.config})")
+    name = "harm" if arguments.config == "none" else f"harm_{arguments.config}"
+    partly = arguments.quick or arguments.only is not None
+    print("written:", write_results(name, {"summary": summary, "runs": runs}, quick=partly))
+    return int(summary["num_harmed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

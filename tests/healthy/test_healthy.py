@@ -1,0 +1,56 @@
+"""First, do no harm: a healthy training ends on a Guard as it ends without one, to the bit.
+
+STEADYGRAD_TEST_SEEDS=3 in the environment runs each scenario with three seeds. Clipping is off, so that it does not
+blur the comparison.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from healthy.catalogue import SCENARIOS
+from healthy.scenario import Ending
+from steadygrad import GuardConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
+
+SEEDS = range(int(os.environ.get("STEADYGRAD_TEST_SEEDS", "1")))
+RUNS = [(name, seed) for name in SCENARIOS for seed in SEEDS]
+MOST_WARNED = 0.05
+"""Share of healthy runs that may have a finding of severity warning or worse."""
+
+
+@functools.cache
+def train_plain(name: str, seed: int) -> Ending:
+    return SCENARIOS[name].train(seed=seed)
+
+
+@functools.cache
+def train_guarded(name: str, seed: int) -> Ending:
+    return SCENARIOS[name].train(seed=seed, config=GuardConfig(clip=None))
+
+
+@pytest.mark.parametrize(("name", "seed"), RUNS)
+def test_a_healthy_training_is_left_alone(name: str, seed: int) -> None:
+    plain, guarded = train_plain(name, seed), train_guarded(name, seed)
+
+    assert plain.shortfalls == [], "the scenario itself is not healthy"
+    assert guarded.halted is None
+    assert guarded.actions == []
+    assert guarded.compare(plain) == []
+
+
+@pytest.mark.timeout(1800)  # alone, without the runs of the tests above, it takes as long as all of them
+def test_few_healthy_trainings_get_a_warning() -> None:
+    warned = {f"{name}, seed {seed}": train_guarded(name, seed).warnings for name, seed in RUNS}
+    warned = {run: kinds for run, kinds in warned.items() if kinds}
+
+    assert len(warned) <= MOST_WARNED * len(RUNS), warned
+
+
+def test_the_corpus_is_large_and_every_scenario_says_why_it_is_healthy() -> None:
+    assert len(SCENARIOS) >= 87
+    assert all(len(scenario.about) > 30 for scenario in SCENARIOS.values())
