@@ -21,13 +21,12 @@ from steadygrad.act.microbatches import Accumulated
 from steadygrad.act.random_state import restore_random
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.ledger import rewind_ledger
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
 from steadygrad.checkpoint.position import DataPositions
 from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
-from steadygrad.checkpoint.shelf import rank, read_info, read_infos
+from steadygrad.checkpoint.shelf import CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore, Save
@@ -36,6 +35,7 @@ from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.ranks import Ranks
+from steadygrad.record.run_folder import read_run_id
 
 logger = logging.getLogger("steadygrad")
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Resumed:
     """What was put back, and what the Guard must take over."""
 
     step: int
-    path: Path
+    info: CheckpointInfo
     guard: dict[str, Any]
     accumulated: Accumulated
     changes: list[Change] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Resumed:
             kind="resumed",
             severity=Severity.WARNING if told else Severity.INFO,
             step=self.step,
-            message="; ".join([f"resumed before step {self.step} from {self.path}", *told]),
+            message="; ".join([f"resumed before step {self.step} from {self.info.path}", *told]),
         )
 
 
@@ -95,6 +95,8 @@ class RunCheckpoints:
         self._clip = clip
         self._ranks = ranks if ranks is not None else Ranks()
         self._run_dir = None if run_dir is None else Path(run_dir)
+        self._run_id = ""
+        self._adopted: set[str] = set()
         self._config = config
         self._model, self._optimizers = model, list(optimizers)
         self._extras = {name: extra for name, extra in extras.items() if hasattr(extra, "load_state_dict")}
@@ -108,6 +110,15 @@ class RunCheckpoints:
         self._refused: list[str] = []
         self._explained: set[str] = set()
         self.signals = SignalWatch()
+
+    def use_run(self, run_dir: Path, run_id: str) -> None:
+        """Where checkpoints go, and whose they are."""
+        if self._store is not None and run_dir != self._run_dir:
+            self._store.close()
+            self._store = None
+        self._run_dir, self._run_id = run_dir, run_id
+        if self._store is not None:
+            self._store.run_id, self._store.own_runs = run_id, {run_id, *self._adopted}
 
     # --- while training ---------------------------------------------------------------------------------------------
 
@@ -221,6 +232,7 @@ class RunCheckpoints:
                 if self._ranks.many
                 else CheckpointStore.of(folder, self._config)
             )
+            self._store.run_id, self._store.own_runs = self._run_id, {self._run_id, *self._adopted}
         return self._store
 
     def _gather(self) -> dict[str, Any]:
@@ -267,9 +279,13 @@ class RunCheckpoints:
         self._random = live_random(state["random"])
         self._follows_data = True
         self._last_saved = checkpoint.step
-        if self._run_dir is not None and self._ranks.is_first:
-            rewind_ledger(self._run_dir, checkpoint.step)
-        return Resumed(checkpoint.step, checkpoint.info.path, state["guard"], accumulated, changes, problems)
+        if not checkpoint.info.run and self.is_own(checkpoint.info):
+            self._adopted = {""}  # of a version that signed none: this run has saved them
+        return Resumed(checkpoint.step, checkpoint.info, state["guard"], accumulated, changes, problems)
+
+    def is_own(self, info: CheckpointInfo) -> bool:
+        """Whether a checkpoint lies in this run directory."""
+        return self._run_dir is not None and info.path.parent.absolute() == (self._run_dir / FOLDER).absolute()
 
     def finish_resume(self) -> None:
         """The last thing: random generators as they were, whatever loading has drawn."""
@@ -290,7 +306,7 @@ class RunCheckpoints:
         return found
 
     def _load_newest(self, directory: Path) -> Checkpoint | None:
-        newest = next(iter(rank(read_infos(directory))), None)
+        newest = next(iter(rank(read_infos(directory), read_run_id(directory.parent) or "")), None)
         if self._ranks.many or (newest is not None and is_sharded(newest)):
             return self._load_together(directory)
         store = self._store if isinstance(self._store, CheckpointStore) else None

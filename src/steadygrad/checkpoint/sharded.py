@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad._version import __version__
 from steadygrad.checkpoint.finite import count_nonfinite
 from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
 from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
@@ -33,9 +32,11 @@ from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
 from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.checkpoint.shelf import (
     CheckpointInfo,
+    describe_origin,
     find_best,
     find_folders,
     find_removable,
+    keep_run,
     name_folder,
     rank,
     read_info,
@@ -47,6 +48,7 @@ from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.shards import take_local
+from steadygrad.record.run_folder import read_run_id
 
 logger = logging.getLogger("steadygrad")
 NUM_RANKS = "num_ranks"
@@ -66,6 +68,10 @@ class ShardedStore:
         self._proofs = Proofs(config.good_after)
         self._failures: list[str] = []
         self._opened = False
+        self.run_id = ""
+        """Id of the run that saves here, stored with each checkpoint."""
+        self.own_runs = {""}
+        """Runs whose checkpoints may be removed to make room."""
 
     # --- save -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +164,7 @@ class ShardedStore:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={name: entry for part in entries for name, entry in part.items()},
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-            about={"steadygrad": __version__, "torch": torch.__version__, NUM_RANKS: self._ranks.num, **about},
+            about={**describe_origin(self.run_id), NUM_RANKS: self._ranks.num, **about},
         )
         with (aside / NAME).open("xb") as file:
             file.write(manifest.render())
@@ -168,7 +174,7 @@ class ShardedStore:
         aside.rename(target)
         sync_folder(self.directory)
         with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
-            for info in find_removable(read_infos(self.directory), self.config):
+            for info in find_removable(read_infos(self.directory), self.config, self.own_runs):
                 remove_folder(info.path)
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
@@ -191,7 +197,7 @@ class ShardedStore:
 
         `live` is the state of the training as it is, whose tensors say how each rank wants its part.
         """
-        folders = [path] if path is not None else [info.path for info in rank(read_infos(self.directory))]
+        folders = [path] if path is not None else [info.path for info in self._rank()]
         folders = [Path(name) for name in self._ranks.gather([str(folder) for folder in folders])[0]]
         reasons = []
         for folder in folders:
@@ -245,13 +251,20 @@ class ShardedStore:
 
     @property
     def best(self) -> CheckpointInfo | None:
-        """The one with the lowest metric; None when none has it."""
-        return next(iter(find_best(self.list(), self.config.best_by)), None)
+        """The one with the lowest metric, of the run that is there now; None when none has it."""
+        return next(iter(find_best(keep_run(self.list(), self._current_run), self.config.best_by)), None)
 
     @property
     def newest(self) -> CheckpointInfo | None:
         """The one that a resume would try first."""
-        return next(iter(rank(self.list())), None)
+        return next(iter(self._rank()), None)
+
+    @property
+    def _current_run(self) -> str:
+        return read_run_id(self.directory.parent) or ""
+
+    def _rank(self) -> list[CheckpointInfo]:
+        return rank(read_infos(self.directory), self._current_run)
 
     def wait(self) -> None:
         """Nothing is ever under way."""

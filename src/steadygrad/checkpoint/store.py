@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 
-from steadygrad._version import __version__
 from steadygrad.checkpoint.finite import count_nonfinite, replace_nonfinite
 from steadygrad.checkpoint.fitting import load_weights
 from steadygrad.checkpoint.image import FileImage
@@ -33,9 +32,11 @@ from steadygrad.checkpoint.proofs import Proofs, write_marks
 from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError
 from steadygrad.checkpoint.shelf import (
     CheckpointInfo,
+    describe_origin,
     find_best,
     find_folders,
     find_removable,
+    keep_run,
     name_folder,
     rank,
     read_info,
@@ -44,6 +45,8 @@ from steadygrad.checkpoint.shelf import (
 from steadygrad.checkpoint.write import remove_folder, remove_leftovers, write_folder
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UsageError
+from steadygrad.record.run_directory import require_device
+from steadygrad.record.run_folder import read_run_id
 
 logger = logging.getLogger("steadygrad")
 SET_ASIDE = "set_aside"
@@ -123,9 +126,14 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # around what was told, by the writing thread or the training
         self._opened = self._closed = False
+        self._device = 0
         self._complained = False
         self._failures: list[str] = []
         self._proofs = Proofs(self.config.good_after)
+        self.run_id = ""
+        """Id of the run that saves here, stored with each checkpoint."""
+        self.own_runs = {""}
+        """Runs whose checkpoints may be removed to make room."""
 
     @classmethod
     def of(cls, directory: str | Path, config: CheckpointConfig) -> Self:
@@ -169,7 +177,7 @@ class CheckpointStore:
             files={},
             metrics=_keep_finite(metrics or {}),
             cleaned=cleaned,
-            about={"steadygrad": __version__, "torch": str(torch.__version__), **(about or {})},
+            about=describe_origin(self.run_id) | dict(about or {}),
         )
         self._images_free.clear()
         self._proofs.begin(step)
@@ -241,14 +249,15 @@ class CheckpointStore:
         return target
 
     def _open_directory(self) -> None:
-        """The first save makes the folder. One that vanishes later is made again only where its parent still is: a
-        disk that was unmounted must not be written over."""
+        """The first save makes the folder; one that was deleted later is made again, on the same disk."""
         if not self._opened:
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
             self._opened = True
+            self._device = self.directory.stat().st_dev
         elif not self.directory.is_dir():
-            self.directory.mkdir()
+            require_device(self.directory, self._device)
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._tell(f"the folder {self.directory} had vanished and was made again")
 
     def _verify(self, folder: Path) -> None:
@@ -261,7 +270,7 @@ class CheckpointStore:
 
     def _make_room(self) -> None:
         with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
-            for info in find_removable(read_infos(self.directory), self.config):
+            for info in find_removable(read_infos(self.directory), self.config, self.own_runs):
                 remove_folder(info.path)
 
     def _tell(self, message: str) -> None:
@@ -328,13 +337,17 @@ class CheckpointStore:
 
     @property
     def best(self) -> CheckpointInfo | None:
-        """The one with the lowest metric; None when none has it."""
-        return next(iter(find_best(self.list(), self.config.best_by)), None)
+        """The one with the lowest metric, of the run that is there now; None when none has it."""
+        return next(iter(find_best(keep_run(self.list(), self._current_run), self.config.best_by)), None)
 
     @property
     def newest(self) -> CheckpointInfo | None:
         """The one that a resume would try first."""
-        return next(iter(rank(self.list())), None)
+        return next(iter(rank(self.list(), self._current_run)), None)
+
+    @property
+    def _current_run(self) -> str:
+        return read_run_id(self.directory.parent) or ""
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -358,7 +371,7 @@ class CheckpointStore:
                 read_info(folder)
             except DamagedCheckpoint as damage:
                 reasons.append(self._set_aside(folder, damage.reason))
-        for info in rank(read_infos(self.directory)):
+        for info in rank(read_infos(self.directory), self._current_run):
             try:
                 checkpoint = read_checkpoint(info)
             except CheckpointError as error:

@@ -58,6 +58,11 @@ class Investigator:
         )
         self._hook = self._watch_model() if config.enabled else None
 
+    def use_folder(self, run_dir: Path) -> None:
+        """Keep batches there from now on."""
+        if self._quarantine is not None:
+            self._quarantine.run_dir = run_dir
+
     # --- before the forward -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

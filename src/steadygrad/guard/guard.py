@@ -95,6 +95,8 @@ class Guard:
         weakref.finalize(self, parts.checkpoints.close)
         if parts.rank_file is not None:
             weakref.finalize(self, parts.rank_file.close)
+        if parts.start is not None:
+            weakref.finalize(self, parts.start.close)
         self._moment = Moment()
         self._arrivals = Arrivals(parts, self._moment)
         self._stepper = Stepper(parts, self._moment, self._arrivals)
@@ -116,6 +118,7 @@ class Guard:
         Returns what the function returned, detached; the detached loss; or None.
         """
         self._check_open()
+        self._keeper.begin()
         self._parts.checkpoints.listen()
         result = None if subject is None else self.backward(subject, *args, **kwargs)
         if self._drive is not None and self._drive.is_accumulating:
@@ -148,6 +151,7 @@ class Guard:
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
         self._check_open()
+        self._keeper.begin()
         self._parts.ranks.asks_to_stop = self._parts.checkpoints.signals.received is not None
         result = self._passes.forward(subject, args, kwargs)
         if self._parts.actor.num_to_refuse:
@@ -436,6 +440,8 @@ class Guard:
             self._parts.judgement.close()
             if self._parts.rank_file is not None:
                 self._parts.rank_file.close()
+            if self._parts.start is not None:
+                self._parts.start.close()
 
     def __enter__(self) -> Self:
         return self

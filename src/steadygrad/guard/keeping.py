@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from steadygrad.checkpoint.run import tell_unsaved
+from steadygrad.checkpoint.run import Resumed, tell_unsaved
 from steadygrad.checkpoint.signals import EXIT_CODE
 from steadygrad.checkpoint.store import Save
 from steadygrad.errors import UsageError
+from steadygrad.facts import Finding, Severity
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.run_start import RunStart
 
 
 class Keeper:
@@ -57,8 +59,16 @@ class Keeper:
         self._moment.num_skipped_batches = int(state["num_skipped_batches"])
         self._parts.buffers.refresh()
 
+    def begin(self) -> None:
+        """Before a step or a save: by now it is known which run this is."""
+        start = self._parts.start
+        found = None if start is None else start.begin(self._moment.next_step)
+        if found is not None:
+            self._parts.judgement.note(found)
+
     def save(self) -> Save | None:
-        """Save the whole training; None, and told, when that cannot be."""
+        """Save the whole training; None, and reported, when that cannot be."""
+        self.begin()
         state = self.state_dict()
         self._parts.judgement.flush_record()
         step = self._moment.next_step
@@ -94,11 +104,18 @@ class Keeper:
         """Note what could not be saved since this was last asked."""
         for failure in self._parts.checkpoints.take_failures():
             self._parts.judgement.note(tell_unsaved(self._moment.next_step, failure))
+        for problem in () if self._parts.start is None else self._parts.start.take_problems():
+            self._parts.judgement.note(report_lost_directory(self._moment.next_step, problem))
 
     def resume(self, path: str | Path | None, *, strict: bool) -> int | None:
         """Put back the training as a checkpoint has it; the step that comes next, None without a checkpoint."""
         self._arrivals.judge_pending()
+        start = self._parts.start
+        if start is not None:
+            start.find_place()
         resumed = self._parts.checkpoints.resume(path, strict=strict, buffers=self._parts.buffers)
+        if start is not None:
+            self._take_up(start, resumed)
         if resumed is None:
             return None
         self._parts.lookout.forget()
@@ -109,3 +126,23 @@ class Keeper:
         self._parts.judgement.note(resumed.tell())
         self._parts.checkpoints.finish_resume()
         return resumed.step
+
+    def _take_up(self, start: RunStart, resumed: Resumed | None) -> None:
+        """Go on with the run that was resumed; one whose checkpoint lies elsewhere is a new run here."""
+        if resumed is None:
+            start.go_on("", 0)
+        elif self._parts.checkpoints.is_own(resumed.info):
+            start.go_on(resumed.info.run, resumed.step)
+        else:
+            self.begin()
+
+
+def report_lost_directory(step: int, problem: str) -> Finding:
+    """The run directory was deleted under the training."""
+    return Finding(
+        kind="run_directory_lost",
+        severity=Severity.ERROR,
+        step=step,
+        message=problem,
+        advice="Look for what cleans that disk. Steps and checkpoints from before are gone.",
+    )
