@@ -124,8 +124,13 @@ class RunCheckpoints:
 
     def listen(self) -> None:
         """Answer signals from now on, where there is something to save to."""
-        if self._run_dir is not None and self._config.signals:
+        if self.is_listening:
             self.signals.start()
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether signals are answered: there is something to save to, and the user wants it."""
+        return self._run_dir is not None and self._config.signals
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of a loader; where they can be saved, their position is followed."""

@@ -1,19 +1,16 @@
 """Keeper: what a Guard remembers, and the checkpoints that hold it with the whole training.
 
-A save is due every so many steps, and after a signal a last time: then the process ends with a code that asks to be
-started again. A resume puts back every part in the order in which they lean on each other. What cannot be saved is
+A save is due every so many steps, and after a signal a last time (`leaving.py`). A resume puts back every part in the order in which they lean on each other. What cannot be saved is
 told, and never ends a training.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from steadygrad.checkpoint.run import Resumed, tell_unsaved
-from steadygrad.checkpoint.signals import EXIT_CODE
 from steadygrad.checkpoint.store import Save
 from steadygrad.errors import UsageError
 from steadygrad.facts import Finding, Severity
@@ -66,8 +63,11 @@ class Keeper:
         if found is not None:
             self._parts.judgement.note(found)
 
-    def save(self) -> Save | None:
-        """Save the whole training; None, and reported, when that cannot be."""
+    def save(self, *, is_between: bool = False) -> Save | None:
+        """Save the whole training; None, and reported, when that cannot be.
+
+        `is_between`: gradients that are there now belong to a step that will not be made.
+        """
         self.begin()
         state = self.state_dict()
         self._parts.judgement.flush_record()
@@ -81,21 +81,13 @@ class Keeper:
             accumulated=self._moment.batches,
             buffers=self._parts.buffers,
             metrics=metrics,
-            used_gradients=self._parts.used.is_there,
+            used_gradients=is_between or self._parts.used.is_there,
         )
         self.tell_unsaved()
         return saved
 
-    def save_if_due(self, close: Callable[[], None]) -> None:
-        """What comes by itself: a save every so many steps, and after a signal a last one, `close()` and the end."""
-        received = self._parts.checkpoints.signals.received
-        if self._parts.ranks.many:  # a signal reaches ranks at different steps: all stop after the one that told all
-            received = (received or signal.SIGTERM) if self._arrivals.is_asked_to_stop else None
-        if received is not None:
-            saved = self.save()
-            where = None if saved is None else saved.wait()
-            close()
-            raise SystemExit(EXIT_CODE if where is not None else 128 + received)
+    def save_if_due(self) -> None:
+        """A save every so many steps."""
         if self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining:
             self.save()
         self.tell_unsaved()
