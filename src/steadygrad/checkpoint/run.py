@@ -8,7 +8,7 @@ plain state that `Guard.state_dict()` is. Without a run directory nothing is eve
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +21,11 @@ from steadygrad.act.microbatches import Accumulated
 from steadygrad.act.random_state import restore_random
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.finite import count_nonfinite
+from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
 from steadygrad.checkpoint.position import DataPositions
-from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
 from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
 from steadygrad.checkpoint.shelf import CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.signals import SignalWatch
@@ -41,6 +42,10 @@ logger = logging.getLogger("steadygrad")
 T = TypeVar("T")
 FOLDER = "checkpoints"
 """Of a run directory."""
+GIVEN = ("scheduler", "scaler", "ema")
+"""Extras that are arguments of Guard's own."""
+SKIPS_IN_A_ROW = 10
+"""From which on it is the weights that are bad, not the batches: as many as make the policy roll back."""
 REFUSALS = (CheckpointError, UnsupportedError, MemoryError, RuntimeError)
 """Why a save is left out on all ranks alike."""
 
@@ -97,17 +102,20 @@ class RunCheckpoints:
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._run_id = ""
         self._adopted: set[str] = set()
+        self._num_skipped_in_row = 0
         self._config = config
         self._model, self._optimizers = model, list(optimizers)
         self._extras = {name: extra for name, extra in extras.items() if hasattr(extra, "load_state_dict")}
         self._stateless = [name for name, extra in extras.items() if extra is not None and name not in self._extras]
         self._given = note_given(self._optimizers)
-        self._born_nonfinite = set() if run_dir is None else set(count_nonfinite(dict(model.named_buffers())))
+        own = [name for name in self._extras if name not in GIVEN]
+        self._infinities = Infinities(model, own, looks=run_dir is not None)
         self._positions = DataPositions()
         self._store: CheckpointStore | ShardedStore | None = None
         self._last_saved: int | None = None
         self._follows_data = run_dir is not None
         self._refused: list[str] = []
+        self._notes: list[str] = []
         self._explained: set[str] = set()
         self.signals = SignalWatch()
 
@@ -146,9 +154,13 @@ class RunCheckpoints:
         due = every is not None and step % every == 0 and step != self._last_saved
         return due and self._run_dir is not None
 
-    def note_step(self, step: int, *, healthy: bool) -> None:
-        """Tell how a step went, so that checkpoints before it become good, or suspect."""
-        if self._store is None:
+    def note_step(self, step: int, *, healthy: bool, skipped: bool = False) -> None:
+        """Tell how a step went, so that checkpoints before it become good, or suspect.
+
+        A bad batch that was skipped says nothing about the weights; many in a row do.
+        """
+        self._num_skipped_in_row = self._num_skipped_in_row + 1 if skipped else 0
+        if self._store is None or 0 < self._num_skipped_in_row < SKIPS_IN_A_ROW:
             return
         if healthy:
             self._store.healthy_step(step)
@@ -215,15 +227,37 @@ class RunCheckpoints:
             "data": self._positions.state_dict(),
             "accumulated": _gather_accumulated(accumulated, self._model, buffers),
         }
-        saved = store.save(
-            state,
-            step=step,
-            metrics=metrics,
-            may_be_nonfinite=self._name_born_nonfinite(state),
-            about={"next_step": step},
-        )
+        if self._config.clean:  # it would write zeros over a mask of -inf
+            for name in count_nonfinite(dict(self._model.named_buffers()), may_be=self._infinities.buffers):
+                self._accept([f"model.{name}"])
+        try:
+            saved = self._write(store, state, step, metrics)
+        except NonFiniteStateError as error:
+            if not self._accept(error.tensors):
+                raise
+            saved = self._write(store, state, step, metrics)
         self._last_saved = step
         return saved
+
+    def _write(
+        self, store: CheckpointStore | ShardedStore, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]
+    ) -> Save:
+        may_be = self._infinities.list_names(state)
+        return store.save(state, step=step, metrics=metrics, may_be_nonfinite=may_be, about={"next_step": step})
+
+    def _accept(self, bad: Collection[str]) -> bool:
+        """Whether values that are not finite are meant to be so, on all ranks; reported once."""
+        accepted = self._infinities.accept(bad)
+        if self._ranks.many and not all(self._ranks.gather(bool(accepted))):
+            return False
+        if accepted:
+            self._notes.append(f"{', '.join(accepted)}: values that are not finite are saved as they are")
+        return bool(accepted)
+
+    def take_notes(self) -> list[str]:
+        """What a person should know about the saves, each thing once."""
+        notes, self._notes = self._notes, []
+        return notes
 
     @property
     def store(self) -> CheckpointStore | ShardedStore:
@@ -243,19 +277,6 @@ class RunCheckpoints:
     def _gather(self) -> dict[str, Any]:
         state = gather_training(self._model, self._optimizers, self._extras)
         return state | {BUFFERS: [name for name, _ in self._model.named_buffers()]}
-
-    def _name_born_nonfinite(self, state: Mapping[str, Any]) -> set[str]:
-        """Buffers that never were finite, such as a mask of -inf, under the names that they are saved with."""
-        if not self._born_nonfinite:
-            return set()
-        ema = state["extras"].get("ema")
-        copies = {
-            f"extras.ema.{name}"
-            for name in (ema if isinstance(ema, Mapping) else ())
-            if any(str(name).endswith(f".{born}") or name == born for born in self._born_nonfinite)
-        }
-        kinds = ("model", "other_buffers", "accumulated.buffers")
-        return copies | {f"{kind}.{name}" for kind in kinds for name in self._born_nonfinite}
 
     # --- resume -----------------------------------------------------------------------------------------------------
 

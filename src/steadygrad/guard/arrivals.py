@@ -88,7 +88,7 @@ class Arrivals:
             origin=origin,
             extra={} if looks.logged is None else looks.logged.read(),
         )
-        parts.checkpoints.note_step(reading.step, healthy=healthy)
+        parts.checkpoints.note_step(reading.step, healthy=healthy, skipped=reading.skipped)
         if not self.follow_rollback() and healthy and parts.snapshots.due(reading.step + 1):
             self._take_snapshot(reading.step + 1)
 

@@ -96,6 +96,8 @@ class Keeper:
         """Note what could not be saved since this was last asked."""
         for failure in self._parts.checkpoints.take_failures():
             self._parts.judgement.note(tell_unsaved(self._moment.next_step, failure))
+        for note in self._parts.checkpoints.take_notes():
+            self._parts.judgement.note(report_infinite(self._moment.next_step, note), write=True)
         for problem in () if self._parts.start is None else self._parts.start.take_problems():
             self._parts.judgement.note(report_lost_directory(self._moment.next_step, problem))
 
@@ -127,6 +129,17 @@ class Keeper:
             start.go_on(resumed.info.run, resumed.step)
         else:
             self.begin()
+
+
+def report_infinite(step: int, note: str) -> Finding:
+    """Infinities by design were saved."""
+    return Finding(
+        kind="infinite_state",
+        severity=Severity.INFO,
+        step=step,
+        message=note,
+        advice="Nothing to do where that is meant: a mask, a best value so far.",
+    )
 
 
 def report_lost_directory(step: int, problem: str) -> Finding:
