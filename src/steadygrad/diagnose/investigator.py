@@ -22,6 +22,7 @@ from torch import nn
 from steadygrad.config import DiagnoseConfig
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.entry import diagnose_captures
+from steadygrad.diagnose.frames import read_source
 from steadygrad.diagnose.quarantine import Quarantine
 from steadygrad.facts import Cause, Finding, Reading, Severity
 
@@ -150,12 +151,12 @@ class Investigator:
     def _keep_batch(self, cause: Cause | None, capture: Capture | None, step: int, scale: float) -> Cause | None:
         if cause is None or capture is None:
             return None
-        cause = dataclasses.replace(cause, step=step)
+        cause = _name_call(dataclasses.replace(cause, step=step), capture)
         if self._quarantine is None:
             return cause
         try:
             path = self._quarantine.save(step, capture, scale=scale)
-        except OSError as error:
+        except Exception as error:  # a full disk, a type that cannot be stored, numpy missing: the cause is known
             logger.error("the batch of step %d could not be kept, training goes on: %r", step, error)
             return cause
         return cause if path is None else dataclasses.replace(cause, batch=path)
@@ -165,6 +166,14 @@ class Investigator:
         if self._hook is not None:
             self._hook.remove()
         self._captures = []
+
+
+def _name_call(cause: Cause, capture: Capture) -> Cause:
+    """A cause in the batch of a model's call: the line that called the model, where the replay has none to show."""
+    if cause.file is not None or capture.caller is None or cause.phase not in ("input", "parameter"):
+        return cause
+    code, line = capture.caller
+    return dataclasses.replace(cause, file=code.co_filename, line=line, source=read_source(code, line))
 
 
 def tell_since_when(cause: Cause, given: Collection[str]) -> Cause:

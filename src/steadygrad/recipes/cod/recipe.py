@@ -81,7 +81,7 @@ def _find_mask(model: CamouflageNet, file: Path, size: int, device: str) -> Tens
 def find_best(resume: str, run_dir: Path) -> str:
     """The path to resume from; `best`, or FOLDER/best_model.pth, is the best checkpoint of the run, or there."""
     path = Path(resume)
-    if path.name not in BEST:
+    if path.name not in BEST or path.is_file():
         return resume
     return str(find_best_checkpoint(run_dir / FOLDER if resume == "best" else path.parent))
 
