@@ -31,6 +31,7 @@ from steadygrad.checkpoint.shelf import CheckpointInfo, rank, read_info, read_in
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.checkpoint.together import TOGETHER
 from steadygrad.checkpoint.training import gather_training, live_random, put_back
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UnsupportedError, UsageError
@@ -116,6 +117,7 @@ class RunCheckpoints:
         self._follows_data = run_dir is not None
         self._refused: list[str] = []
         self._notes: list[str] = []
+        self._about: dict[str, Any] = {}
         self._explained: set[str] = set()
         self.signals = SignalWatch()
 
@@ -188,16 +190,19 @@ class RunCheckpoints:
         buffers: BufferKeeper,
         metrics: Mapping[str, float],
         used_gradients: bool = False,
+        together: str = "",
     ) -> Save | None:
         """Save everything before step `step`; None when it cannot be, which `take_failures()` explains.
 
-        Gradients that a step has used already are no state: put back, the next backward would add to them.
+        Gradients that a step has used already are no state: put back, the next backward would add to them. `together`:
+        the token of several guards that save at one moment.
         """
         store = self.store
         try:
             state = self._gather()
             if used_gradients:
                 state["gradients"] = {}
+            self._about = {"next_step": step, **({TOGETHER: together} if together else {})}
             return self._save(store, state, step, guard, accumulated, buffers, metrics)
         except Exception as error:  # whatever an extra holds that cannot be saved: the training goes on, and is told
             if self._ranks.many and not isinstance(error, REFUSALS):
@@ -243,7 +248,7 @@ class RunCheckpoints:
         self, store: CheckpointStore | ShardedStore, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]
     ) -> Save:
         may_be = self._infinities.list_names(state)
-        return store.save(state, step=step, metrics=metrics, may_be_nonfinite=may_be, about={"next_step": step})
+        return store.save(state, step=step, metrics=metrics, may_be_nonfinite=may_be, about=self._about)
 
     def _accept(self, bad: Collection[str]) -> bool:
         """Whether values that are not finite are meant to be so, on all ranks; reported once."""

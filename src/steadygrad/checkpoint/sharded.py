@@ -44,6 +44,7 @@ from steadygrad.checkpoint.shelf import (
 )
 from steadygrad.checkpoint.split import split_state
 from steadygrad.checkpoint.store import Save
+from steadygrad.checkpoint.together import rank_together
 from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers, sync_folder
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.measure.ranks import Ranks
@@ -264,7 +265,7 @@ class ShardedStore:
         return read_run_id(self.directory.parent) or ""
 
     def _rank(self) -> list[CheckpointInfo]:
-        return rank(read_infos(self.directory), self._current_run)
+        return rank_together(rank(read_infos(self.directory), self._current_run), self.directory.parent)
 
     def wait(self) -> None:
         """Nothing is ever under way."""

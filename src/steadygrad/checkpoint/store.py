@@ -42,6 +42,7 @@ from steadygrad.checkpoint.shelf import (
     read_info,
     read_infos,
 )
+from steadygrad.checkpoint.together import rank_together
 from steadygrad.checkpoint.write import remove_folder, remove_leftovers, write_folder
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UsageError
@@ -371,7 +372,8 @@ class CheckpointStore:
                 read_info(folder)
             except DamagedCheckpoint as damage:
                 reasons.append(self._set_aside(folder, damage.reason))
-        for info in rank(read_infos(self.directory), self._current_run):
+        ranked = rank(read_infos(self.directory), self._current_run)
+        for info in rank_together(ranked, self.directory.parent):
             try:
                 checkpoint = read_checkpoint(info)
             except CheckpointError as error:

@@ -149,7 +149,7 @@ class Guard:
                     self._parts.stale.after_step()
         self._leaving.is_torn = False
         self._arrivals.judge_if_arrived()
-        self._keeper.save_if_due()
+        self._keeper.save_if_due(ends_round=self._leaving.ends_round)
         return result, True
 
     def _end_step(self) -> None:

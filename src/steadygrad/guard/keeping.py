@@ -6,6 +6,8 @@ told, and never ends a training.
 
 from __future__ import annotations
 
+import secrets
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,11 @@ class Keeper:
 
     def __init__(self, parts: Parts, moment: Moment, arrivals: Arrivals) -> None:
         self._parts, self._moment, self._arrivals = parts, moment, arrivals
+        self._is_due = False
+        self._joint: tuple[tuple[Any, ...], Save | None] | None = None
+        """Which moment was saved together with other guards, and this one's save."""
+        if parts.folder is not None:
+            parts.folder.owner = weakref.ref(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard itself remembers; all steps are judged first."""
@@ -64,10 +71,27 @@ class Keeper:
             self._parts.judgement.note(found)
 
     def save(self, *, is_between: bool = False) -> Save | None:
-        """Save the whole training; None, and reported, when that cannot be.
+        """Save the whole training, and that of guards in the same directory; None, and reported, when that cannot be.
 
         `is_between`: gradients that are there now belong to a step that will not be made.
         """
+        company = self._find_company()
+        if not company:
+            return self._save("", is_between=is_between)
+        moment = tuple((id(one), one._moment.next_step, one._moment.batches.num) for one in (self, *company))
+        if self._joint is None or {*self._joint[0]} != {*moment}:  # not saved already, with a guard that came before
+            token = secrets.token_hex(4)
+            for keeper in (self, *company):
+                keeper._joint = moment, keeper._save(token, is_between=is_between)
+        assert self._joint is not None
+        return self._joint[1]
+
+    def _find_company(self) -> list[Keeper]:
+        """The keepers of other guards in the same directory: they are saved with this one."""
+        folders = [] if self._parts.folder is None else self._parts.folder.siblings
+        return [keeper for folder in folders if folder.owner is not None and (keeper := folder.owner()) is not None]
+
+    def _save(self, together: str, *, is_between: bool) -> Save | None:
         self.begin()
         state = self.state_dict()
         self._parts.judgement.flush_record()
@@ -82,14 +106,19 @@ class Keeper:
             buffers=self._parts.buffers,
             metrics=metrics,
             used_gradients=is_between or self._parts.used.is_there,
+            together=together,
         )
         self.tell_unsaved()
         return saved
 
-    def save_if_due(self) -> None:
-        """A save every so many steps."""
-        if self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining:
+    def save_if_due(self, *, ends_round: bool) -> None:
+        """A save every so many steps; guards that step in turn save when all have made theirs."""
+        self._is_due |= self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining
+        company = self._find_company()
+        if (ends_round or not company) and any(keeper._is_due for keeper in (self, *company)):
             self.save()
+            for keeper in (self, *company):
+                keeper._is_due = False
         self.tell_unsaved()
 
     def tell_unsaved(self) -> None:

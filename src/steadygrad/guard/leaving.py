@@ -126,7 +126,7 @@ class Leaving:
 
     def before_step(self, *, has_gradients: bool) -> None:
         """A step begins, unless it is too late to begin one."""
-        if not self._has_joined and self._parts.checkpoints.is_listening:
+        if not self._has_joined and self._parts.folder is not None:
             self._parts.checkpoints.listen()
             _rounds.join(self)
             self._has_joined = True
@@ -146,6 +146,11 @@ class Leaving:
                 self.leave()
         elif self.watch.received is not None and (_rounds.ends_with(self) or self.watch.is_overdue):
             self.leave()
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether every guard that steps in turn with this one has made its step after this one's."""
+        return _rounds.ends_with(self)
 
     def after_error(self, error: BaseException) -> None:
         """An error that is not ours passes, weights and moments whole; after a signal it is often made by it."""
@@ -172,10 +177,10 @@ class Leaving:
     def leave(self, error: BaseException | None = None) -> None:
         """Save all guards of the process, close them, and end it; later, where one of them is in the middle of a step."""
         received = self.watch.received or signal.SIGTERM
-        members = _rounds.list_members() or [self]
+        members = [one for one in _rounds.list_members() if one._parts.checkpoints.is_listening] or [self]
         if any(member.watch.is_busy or member.is_torn for member in members):
             return
-        saves = [member._save() for member in members]
+        saves = [member._save() for member in members]  # those of one directory at one moment, under one token
         code = EXIT_CODE if all(save is not None and save.wait() is not None for save in saves) else 128 + received
         for member in members:
             close = member._close()

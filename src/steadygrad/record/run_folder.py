@@ -17,6 +17,7 @@ import secrets
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from steadygrad.errors import ConfigError
 from steadygrad.record.run_lock import RunLock
@@ -50,6 +51,7 @@ class _Claim:
     def __init__(self, lock: RunLock | None) -> None:
         self.process = os.getpid()
         self.lock = lock
+        self.run_id = secrets.token_hex(4)
         self.folders: list[weakref.ref[RunFolder]] = []
 
     def list_living(self) -> list[RunFolder]:
@@ -69,7 +71,8 @@ class RunFolder:
         """Whether its guard has made a step."""
         self.is_displaced = False
         """Whether a later guard has resumed this one's run."""
-        self.run_id = secrets.token_hex(4)
+        self.owner: weakref.ref[Any] | None = None
+        """What saves for this guard."""
         self.is_released = self._is_settled = False
         self._key = self.directory.absolute()
         claim = _claims.get(self._key)
@@ -120,6 +123,15 @@ class RunFolder:
         if self._claim.lock is not None:
             self._claim.lock.write()
 
+    @property
+    def run_id(self) -> str:
+        """Id of the run, the same for all guards of the process in this directory."""
+        return self._claim.run_id
+
+    @run_id.setter
+    def run_id(self, run_id: str) -> None:
+        self._claim.run_id = run_id
+
     # --- which run --------------------------------------------------------------------------------------------------
 
     @property
@@ -137,6 +149,11 @@ class RunFolder:
 
     def begin_anew(self) -> Path | None:
         """Make room for a new run; where the record of the one before is now, None when there was none."""
+        if not any(folder.has_trained for folder in self.siblings):
+            self.run_id = secrets.token_hex(4)
+        return self._set_aside()
+
+    def _set_aside(self) -> Path | None:
         found = _list_record(self.path)
         if not found:
             return None
@@ -150,7 +167,7 @@ class RunFolder:
         if not run_id or self.found_id in (run_id, "", None):
             return
         earlier = next((path for path in _list_earlier(self.path) if read_run_id(path) == run_id), None)
-        self.begin_anew()
+        self._set_aside()
         if earlier is not None:
             _move(_list_record(earlier), self.path)
             earlier.rmdir()
