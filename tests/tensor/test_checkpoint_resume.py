@@ -21,6 +21,7 @@ from training import assert_same, snapshot
 
 from steadygrad import AdaGC, FixedNorm, Guard, GuardConfig, Severity, UsageError, ZClip
 from steadygrad.checkpoint import MismatchError
+from steadygrad.checkpoint.run import SKIPS_IN_A_ROW
 from steadygrad.config import CheckpointConfig, Policy
 
 QUIET = "ignore:.*runs without fused=True"

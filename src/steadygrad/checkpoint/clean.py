@@ -2,8 +2,8 @@
 
 The copy is made byte for byte and only the bad elements are written over, so that formats, names, metadata and every
 other byte stay as they were; checksums of archives and the manifest of a checkpoint of ours are made to fit. It is made
-under another name and renamed when it is whole. Masks of -Inf stay. A target that ends in .safetensors gets the repaired
-tensors of any one file in that format.
+under another name and renamed when it is whole. Masks of -Inf stay. A target that ends in .safetensors gets the
+repaired tensors of any one file in that format.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ def write_safetensors(contents: Contents, bad: Collection[str], target: Path, va
     tensors: dict[str, torch.Tensor] = {}
     for stored in contents.tensors:
         if stored.dtype is None or not fits_image(tensor := read_tensor(stored)):
-            raise CheckpointError(f"{stored.name} has a dtype that safetensors cannot hold: {stored.kind}. Keep the format.")
+            raise CheckpointError(
+                f"{stored.name} has a dtype that safetensors cannot hold: {stored.kind}. Keep the format."
+            )
         tensors[stored.name] = (replace_nonfinite(tensor, value) if stored.name in bad else tensor).contiguous()
     image = FileImage()
     image.stage(tensors, {})

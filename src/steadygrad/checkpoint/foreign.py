@@ -62,8 +62,8 @@ def load_checkpoint(
 
     `strict`: everything must fit, or MismatchError names what does not; otherwise what fits is loaded and the rest
     reported. `prefix`: what stands before the model's names in the file, where that cannot be told, for example "ema.".
-    Weights with NaN or Inf are refused unless `allow_nonfinite`. Objects of a program's own classes are left out. `trust`
-    runs what the file asks for, as `torch.load` does: only for files whose origin you know.
+    Weights with NaN or Inf are refused unless `allow_nonfinite`. Objects of a program's own classes are left out.
+    `trust` runs what the file asks for, as `torch.load` does: only for files whose origin you know.
     """
     weights = _find_weights(Path(path))
     with unpickled_copy(weights) if trust else contextlib.nullcontext(weights) as source:

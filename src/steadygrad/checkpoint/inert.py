@@ -3,8 +3,9 @@
 An interpreter of pickle's opcodes that can build containers, numbers and text, and nothing else: a name of a class or
 function stays a Name, and calling one gives a Call that only remembers its arguments. A few names of torch, numpy and
 the standard library that stand for plain data are known. Every other one is a stranger: an object that a class of the
-user's holds data in, which can be left out, or something that would run, so that a refusal can say what. Time and memory are bounded by the length of the pickle: keys are hashed only
-when they are flat, since the hash of a tuple of tuples of itself never ends.
+user's holds data in, which can be left out, or something that would run, so that a refusal can say what. Time and
+memory are bounded by the length of the pickle: keys are hashed only when they are flat, since the hash of a tuple of
+tuples of itself never ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The pickle of a file of `torch.save` -> the tensors that it describes, each with its place in the file.
 
 Objects of classes that are not known, a program's own settings mostly, are left out and named. A pickle that calls
-functions, or asks the standard library for more than plain data, is refused, and the refusal says what it wanted to run.
-Numbers that are not finite come along. Every shape, stride and place is checked against the storage that it lies in.
+functions, or asks the standard library for more than plain data, is refused, and the refusal says what it wanted to
+run. Numbers that are not finite come along. Every shape, stride and place is checked against the storage that it lies
+in.
 """
 
 from __future__ import annotations
@@ -61,7 +62,14 @@ PLAIN = {
     ),
     *(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")),
     *("copyreg._reconstructor", "copy_reg._reconstructor", "builtins.object", "__builtin__.object", "typing.Any"),
-    *("types.SimpleNamespace", "collections.deque", "datetime.date", "datetime.timezone", "decimal.Decimal", "uuid.UUID"),
+    *(
+        "types.SimpleNamespace",
+        "collections.deque",
+        "datetime.date",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "uuid.UUID",
+    ),
 }
 """Names that stand for data: none of them does anything but hold what it was given."""
 REBUILDERS = {f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "qtensor")}
@@ -89,8 +97,8 @@ def is_plain_name(name: str) -> bool:
 def may_leave_out(name: str, use: Use) -> bool:
     """Whether an unknown name is a class of the user's whose objects can be left out.
 
-    The name of one is written with a capital, and so are enums, which a pickle calls with their value. Nothing is looked
-    up: a class that only looks like one is left out as well, and never run.
+    The name of one is written with a capital, and so are enums, which a pickle calls with their value. Nothing is
+    looked up: what only looks like a class is left out as well, and never run.
     """
     root, last = name.partition(".")[0], name.rpartition(".")[2]
     if root in FOREIGN_ROOTS or root in sys.stdlib_module_names:

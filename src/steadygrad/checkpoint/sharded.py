@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,7 @@ class ShardedStore:
     def _current_run(self) -> str:
         return read_run_id(self.directory.parent) or ""
 
-    def _rank(self) -> list[CheckpointInfo]:
+    def _rank(self) -> Sequence[CheckpointInfo]:
         return rank_together(rank(read_infos(self.directory), self._current_run), self.directory.parent)
 
     def wait(self) -> None:

@@ -2,9 +2,9 @@
 
 Schedulers of clusters send SIGTERM and wait a little: time for the step that is under way and for a checkpoint. A
 program that is busy between two steps is given `GRACE_SECONDS` to come back to the guard; then the signal is answered
-where the program is. Only the process that asked listens; its forked children get the signal as if nobody had. A handler
-of the user's own is left alone. In a notebook or at a prompt SIGINT stays a KeyboardInterrupt, since there it stops a
-cell, not a program. Several guards of one process hear the same signal.
+where the program is. Only the process that asked listens; its forked children get the signal as if nobody had. A
+handler of the user's own is left alone. In a notebook or at a prompt SIGINT stays a KeyboardInterrupt, since there it
+stops a cell, not a program. Several guards of one process hear the same signal.
 """
 
 from __future__ import annotations

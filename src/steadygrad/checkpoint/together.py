@@ -1,8 +1,8 @@
 """Folders of guards that train together -> which of their checkpoints were saved at one moment.
 
 The guards of a GAN save at the same moment, under one token. A process that is killed between two of these saves leaves
-one guard a checkpoint ahead of the other: a resume takes the newest token that all of them have, and none that is suspect
-for one of them. Reads manifests and marks only.
+one guard a checkpoint ahead of the other: a resume takes the newest token that all of them have, and none that is
+suspect for one of them. Reads manifests and marks only.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def scan(
 
     PATH is a .safetensors, .pt, .pth, .ckpt or .bin file, a Hugging Face folder, a distributed checkpoint or a run
     directory; folders are searched to the bottom. Nothing in it is run (without --trust), and only a little of it is in
-    memory at a time. Objects of a program's own classes are left out and named. Exit code 0: clean (with --diff: equal);
-    1: something was found; 2: something could not be read, or was refused.
+    memory at a time. Objects of a program's own classes are left out and named. Exit code 0: clean (with --diff:
+    equal); 1: something was found; 2: something could not be read, or was refused.
 
     \b
     Example:
@@ -54,9 +54,7 @@ def scan(
     context.exit(tell_scan(console, paths, show_all=show_all, as_json=as_json, trust=trust))
 
 
-def tell_scan(
-    console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool, trust: bool = False
-) -> int:
+def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool, trust: bool = False) -> int:
     """Scan, tell, and return the exit code."""
     scans, refused = _scan_all(console, paths, quiet=as_json, trust=trust)
     if as_json:

@@ -2,8 +2,8 @@
 
 A step that has begun is finished. Guards that step in turn, as those of a GAN, leave at the end of a round, so that a
 resume finds all of them at the same step; a round ends with the guard after which the first one was seen to step again.
-Where data or user code keeps the guard waiting, the signal is answered there (`checkpoint/signals.py`). Many ranks leave
-together, after the step in which all have heard of it.
+Where data or user code keeps the guard waiting, the signal is answered there (`checkpoint/signals.py`). Many ranks
+leave together, after the step in which all have heard of it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Leaving:
     # --- the answer -------------------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Save all guards of the process, close them, and end it; later, where one of them is in the middle of a step."""
+        """Save all guards of the process, close them, and end it; not while one of them is in the middle of a step."""
         received = self.watch.received or signal.SIGTERM
         members = [one for one in _rounds.list_members() if one._parts.checkpoints.is_listening] or [self]
         if any(member.watch.is_busy or member.is_torn for member in members):

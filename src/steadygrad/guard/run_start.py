@@ -1,9 +1,9 @@
 """RunStart: a run directory and what the program does first -> which run this is, decided once.
 
 `Guard(run_dir=...)` is made before `resume()` is called, so until the first step, save or resume nothing in a used
-directory is moved, cut or appended to. A resume, or a state that was loaded by hand, goes on with the run that is there. A
-first step without either begins a run of its own: the record of the one before is moved to `earlier/`, its checkpoints
-stay, and the finding says how to go on with it instead.
+directory is moved, cut or appended to. A resume, or a state that was loaded by hand, goes on with the run that is
+there. A first step without either begins a run of its own: the record of the one before is moved to `earlier/`, its
+checkpoints stay, and the finding says how to go on with it instead.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class RunStart:
         # Rank 0 decides for all. Asked here, where every rank is: a rank without data never makes a step.
         is_alone = not folder.siblings
         told = (folder.is_used, folder.found_id, folder.run_id, is_alone)
+        self._is_used: bool
+        self._found: str | None
         self._is_used, self._found, folder.run_id, is_alone = ranks.gather(told)[0] if ranks.many else told
         checkpoints.use_run(folder.path, folder.run_id)
         if is_alone and not self._is_used:

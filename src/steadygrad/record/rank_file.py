@@ -1,8 +1,8 @@
 """RankFile: what one rank alone has seen -> `rank_3.jsonl` of the run directory, which rank 0 writes otherwise.
 
-The first line of each start names the run, the rank, its machine and process; then come its own loss at each step, with the time
-of day, and its own incidents. Lines are on disk within a second, so that the newest one of a worker that hangs says
-when it stood still.
+The first line of each start names the run, the rank, its machine and process; then come its own loss at each step, with
+the time of day, and its own incidents. Lines are on disk within a second, so that the newest one of a worker that hangs
+says when it stood still.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ FLUSH_SECONDS = 1.0
 class RankFile:
     """A Sink for the incidents of one rank, and the place for its own numbers."""
 
-    def __init__(
-        self, run_dir: str | Path, rank: int, num_ranks: int, *, run_id: str = "", opens: bool = True
-    ) -> None:
+    def __init__(self, run_dir: str | Path, rank: int, num_ranks: int, *, run_id: str = "", opens: bool = True) -> None:
         """`opens=False`: lines are held in memory until `open()`."""
         self._rank, self._num_ranks = rank, num_ranks
         self.path = Path(run_dir) / f"rank_{rank}.jsonl"

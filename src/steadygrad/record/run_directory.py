@@ -2,8 +2,8 @@
 
 `run.json` (config, versions, machine, parameter names), `steps.jsonl`, `layers.jsonl`, `incidents.jsonl` (on disk
 before the call returns), `validations.jsonl` where any were told, and `train.log`, the same events as greppable text.
-Files that are there are continued, never overwritten: later starts stand in `run.json` under `resumed`. A directory that
-is lost under a training is made again, and that is reported. Only the process that opened it writes.
+Files that are there are continued, never overwritten: later starts stand in `run.json` under `resumed`. A directory
+that is lost under a training is made again, and that is reported. Only the process that opened it writes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """RunFolder: a run directory -> whose run it holds, and a place for this one.
 
 Every run has an id, in `run.json`, in each line of the ledger and in the manifest of each checkpoint. A directory that
-already holds a run is left alone until it is known what this training is: `go_on` continues that run, `begin_anew` moves
-its record to `earlier/1` first. Checkpoints stay where they are, told apart by their run. Several guards of one process
-share a directory: the first made has it, the others have `guard-2`, `guard-3` in it. Nothing is ever deleted here.
+already holds a run is left alone until it is known what this training is: `go_on` continues that run, `begin_anew`
+moves its record to `earlier/1` first. Checkpoints stay where they are, told apart by their run. Several guards of one
+process share a directory: the first made has it, the others have `guard-2`, `guard-3` in it. Nothing is ever deleted
+here.
 """
 
 from __future__ import annotations
@@ -226,4 +227,3 @@ def _move(paths: list[Path], target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in paths:
         path.rename(target / path.name)
-

@@ -1,8 +1,8 @@
 """A folder -> a lock file that names the process writing to it.
 
 One process writes to a run directory. The file holds process, host and start time: a lock whose process is gone, killed
-or of a machine that was rebooted, is taken over. Another host's process cannot be asked, so its lock is taken over with a
-warning: a job that a cluster requeued elsewhere must start. A forked child never releases its parent's lock.
+or of a machine that was rebooted, is taken over. Another host's process cannot be asked, so its lock is taken over with
+a warning: a job that a cluster requeued elsewhere must start. A forked child never releases its parent's lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RunLock:
         self._process = os.getpid()
 
     def take(self) -> None:
-        """Write the lock; ConfigError when a process that lives has it. OSError when the folder cannot be written to."""
+        """Write the lock; ConfigError when a living process has it, OSError when the folder cannot be written to."""
         aside = self._write_aside()
         try:
             os.link(aside, self.path)  # of two processes that start at once, one gets the name
