@@ -6,6 +6,7 @@ order in which they lean on each other. What cannot be saved is told, and never 
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import weakref
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ class Keeper:
     def __init__(self, parts: Parts, moment: Moment, arrivals: Arrivals) -> None:
         self._parts, self._moment, self._arrivals = parts, moment, arrivals
         self._is_due = False
-        self._joint: tuple[tuple[Any, ...], Save | None] | None = None
+        self._joint: tuple[set[tuple[int, int, int]], Save | None] | None = None
         """Which moment was saved together with other guards, and this one's save."""
         if parts.folder is not None:
             parts.folder.owner = weakref.ref(self)
@@ -76,15 +77,23 @@ class Keeper:
         `is_between`: gradients that are there now belong to a step that will not be made.
         """
         company = self._find_company()
+        moment = {(id(one), one._moment.next_step, one._moment.batches.num) for one in (self, *company)}
+        if self._joint is not None and moment <= self._joint[0]:
+            return self._joint[1]  # another guard's save has saved this one at the same moment
         if not company:
             return self._save("", is_between=is_between)
-        moment = tuple((id(one), one._moment.next_step, one._moment.batches.num) for one in (self, *company))
-        if self._joint is None or {*self._joint[0]} != {*moment}:  # not saved already, with a guard that came before
-            token = secrets.token_hex(4)
-            for keeper in (self, *company):
-                keeper._joint = moment, keeper._save(token, is_between=is_between)
+        token = secrets.token_hex(4)
+        for keeper in (self, *company):
+            keeper._joint = moment, keeper._save(token, is_between=is_between)
         assert self._joint is not None
         return self._joint[1]
+
+    def give_up(self) -> None:
+        """Another guard goes on with this run: what is under way is finished, and nothing more is written down."""
+        self._parts.checkpoints.wait()
+        if self._parts.record is not None:
+            with contextlib.suppress(OSError):
+                self._parts.record.close()
 
     def _find_company(self) -> list[Keeper]:
         """The keepers of other guards in the same directory: they are saved with this one."""

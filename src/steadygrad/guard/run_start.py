@@ -66,7 +66,10 @@ class RunStart:
     def find_place(self) -> Path:
         """The folder of this guard's checkpoints, before one is looked for."""
         if not self._is_decided:
-            self._folder.displace()
+            for folder in self._folder.displace():
+                owner = None if folder.owner is None else folder.owner()
+                if owner is not None:
+                    owner.give_up()
             self._settle()
             self._checkpoints.use_run(self._folder.path, self._folder.run_id)
         return self._folder.path
@@ -99,9 +102,8 @@ class RunStart:
 
     def _settle(self) -> None:
         """Find the folder; another guard of this process may have been dropped since this one was made."""
-        before = self._folder.path
         self._folder.settle()
-        if self._folder.path != before and self._ranks.is_first:
+        if self._ranks.is_first:
             self._is_used, self._found = self._folder.is_used, self._folder.found_id
 
     def _open(self) -> None:

@@ -94,14 +94,16 @@ class RunFolder:
         self.path = next(path for path in paths if path not in taken)
         self._is_settled = True
 
-    def displace(self) -> None:
+    def displace(self) -> list[RunFolder]:
         """Take the place of guards that were made earlier and have trained: this one is about to resume their run.
 
-        Guards that train together resume before the first of them makes a step.
+        Guards that train together resume before the first of them makes a step. Returns those that gave way.
         """
         living = self._claim.list_living()
-        for folder in living[: living.index(self)] if self in living else []:
-            folder.is_displaced = folder.has_trained
+        found = [folder for folder in living[: living.index(self)] if folder.has_trained] if self in living else []
+        for folder in found:
+            folder.is_displaced = True
+        return found
 
     @property
     def siblings(self) -> list[RunFolder]:
