@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import subprocess
 import sys
@@ -225,3 +226,22 @@ def test_settings_can_be_listed_without_torch() -> None:
     code = "import sys, steadygrad.recipes.cod as cod; cod.Config(**cod.QUICK); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+def test_a_file_to_resume_from_begins_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resume ./checkpoints/best_model.pth` of another program: its weights, in a new folder."""
+    pytest.importorskip("click")
+    from steadygrad.cli.recipe_folder import choose_folder, is_weights
+    from steadygrad.recipes.cod.recipe import find_best
+
+    monkeypatch.chdir(tmp_path)
+    Path("checkpoints").mkdir()
+    model = CamouflageNet("tiny")
+    torch.save({"model_state_dict": model.state_dict(), "args": argparse.Namespace(lr=1)}, "checkpoints/best_model.pth")
+    resume = "./checkpoints/best_model.pth"
+    assert is_weights(resume)
+    assert choose_folder("cod", {"resume": resume}, uses_run=False).parent == Path("runs")
+    assert choose_folder("cod", {"resume": resume, "run-dir": "here"}, uses_run=False) == Path("here")
+    trainer = CodTrainer(CodConfig(model_size="tiny", device="cpu", seed=5))
+    assert trainer.resume(find_best(resume, Path("runs"))) == 0
+    assert all(torch.equal(own, theirs) for own, theirs in zip(trainer.model.parameters(), model.parameters()))
