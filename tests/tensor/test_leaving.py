@@ -210,6 +210,28 @@ def test_a_signal_to_the_whole_group_with_data_workers_saves(tmp_path: Path, num
     assert len(saved_steps(tmp_path / "run")) == 1
 
 
+def test_a_worker_that_dies_of_the_signal_does_not_break_the_step_under_way(tmp_path: Path) -> None:
+    """A DataLoader raises in its parent wherever that is: here in the middle of the optimizer."""
+    code = """
+    import multiprocessing, subprocess
+    model = nn.Linear(4, 1)
+    class Signalled(torch.optim.SGD):
+        def step(self, closure=None):
+            if guard.num_steps == 4:
+                send()
+                pids = [str(worker.pid) for worker in multiprocessing.active_children()]
+                subprocess.run(["kill", "-TERM", *pids])  # not by their parent, whose they would obey in silence
+                time.sleep(0.5)
+            super().step(closure)
+    guard = Guard(model, Signalled(model.parameters(), lr=0.01), run_dir=os.path.join(folder, "run"))
+    data = torch.utils.data.TensorDataset(torch.randn(400, 4))
+    for x, in torch.utils.data.DataLoader(data, 4, num_workers=2): step(model, guard, x)
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert saved_steps(tmp_path / "run") == [4]
+
+
 def test_a_guard_that_cannot_save_is_told_by_the_code(tmp_path: Path) -> None:
     code = """
     model, guard = make()

@@ -411,3 +411,18 @@ guard.close()
     )
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_steps(tmp_path / "run")] == list(range(90))
+
+
+def test_a_record_that_cannot_be_moved_out_of_the_way_is_left_alone_and_training_goes_on(tmp_path: Path) -> None:
+    model, guard = make_guard(tmp_path)
+    train(model, guard, 3)
+    guard.close()
+    before = list_files(tmp_path)
+    (tmp_path / "earlier").write_text("a file where a folder should be", encoding="utf-8")
+    model, guard = make_guard(tmp_path)
+    train(model, guard, 4)
+    guard.close()
+    (tmp_path / "earlier").unlink()
+    assert list_files(tmp_path) == before
+    assert [finding.kind for finding in guard.findings].count("run_directory_lost") == 1
+    assert guard.stats()["num_steps"] == 4

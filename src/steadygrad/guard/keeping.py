@@ -68,7 +68,7 @@ class Keeper:
         """Before a step or a save: by now it is known which run this is."""
         start = self._parts.start
         found = None if start is None else start.begin(self._moment.next_step)
-        if found is not None:
+        if found is not None and not self._parts.off:
             self._parts.judgement.note(found)
 
     def save(self, *, is_between: bool = False) -> Save | None:
@@ -187,5 +187,5 @@ def report_lost_directory(step: int, problem: str) -> Finding:
         severity=Severity.ERROR,
         step=step,
         message=problem,
-        advice="Look for what cleans that disk. Steps and checkpoints from before are gone.",
+        advice="Look at that disk, and for what cleans it.",
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from steadygrad.checkpoint.ledger import rewind_ledger
 from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.diagnose.investigator import Investigator
+from steadygrad.errors import ConfigError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record import RunDirectory
@@ -57,10 +58,14 @@ class RunStart:
         if step > 0:
             self.go_on(self._found or "", step)
             return None
-        earlier = None
-        if self._is_used and self._ranks.is_first:
-            earlier = self._folder.begin_anew()
-        self._open()
+        try:
+            earlier = self._folder.begin_anew() if self._is_used and self._ranks.is_first else None
+            self._open()
+        except (OSError, ConfigError) as error:  # a disk that is full now: no record, and the training goes on
+            self._is_decided = True
+            if self._record is not None:
+                self._record.abandon(f"the record of {self._folder.path} cannot be written: {error}")
+            return None
         return _report_new_run(self._folder.path, earlier) if self._is_used else None
 
     def find_place(self) -> Path:

@@ -68,6 +68,11 @@ class RunDirectory:
             write()
         _open_directories.add(self)
 
+    def abandon(self, problem: str) -> None:
+        """Write nothing, from now on: the record of another run could not be moved out of the way."""
+        self._held, self._process = None, -1
+        self._problems.append(problem)
+
     def _open_files(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as files:

@@ -9,6 +9,7 @@ here.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -124,7 +125,8 @@ class RunFolder:
     def restore_lock(self) -> None:
         """The directory was lost and made again."""
         if self._claim.lock is not None:
-            self._claim.lock.write()
+            with contextlib.suppress(OSError):
+                self._claim.lock.write()
 
     @property
     def run_id(self) -> str:

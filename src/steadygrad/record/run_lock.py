@@ -48,7 +48,8 @@ class RunLock:
         if found is not None and _is_held(found):
             raise ConfigError(
                 f"run_dir {self.path.parent} is being written by process {found['process']} on {found['host']}. Wait "
-                f"for it or end it, or give another run_dir. If that process is not a training, delete {self.path}."
+                "for it or end it, or give another run_dir; CheckpointStore reads its checkpoints meanwhile. If that "
+                f"process is not a training, delete {self.path}."
             )
         if found is not None and found.get("host") != socket.gethostname():
             logger.warning(
