@@ -27,11 +27,12 @@ from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
 from steadygrad.checkpoint.position import DataPositions
 from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
 from steadygrad.checkpoint.shelf import CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.split import BUFFERS
-from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.checkpoint.store import CheckpointStore
 from steadygrad.checkpoint.together import TOGETHER
 from steadygrad.checkpoint.training import gather_training, live_random, put_back
 from steadygrad.config.checkpoint import CheckpointConfig

@@ -29,6 +29,7 @@ from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_file
 from steadygrad.checkpoint.plain import unpack
 from steadygrad.checkpoint.proofs import Proofs
 from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.checkpoint.shelf import (
     CheckpointInfo,
@@ -43,7 +44,6 @@ from steadygrad.checkpoint.shelf import (
     read_infos,
 )
 from steadygrad.checkpoint.split import split_state
-from steadygrad.checkpoint.store import Save
 from steadygrad.checkpoint.together import rank_together
 from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers, sync_folder
 from steadygrad.config.checkpoint import CheckpointConfig

@@ -30,6 +30,7 @@ from steadygrad.checkpoint.manifest import FileEntry, Manifest, check_files, spl
 from steadygrad.checkpoint.plain import MODEL, STATE, Packed, pack
 from steadygrad.checkpoint.proofs import Proofs, write_marks
 from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.shelf import (
     CheckpointInfo,
     describe_origin,
@@ -52,40 +53,6 @@ from steadygrad.record.run_folder import read_run_id
 logger = logging.getLogger("steadygrad")
 SET_ASIDE = "set_aside"
 """Folder for checkpoints that could not be used, each with a reason.txt."""
-
-
-class Save:
-    """One save, under way or done."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.stall_seconds = 0.0
-        """How long the training waited for it."""
-        self.durable_seconds: float | None = None
-        """How long it took until it was on disk under its name."""
-        self.error: str | None = None
-        """Why it failed; None while it has not."""
-        self.path: Path | None = None
-        """Where it is, once it is on disk."""
-        self._begin = time.perf_counter()
-        self._done = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it is on disk and verified, or has failed."""
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> Path | None:
-        """Wait for it; its folder, or None when it failed or the time was not enough."""
-        self._done.wait(timeout)
-        return self.path if self.done and self.error is None else None
-
-    def _place(self, path: Path) -> None:
-        self.path, self.durable_seconds = path, time.perf_counter() - self._begin
-
-    def _finish(self, error: str | None = None) -> None:
-        self.error = error
-        self._done.set()
 
 
 class CheckpointStore:

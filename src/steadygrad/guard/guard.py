@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.accelerated import AcceleratorDrive
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import ShardedStore
-from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.checkpoint.store import CheckpointStore
 from steadygrad.config import GuardConfig
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted, UsageError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.checkpoint.run import Resumed, tell_unsaved
-from steadygrad.checkpoint.store import Save
+from steadygrad.checkpoint.save import Save
 from steadygrad.errors import UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.guard.arrivals import Arrivals

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.signals import EXIT_CODE, GRACE_SECONDS
-from steadygrad.checkpoint.store import Save
 from steadygrad.errors import TrainingHalted
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.keeping import Keeper

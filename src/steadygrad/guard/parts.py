@@ -114,7 +114,7 @@ class Parts:
         self._watch_parameters()
         given = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
         _check_extras(extras, taken=given)
-        self.folder = None if run_dir is None else RunFolder(run_dir, locks=self.ranks.is_first)
+        self.folder = None if run_dir is None else RunFolder(run_dir, locks=self.ranks.is_first and not self.off)
         self._build_judgement(given, sinks)
         self.checkpoints = RunCheckpoints(
             run_dir,
