@@ -14,7 +14,7 @@ import torch
 
 from steadygrad.errors import ConfigError
 from steadygrad.facts import StepRecord
-from steadygrad.recipes.cod import QUICK, CodConfig, words
+from steadygrad.recipes.cod import QUICK, TAKES_WEIGHTS, CodConfig, words
 from steadygrad.recipes.cod.model import CamouflageNet
 from steadygrad.recipes.cod.stages import free_backbone, freeze_backbone, make_cycle, make_optimizer, make_stages
 from steadygrad.recipes.cod.trainer import CodTrainer
@@ -240,8 +240,11 @@ def test_a_file_to_resume_from_begins_a_run_of_its_own(tmp_path: Path, monkeypat
     torch.save({"model_state_dict": model.state_dict(), "args": argparse.Namespace(lr=1)}, "checkpoints/best_model.pth")
     resume = "./checkpoints/best_model.pth"
     assert is_weights(resume)
-    assert choose_folder("cod", {"resume": resume}, uses_run=False).parent == Path("runs")
-    assert choose_folder("cod", {"resume": resume, "run-dir": "here"}, uses_run=False) == Path("here")
+    assert TAKES_WEIGHTS
+    found = choose_folder("cod", {"resume": resume}, uses_run=False, takes_weights=True)
+    assert found.parent == Path("runs")
+    given = {"resume": resume, "run-dir": "here"}
+    assert choose_folder("cod", given, uses_run=False, takes_weights=True) == Path("here")
     trainer = CodTrainer(CodConfig(model_size="tiny", device="cpu", seed=5))
     assert trainer.resume(find_best(resume, Path("runs"))) == 0
     assert all(torch.equal(own, theirs) for own, theirs in zip(trainer.model.parameters(), model.parameters()))

@@ -25,12 +25,15 @@ WORDS = ("latest", "best")
 """What --resume takes beside a path."""
 
 
-def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool) -> Path:
-    """Where the run is written, or lies; `uses_run`: it must have been trained already."""
+def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool, takes_weights: bool = False) -> Path:
+    """Where the run is written, or lies; `uses_run`: it must have been trained already.
+
+    `takes_weights`: --resume may name a file of another program, whose weights a new run starts from.
+    """
     if "run-dir" in options:
         return _require_folder(Path(options["run-dir"]), "--run-dir")
     resume = options.get("resume")
-    if resume is not None and is_weights(resume) and not uses_run:
+    if resume is not None and takes_weights and is_weights(resume):
         return name_folder(RUNS, name)
     if resume is not None and resume not in WORDS:
         run_dir = _require_folder(find_run(Path(resume)), "--resume")

@@ -126,8 +126,9 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     uses_run = "predict" in request.options or "sample" in request.switches
     if uses_run:
         return _use_run(recipe, package, request, console)
-    run_dir, resume = choose_folder(recipe.name, request.options, uses_run=False), request.options.get("resume")
-    goes_on = resume is not None and not is_weights(resume)
+    resume, takes_weights = request.options.get("resume"), getattr(package, "TAKES_WEIGHTS", False)
+    run_dir = choose_folder(recipe.name, request.options, uses_run=False, takes_weights=takes_weights)
+    goes_on = resume is not None and not (takes_weights and is_weights(resume))
     config = make_config(package, request, read_settings(run_dir, recipe.name) if goes_on else None)
     if not goes_on:
         require_new(run_dir, recipe.name)
