@@ -380,7 +380,9 @@ def _as_error(incident: Incident, story: tuple[Incident, ...]) -> TrainingHalted
     finding = incident.finding
     kind = NonFiniteError if finding.kind.startswith("nonfinite") else TrainingHalted
     reason, outcome = incident.verdict.reason, incident.outcome.message
-    return kind(f"{finding.when}: {finding.message}; {reason}; {outcome}. {finding.advice}", story)
+    causes = [one.cause for one in (incident, *reversed(story)) if one.cause is not None]
+    quoted = f"\n{causes[0]}" if causes else ""
+    return kind(f"{finding.when}: {finding.message}; {reason}; {outcome}. {finding.advice}{quoted}", story)
 
 
 def _group(events: Sequence[Event]) -> list[list[Event]]:

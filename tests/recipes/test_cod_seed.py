@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from steadygrad.errors import ConfigError
 from steadygrad.facts import StepRecord
-from steadygrad.recipes.cod import QUICK, CodConfig, words
+from steadygrad.recipes.cod import QUICK, TAKES_WEIGHTS, CodConfig, words
 from steadygrad.recipes.cod.model import CamouflageNet
 from steadygrad.recipes.cod.stages import free_backbone, freeze_backbone, make_cycle, make_optimizer, make_stages
 from steadygrad.recipes.cod.trainer import CodTrainer
@@ -225,3 +226,25 @@ def test_settings_can_be_listed_without_torch() -> None:
     code = "import sys, steadygrad.recipes.cod as cod; cod.Config(**cod.QUICK); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+def test_a_file_to_resume_from_begins_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--resume ./checkpoints/best_model.pth` of another program: its weights, in a new folder."""
+    pytest.importorskip("click")
+    from steadygrad.cli.recipe_folder import choose_folder, is_weights
+    from steadygrad.recipes.cod.recipe import find_best
+
+    monkeypatch.chdir(tmp_path)
+    Path("checkpoints").mkdir()
+    model = CamouflageNet("tiny")
+    torch.save({"model_state_dict": model.state_dict(), "args": argparse.Namespace(lr=1)}, "checkpoints/best_model.pth")
+    resume = "./checkpoints/best_model.pth"
+    assert is_weights(resume)
+    assert TAKES_WEIGHTS
+    found = choose_folder("cod", {"resume": resume}, uses_run=False, takes_weights=True)
+    assert found.parent == Path("runs")
+    given = {"resume": resume, "run-dir": "here"}
+    assert choose_folder("cod", given, uses_run=False, takes_weights=True) == Path("here")
+    trainer = CodTrainer(CodConfig(model_size="tiny", device="cpu", seed=5))
+    assert trainer.resume(find_best(resume, Path("runs"))) == 0
+    assert all(torch.equal(own, theirs) for own, theirs in zip(trainer.model.parameters(), model.parameters()))

@@ -21,6 +21,7 @@ from torch import nn
 from steadygrad import Guard, GuardConfig
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.config import CheckpointConfig
+from steadygrad.record.run_directory import require_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
@@ -153,8 +154,7 @@ def test_a_vanished_folder_is_made_again_and_told(tmp_path: Path) -> None:
     assert [info.step for info in guard.checkpoints.list()] == [2, 3, 4]
 
 
-def test_a_vanished_run_directory_is_not_made_again(tmp_path: Path) -> None:
-    """It may be where a disk was mounted: what lies under it is somebody else's."""
+def test_a_vanished_run_directory_is_made_again_and_reported(tmp_path: Path) -> None:
     model, guard = make_guard(tmp_path / "run")
     train(guard, model, 1)
     guard.save()
@@ -164,11 +164,21 @@ def test_a_vanished_run_directory_is_not_made_again(tmp_path: Path) -> None:
         train(guard, model, 1)
         save = guard.save()
         assert save is not None
-        assert save.wait() is None
+        assert save.wait() is not None
     train(guard, model, 2)
-    assert len(told(guard)) == 1
-    assert not (tmp_path / "run").exists()
-    assert guard.stats()["num_steps"] == 6
+    guard.close()
+    kinds = [finding.kind for finding in guard.findings]
+    assert kinds.count("run_directory_lost") == 1
+    assert [info.step for info in guard.checkpoints.list()] == [2, 3, 4]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert steps == [2, 3, 4, 5]
+
+
+def test_a_folder_is_not_made_again_where_its_disk_was_unmounted(tmp_path: Path) -> None:
+    """What lies under a mount point is somebody else's."""
+    require_device(tmp_path / "run" / "checkpoints", tmp_path.stat().st_dev)
+    with pytest.raises(OSError, match="gone, and so is the disk"):
+        require_device(tmp_path / "run" / "checkpoints", tmp_path.stat().st_dev + 1)
 
 
 def test_a_file_in_the_way_is_told_and_does_not_raise(tmp_path: Path) -> None:

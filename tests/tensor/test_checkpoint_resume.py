@@ -21,6 +21,7 @@ from training import assert_same, snapshot
 
 from steadygrad import AdaGC, FixedNorm, Guard, GuardConfig, Severity, UsageError, ZClip
 from steadygrad.checkpoint import MismatchError
+from steadygrad.checkpoint.run import SKIPS_IN_A_ROW
 from steadygrad.config import CheckpointConfig, Policy
 
 QUIET = "ignore:.*runs without fused=True"
@@ -244,7 +245,7 @@ def test_a_guard_saves_by_itself_every_so_many_steps(tmp_path: Path) -> None:
     assert [info.step for info in program.guard.checkpoints.list()] == [3, 6, 9]
 
 
-def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_a_bad_one(tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_many_bad_ones(tmp_path: Path) -> None:
     settings = {"checkpoint": CheckpointConfig(good_after=2), "policy": Policy.observe()}
     program = Program(tmp_path, seed=1, accumulate=1, config=settings)
     store = program.guard.checkpoints
@@ -265,13 +266,18 @@ def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_a_bad_o
     step()
     assert look() == [(1, True, False)]
     program.guard.save()
-    step(bad=True)
-    assert look() == [(1, True, False), (3, False, True)]
-    assert store.newest is not None
-    assert store.newest.step == 1
+    step(bad=True)  # a bad batch, skipped: nothing is known about the weights
+    assert look() == [(1, True, False), (3, False, False)]
     step()
+    step(bad=True)
     step()
     assert look() == [(1, True, False), (3, True, False)]
+    program.guard.save()
+    for _ in range(SKIPS_IN_A_ROW):
+        program.guard.step(program.loss, (torch.full((4, 6), torch.nan), torch.zeros(4, dtype=torch.int64)))
+    assert look() == [(1, True, False), (3, True, False), (7, False, True)]
+    assert store.newest is not None
+    assert store.newest.step == 3
 
 
 def test_the_validation_loss_of_a_checkpoint_is_found_before_and_after_it(tmp_path: Path) -> None:

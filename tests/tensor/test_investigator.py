@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadygrad import Action, DiagnoseConfig, Guard, GuardConfig, Policy
+from steadygrad import Action, DiagnoseConfig, Guard, GuardConfig, Policy, TrainingHalted
 from steadygrad.diagnose.quarantine import load_batch
 from steadygrad.testing.faults import corrupt_weight
 
@@ -211,3 +211,45 @@ def test_a_bad_weight_is_told_to_have_been_given_or_to_have_become_so(when: str)
     cause = next(incident.cause for incident in guard.incidents if incident.cause is not None)
     assert (cause.phase, cause.name) == ("parameter", "weight")
     assert ("the checkpoint" in cause.note) == (when == "given")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), AttributeError("numpy"), MemoryError()])
+def test_a_batch_that_cannot_be_kept_loses_no_diagnosis(tmp_path: Path, error: Exception) -> None:
+    model, guard = make(tmp_path)
+
+    class Awkward(Tensor):
+        """Cannot be stored."""
+
+        def cpu(self, *_args: Any, **_kwargs: Any) -> Tensor:  # type: ignore[override]
+            raise error
+
+    guard.step(lambda x, _: model(x).square().mean(), batch(bad=True), torch.ones(2).as_subclass(Awkward))
+    cause = guard.incidents[0].cause
+    assert cause is not None
+    assert (cause.line, cause.batch) == (CULPRIT, None)
+    guard.close()
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["a layer of torch", "a sequence of layers"])
+def test_a_bad_input_of_a_loss_is_told_with_the_users_own_line(wrapped: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 1)) if wrapped else nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.full((2, 4), torch.nan)
+    output = model(x)  # the user's line
+    guard.step(output.square().mean())
+    cause = guard.incidents[0].cause
+    assert cause is not None
+    assert cause.phase == "input"
+    assert cause.file == __file__
+    assert cause.source == "output = model(x)"
+    assert "contextlib" not in str(cause)
+
+
+def test_the_exception_of_a_halt_quotes_the_cause() -> None:
+    model = Net()
+    config = GuardConfig(on_nonfinite=Action.HALT)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    with pytest.raises(TrainingHalted) as caught:
+        guard.step(loss_of(model), batch(bad=True))
+    assert f"test_investigator.py:{CULPRIT}" in str(caught.value)
+    assert "aten.div" in str(caught.value)

@@ -128,7 +128,7 @@ def test_run_json_tells_config_versions_machine_and_parameters(tmp_path: Path) -
     _, guard = train(0, run_dir=tmp_path, config=config)
     guard.close()
     run = read_json((tmp_path / "run.json").read_text(encoding="utf-8"))
-    assert set(run) == {"started", "process", "config", "versions", "machine", "parameters"}
+    assert set(run) == {"id", "started", "process", "config", "versions", "machine", "parameters"}
     assert GuardConfig.from_dict(run["config"]) == config
     assert run["versions"]["steadygrad"] == __version__
     assert run["versions"]["torch"] == torch.__version__
@@ -342,30 +342,32 @@ def test_steps_are_held_back_for_a_bounded_while_only(tmp_path: Path) -> None:
 # --- a directory that already holds a run ---------------------------------------------------------------------------
 
 
-def test_an_existing_run_is_continued_and_not_overwritten(tmp_path: Path) -> None:
+def test_a_run_that_was_not_resumed_is_kept_aside_whole(tmp_path: Path) -> None:
     _, first = train(3, bad={1}, run_dir=tmp_path)
     first.close()
-    before = {name: (tmp_path / name).read_text(encoding="utf-8") for name in FILES if name != "run.json"}
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
 
     _, second = train(2, bad={0}, run_dir=tmp_path)
     second.close()
 
-    for name, text in before.items():
-        now = (tmp_path / name).read_text(encoding="utf-8")
-        assert now.startswith(text)
-        assert len(now) > len(text)
-    assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [0, 1, 2, 0, 1]
+    assert {name: (tmp_path / "earlier" / "1" / name).read_bytes() for name in FILES} == before
+    assert (tmp_path / "earlier" / "1" / "batches").is_dir()
+    assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [0, 1]
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
+    told = next(finding for finding in second.findings if finding.kind == "new_run")
+    assert "guard.resume()" in told.advice
+    assert str(tmp_path / "earlier" / "1") in told.message
 
 
 def test_the_first_runs_json_survives_later_ones_which_are_added_to_it(tmp_path: Path) -> None:
     for value in (1.0, 2.0, 3.0):
-        train(1, run_dir=tmp_path, config=GuardConfig(sanitize_value=value))[1].close()
+        config = GuardConfig(sanitize_value=value).to_dict()
+        RunDirectory(tmp_path, config=config, parameters=[], versions={}, run_id="a1").close()
     run = read_json((tmp_path / "run.json").read_text(encoding="utf-8"))
     assert run["config"]["sanitize_value"] == 1.0
     assert [start["config"]["sanitize_value"] for start in run["resumed"]] == [2.0, 3.0]
-    assert all(start.keys() == run.keys() - {"resumed"} for start in run["resumed"])
+    assert all(start.keys() == run.keys() - {"resumed", "id"} for start in run["resumed"])
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
@@ -380,7 +382,7 @@ def test_a_run_json_that_is_not_ours_is_kept_beside(found: bytes, tmp_path: Path
 @pytest.mark.parametrize("name", ["steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log"])
 def test_a_line_cut_short_by_a_crash_spoils_no_other(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"step":0}\n{"step":1,"lo', encoding="utf-8")
-    train(1, bad={0}, run_dir=tmp_path)[1].close()
+    train(1, bad={0}, sinks=[open_run(tmp_path)])[1].close()
     whole, half, *added = (tmp_path / name).read_text(encoding="utf-8").splitlines()
     assert (whole, half) == ('{"step":0}', '{"step":1,"lo')
     assert added
@@ -540,5 +542,7 @@ def test_a_directory_deleted_under_a_training_does_not_touch_it(tmp_path: Path) 
         guard.step(lambda x: model(x).square().mean(), batch)
     guard.close()
     assert_trained_alike(model, healthy)
-    assert {incident.step for incident in guard.incidents} == {2}
-    assert [path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*.json")] == [("run", "batches")]
+    assert {incident.step for incident in guard.incidents if incident.finding.kind != "run_directory_lost"} == {2}
+    assert [finding.kind for finding in guard.findings].count("run_directory_lost") == 1
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "steps.jsonl")] == [3]
+    assert read_json((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["parameters"] == ["weight", "bias"]

@@ -8,8 +8,9 @@ from steadygrad.checkpoint.refusals import (
     NonFiniteStateError,
     UnsafePickleError,
 )
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.shelf import CheckpointInfo
-from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.checkpoint.store import CheckpointStore
 
 __all__ = [
     "Checkpoint",

@@ -2,7 +2,8 @@
 
 The copy is made byte for byte and only the bad elements are written over, so that formats, names, metadata and every
 other byte stay as they were; checksums of archives and the manifest of a checkpoint of ours are made to fit. It is made
-under another name and renamed when it is whole. Masks of -Inf stay.
+under another name and renamed when it is whole. Masks of -Inf stay. A target that ends in .safetensors gets the
+repaired tensors of any one file in that format.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from steadygrad.checkpoint import manifest
 from steadygrad.checkpoint.clean_archive import fix_checksums
+from steadygrad.checkpoint.clean_convert import SAFETENSORS, write_safetensors
 from steadygrad.checkpoint.reading import find_checkpoints, read_contents
 from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES, ChunkReader, map_tensor, split_view
+from steadygrad.checkpoint.reading_safetensors import looks_like_safetensors
 from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.checkpoint.scan import Progress, scan_contents
 from steadygrad.checkpoint.stored import Contents, StoredTensor
@@ -53,12 +56,16 @@ def clean_checkpoint(
     source, target = Path(source), Path(target)
     found = find_checkpoints(source)
     _check_target(source, target, force=force)
+    _converts(source, target)  # refuses before minutes of reading
     repairs = [_plan(path, value, progress) for path in found]
     aside = target.with_name(f"{WRITING}{os.getpid()}-{target.name}")
     try:
-        _copy(source, aside)
-        for repair in repairs:
-            repair.apply(source, aside, value)
+        if _converts(source, target):
+            write_safetensors(repairs[0].contents, {one.name for one in repairs[0].bad}, aside, value)
+        else:
+            _copy(source, aside)
+            for repair in repairs:
+                repair.apply(source, aside, value)
         _sync(aside)
         aside.replace(target)
         sync_folder(target.parent)
@@ -82,6 +89,20 @@ def _check_target(source: Path, target: Path, *, force: bool) -> None:
         raise CheckpointError(f"{target} exists and is no plain file; it stays as it is. Name a place that is free.")
     if target.exists() and (source.is_dir() or not force):
         raise CheckpointError(f"{target} exists and stays as it is. Name another file, or write over it with --force.")
+
+
+def _converts(source: Path, target: Path) -> bool:
+    """Whether another format is asked for than the source has."""
+    is_asked = target.suffix == SAFETENSORS
+    is_there = source.is_file() and _is_safetensors(source)
+    if source.is_dir() and is_asked:
+        raise CheckpointError(f"{source} is a folder, and {target} would be a file. Name one file of it, or a folder.")
+    return is_asked and not is_there
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return looks_like_safetensors(file.read(16)) or path.suffix == SAFETENSORS
 
 
 def _is_same(source: Path, target: Path) -> bool:

@@ -7,6 +7,7 @@ model is changed only after every name, shape and value has been checked.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from torch.nn.parameter import is_lazy
 from steadygrad.checkpoint import manifest
 from steadygrad.checkpoint.foreign_names import match_names
 from steadygrad.checkpoint.reading import read_contents
+from steadygrad.checkpoint.reading_chunks import read_tensor
 from steadygrad.checkpoint.refusals import CheckpointError, MismatchError, NonFiniteStateError
 from steadygrad.checkpoint.scan import is_mask, measure_tensors
 from steadygrad.checkpoint.stored import StoredTensor
+from steadygrad.checkpoint.trusted import unpickled_copy
 
 MAX_SHOWN = 5
 WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
@@ -47,15 +50,30 @@ class LoadReport:
 
 
 def load_checkpoint(
-    path: str | Path, model: nn.Module, *, strict: bool = True, prefix: str | None = None, allow_nonfinite: bool = False
+    path: str | Path,
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    prefix: str | None = None,
+    allow_nonfinite: bool = False,
+    trust: bool = False,
 ) -> LoadReport:
     """Copy the weights at `path` into `model`.
 
     `strict`: everything must fit, or MismatchError names what does not; otherwise what fits is loaded and the rest
     reported. `prefix`: what stands before the model's names in the file, where that cannot be told, for example "ema.".
-    Weights with NaN or Inf are refused unless `allow_nonfinite`.
+    Weights with NaN or Inf are refused unless `allow_nonfinite`. Objects of a program's own classes are left out.
+    `trust` runs what the file asks for, as `torch.load` does: only for files whose origin you know.
     """
-    stored = {tensor.name: tensor for tensor in read_contents(_find_weights(Path(path))).tensors}
+    weights = _find_weights(Path(path))
+    with unpickled_copy(weights) if trust else contextlib.nullcontext(weights) as source:
+        return _load(path, source, model, strict=strict, prefix=prefix, allow_nonfinite=allow_nonfinite)
+
+
+def _load(
+    path: str | Path, source: Path, model: nn.Module, *, strict: bool, prefix: str | None, allow_nonfinite: bool
+) -> LoadReport:
+    stored = {tensor.name: tensor for tensor in read_contents(source).tensors}
     wanted = _list_wanted(model)
     found = match_names(stored, wanted, prefix, path)
     pairs = {name: (stored[source], wanted[name]) for name, source in found.names.items()}
@@ -81,19 +99,6 @@ def _find_weights(path: Path) -> Path:
     usual = (path / name for name in WEIGHT_FILES)
     own = path / manifest.NAME
     return next((file for file in usual if file.is_file()), path) if path.is_dir() and not own.exists() else path
-
-
-def read_tensor(stored: StoredTensor) -> Tensor:
-    """The tensor itself, in memory."""
-    assert stored.dtype is not None
-    buffer = bytearray(stored.num_bytes)
-    with stored.path.open("rb") as file:
-        file.seek(stored.offset)
-        if file.readinto(buffer) != stored.num_bytes:
-            raise CheckpointError(f"{stored.path} ended while {stored.name} was read. Use another copy.")
-    if not buffer:
-        return torch.empty(stored.shape, dtype=stored.dtype)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(stored.dtype).as_strided(stored.shape, stored.stride)
 
 
 def _list_wanted(model: nn.Module) -> dict[str, Tensor]:

@@ -2,9 +2,10 @@
 
 An interpreter of pickle's opcodes that can build containers, numbers and text, and nothing else: a name of a class or
 function stays a Name, and calling one gives a Call that only remembers its arguments. A few names of torch, numpy and
-the standard library that stand for plain data are known; every other one is remembered as wanted, so that a refusal
-can say what the pickle would have run. Time and memory are bounded by the length of the pickle: keys are hashed only
-when they are flat, since the hash of a tuple of tuples of itself never ends.
+the standard library that stand for plain data are known. Every other one is a stranger: an object that a class of the
+user's holds data in, which can be left out, or something that would run, so that a refusal can say what. Time and
+memory are bounded by the length of the pickle: keys are hashed only when they are flat, since the hash of a tuple of
+tuples of itself never ends.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, BinaryIO
 
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError, Warning)
@@ -56,12 +58,24 @@ class BrokenPickle(ValueError):
     """The bytes are no pickle that data could be in; the message says where."""
 
 
+class Use(Enum):
+    """What a pickle does with a name."""
+
+    NAMED = "named"
+    """It only refers to it."""
+    MADE = "made"
+    """It makes an empty object of that class and fills in its attributes; no code of the class's own is asked for."""
+    CALLED = "called"
+
+
 @dataclass(slots=True)
 class Pickle:
-    """What was read: the value, and what it wanted to call."""
+    """What was read: the value, what it wanted to run, and what was left out."""
 
     value: Any
     wanted: list[str]
+    left_out: list[str] = field(default_factory=list)
+    """Names of classes that were not known, whose objects are Calls."""
 
 
 @dataclass(slots=True)
@@ -70,10 +84,13 @@ class Interpreter:
 
     knows: Callable[[str], bool]
     persist: Callable[[Any], Any]
+    may_leave: Callable[[str, Use], bool] = lambda _name, _use: False
+    """Whether an unknown name that is used like this can be left out."""
     stack: list[Any] = field(default_factory=list)
     marks: list[list[Any]] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
     wanted: dict[str, None] = field(default_factory=dict)
+    strangers: dict[str, None] = field(default_factory=dict)
 
     def run(self, stream: BinaryIO) -> Pickle:
         """Interpret up to STOP and leave `stream` behind it. BrokenPickle for everything that does not fit."""
@@ -82,7 +99,7 @@ class Interpreter:
             for opcode, argument, place in pickletools.genops(stream):
                 position = place or 0
                 if opcode.name == "STOP":
-                    return Pickle(self.stack.pop(), list(self.wanted))
+                    return Pickle(self.stack.pop(), list(self.wanted), list(self.strangers))
                 self._execute(opcode.name, argument)
         except BrokenPickle:
             raise
@@ -109,23 +126,30 @@ class Interpreter:
             raise BrokenPickle("a global whose name is no text")
         found = Name(module, name)
         if not self.knows(str(found)):
-            self.wanted.setdefault(str(found))
+            known = self.strangers if self.may_leave(str(found), Use.NAMED) else self.wanted
+            known.setdefault(str(found))
         self.stack.append(found)
 
-    def call(self, function: Any, arguments: Any) -> None:
+    def call(self, function: Any, arguments: Any, use: Use = Use.CALLED) -> None:
         if not isinstance(arguments, tuple):
             raise BrokenPickle("a call whose arguments are no tuple")
         if not isinstance(function, Name):
             raise BrokenPickle(f"a call of a {type(function).__name__}")
-        if str(function) in self.wanted:
-            self.wanted.pop(str(function))
+        is_stranger = str(function) in self.strangers and not self.may_leave(str(function), use)
+        if str(function) in self.wanted or is_stranger:
+            self.wanted.pop(str(function), None)
             self.wanted.setdefault(f"{function}({_show(arguments)})")
         self.stack.append(_make(str(function), arguments))
 
 
-def read_pickle(stream: BinaryIO, knows: Callable[[str], bool], persist: Callable[[Any], Any]) -> Pickle:
+def read_pickle(
+    stream: BinaryIO,
+    knows: Callable[[str], bool],
+    persist: Callable[[Any], Any],
+    may_leave: Callable[[str, Use], bool] = lambda _name, _use: False,
+) -> Pickle:
     """The inert value of the next pickle; names that `knows` does not know are collected, never looked up."""
-    return Interpreter(knows, persist).run(stream)
+    return Interpreter(knows, persist, may_leave).run(stream)
 
 
 def _make(name: str, arguments: tuple[Any, ...]) -> Any:
@@ -265,9 +289,14 @@ def _reduce(machine: Interpreter, _: Any) -> None:
     machine.call(function, arguments)
 
 
+def _new_object(machine: Interpreter, _: Any) -> None:
+    arguments, kind = machine.stack.pop(), machine.stack.pop()
+    machine.call(kind, arguments, Use.MADE)
+
+
 def _new_object_with_keywords(machine: Interpreter, _: Any) -> None:
     keywords, arguments, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
-    machine.call(kind, (*arguments, keywords))
+    machine.call(kind, (*arguments, keywords), Use.MADE)
 
 
 def _instance(machine: Interpreter, argument: Any) -> None:
@@ -330,7 +359,7 @@ STEPS: dict[str, Callable[[Interpreter, Any], None]] = {
     "GLOBAL": _global,
     "STACK_GLOBAL": _stack_global,
     "REDUCE": _reduce,
-    "NEWOBJ": _reduce,
+    "NEWOBJ": _new_object,
     "NEWOBJ_EX": _new_object_with_keywords,
     "INST": _instance,
     "OBJ": _object,

@@ -144,7 +144,7 @@ def _search(folder: Path, depth: int) -> Iterator[Path]:
         break
     files = [file for file in _list_files(folder) if file not in shards and file.name not in NO_TENSORS]
     yield from files
-    if not files and not shards and depth < MAX_DEPTH:
+    if depth < MAX_DEPTH:
         for path in _list(folder):
             if path.is_dir() and not path.is_symlink() and not path.name.startswith((".", SET_ASIDE)):
                 yield from _search(path, depth + 1)

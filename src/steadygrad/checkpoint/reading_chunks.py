@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.refusals import DamagedCheckpoint
+from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint
 from steadygrad.checkpoint.stored import StoredTensor
 from steadygrad.errors import UnsupportedError
 
@@ -114,3 +114,16 @@ def split_view(view: Tensor) -> Iterator[Tensor]:
             yield from split_view(part[0])
         else:
             yield part
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """The tensor itself, in memory."""
+    assert stored.dtype is not None
+    buffer = bytearray(stored.num_bytes)
+    with stored.path.open("rb") as file:
+        file.seek(stored.offset)
+        if file.readinto(buffer) != stored.num_bytes:
+            raise CheckpointError(f"{stored.path} ended while {stored.name} was read. Use another copy.")
+    if not buffer:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(stored.dtype).as_strided(stored.shape, stored.stride)

@@ -1,19 +1,22 @@
 """The pickle of a file of `torch.save` -> the tensors that it describes, each with its place in the file.
 
-A pickle that names anything but plain data is refused, and the refusal says what it wanted to run. Numbers that are
-not finite come along. Every shape, stride and place is checked against the storage that it lies in.
+Objects of classes that are not known, a program's own settings mostly, are left out and named. A pickle that calls
+functions, or asks the standard library for more than plain data, is refused, and the refusal says what it wanted to
+run. Numbers that are not finite come along. Every shape, stride and place is checked against the storage that it lies
+in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from steadygrad.checkpoint.inert import BrokenPickle, Call, Name, Storage, read_pickle
+from steadygrad.checkpoint.inert import BrokenPickle, Call, Name, Pickle, Storage, Use, read_pickle
 from steadygrad.checkpoint.reading_checks import are_sizes, check_overlap
 from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
 from steadygrad.checkpoint.stored import Contents, StoredTensor, contiguous_stride, count_extent
@@ -58,11 +61,23 @@ PLAIN = {
         for name in ("multiarray._reconstruct", "multiarray.scalar")
     ),
     *(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")),
+    *("copyreg._reconstructor", "copy_reg._reconstructor", "builtins.object", "__builtin__.object", "typing.Any"),
+    *(
+        "types.SimpleNamespace",
+        "collections.deque",
+        "datetime.date",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "uuid.UUID",
+    ),
 }
 """Names that stand for data: none of them does anything but hold what it was given."""
 REBUILDERS = {f"torch._utils._rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "qtensor")}
 """Each takes a storage, where in it the tensor begins, its shape and its stride."""
 PLAIN_PREFIXES = ("torch._utils._rebuild_", "torch._tensor._rebuild_from_type_v2", "numpy.dtypes.")
+
+FOREIGN_ROOTS = ("torch", "numpy", "__builtin__", "copy_reg", "torch_xla")
+"""Packages whose plain names are all known: what else is asked of them is done by code."""
 
 Place = Callable[[Storage], tuple[int, int]]
 """Where in the file a storage begins, and how many bytes it has."""
@@ -79,15 +94,37 @@ def is_plain_name(name: str) -> bool:
     return module == "torch" and isinstance(getattr(torch, last, None), torch.dtype | torch.layout)
 
 
-def interpret(path: Path, stream: BinaryIO, persist: Persist | None = None) -> Any:
-    """The inert value of the next pickle, or a refusal that says what it wanted to run."""
+def may_leave_out(name: str, use: Use) -> bool:
+    """Whether an unknown name is a class of the user's whose objects can be left out.
+
+    The name of one is written with a capital, and so are enums, which a pickle calls with their value. Nothing is
+    looked up: what only looks like a class is left out as well, and never run.
+    """
+    root, last = name.partition(".")[0], name.rpartition(".")[2]
+    if root in FOREIGN_ROOTS or root in sys.stdlib_module_names:
+        return False
+    return use is not Use.CALLED or last[:1].isupper()
+
+
+def interpret(path: Path, stream: BinaryIO, persist: Persist | None = None) -> Pickle:
+    """The next pickle, read inertly, or a refusal that says what it wanted to run."""
     try:
-        pickle = read_pickle(stream, is_plain_name, persist or make_storage)
+        pickle = read_pickle(stream, is_plain_name, persist or make_storage, may_leave_out)
     except BrokenPickle as error:
         raise DamagedCheckpoint(path, str(error)) from None
     if pickle.wanted:
         raise UnsafePickleError(path, pickle.wanted[:MAX_NAMES])
-    return pickle.value
+    if isinstance(pickle.value, Call) and pickle.value.name in pickle.left_out:  # nothing would be left
+        raise UnsafePickleError(path, pickle.left_out[:MAX_NAMES])
+    return pickle
+
+
+def tell_left_out(names: Sequence[str]) -> tuple[str, ...]:
+    """A note about what was left out, if anything was."""
+    if not names:
+        return ()
+    shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+    return (f"left out: objects of {shown}; only their own code could make them",)
 
 
 def make_storage(identity: Any) -> Storage:
@@ -114,7 +151,7 @@ def describe_tensors(path: Path, format: str, value: Any, place: Place, size: in
         if isinstance(found, float):
             if not math.isfinite(found):
                 numbers.append((where, found))
-        elif (tensor := _describe_tensor(path, where, found, place)) is not None:
+        elif (tensor := describe_tensor(path, where, found, place)) is not None:
             tensors.append(tensor)
     check_overlap(tensors, path, size)
     return Contents(path, format, tuple(tensors), tuple(numbers))
@@ -128,13 +165,13 @@ def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, float):
             yield name, value
         elif isinstance(value, dict | list | tuple | Call):
-            is_tensor = isinstance(value, Call) and _is_tensor(value)
-            if id(value) in seen and not is_tensor:
+            is_leaf = isinstance(value, Call) and is_tensor(value)
+            if id(value) in seen and not is_leaf:
                 continue
             seen.add(id(value))
             if isinstance(value, Call):
                 yield name, value
-            if not is_tensor:
+            if not is_leaf:
                 waiting.extend(reversed(list(_name_children(value, name))))
 
 
@@ -147,12 +184,14 @@ def _name_children(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name}.{key}" if name else str(key), child
 
 
-def _is_tensor(call: Call) -> bool:
+def is_tensor(call: Call) -> bool:
+    """Whether a call rebuilds a tensor."""
     return call.name in REBUILDERS
 
 
-def _describe_tensor(path: Path, name: str, call: Call, place: Place) -> StoredTensor | None:
-    if not _is_tensor(call):
+def describe_tensor(path: Path, name: str, call: Call, place: Place) -> StoredTensor | None:
+    """The tensor that a call rebuilds; None for a call of something else."""
+    if not is_tensor(call):
         return None
     storage, first, shape, stride = (*call.arguments[:4], None, None, None, None)[:4]
     if not isinstance(storage, Storage) or not (are_sizes(shape) and are_sizes(stride) and are_sizes((first,))):

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from steadygrad.checkpoint.inert import Storage
-from steadygrad.checkpoint.reading_pickle import KINDS, describe_tensors, interpret, make_storage
+from steadygrad.checkpoint.reading_pickle import (
+    KINDS,
+    Place,
+    describe_tensors,
+    interpret,
+    make_storage,
+    tell_left_out,
+)
 from steadygrad.checkpoint.refusals import DamagedCheckpoint, NoCheckpoint
 from steadygrad.checkpoint.stored import Contents
 from steadygrad.errors import UnsupportedError
@@ -28,17 +35,48 @@ FIRST_BYTES = 8 << 20
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
-def read_torch(path: Path, file: BinaryIO, name: str = "") -> Contents:
-    """The tensors of a file of `torch.save`; `file` is open and at any place, `name` stands before every tensor's."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenPickle:
+    """The pickle of a file, read inertly, and where its storages lie."""
+
+    format: str
+    value: Any
+    left_out: tuple[str, ...]
+    place: Place
+    archive: tuple[int, int] | None = None
+    """Where the archive begins in its file, and its size."""
+
+
+def open_pickle(path: Path, file: BinaryIO) -> OpenPickle:
+    """What a file of `torch.save` describes; `file` is open and at any place."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     if file.read(4) == b"PK\x03\x04":
-        return read_archive(path, file, size, name=name)
-    return _read_stream(path, file, size)
+        return _open_archive(path, file, size, 0)
+    return _open_stream(path, file, size)
+
+
+def read_torch(path: Path, file: BinaryIO, name: str = "") -> Contents:
+    """The tensors of a file of `torch.save`; `name` stands before every tensor's."""
+    opened = open_pickle(path, file)
+    return _describe(path, opened, file.seek(0, io.SEEK_END), name)
 
 
 def read_archive(path: Path, file: BinaryIO, size: int, *, start: int = 0, name: str = "") -> Contents:
     """The tensors of an archive. `start`: where it begins in `path`, when `file` is only a part of that."""
+    return _describe(path, _open_archive(path, file, size, start), size, name)
+
+
+def _describe(path: Path, opened: OpenPickle, size: int, name: str) -> Contents:
+    contents = describe_tensors(path, opened.format, opened.value, opened.place, size, name)
+    tensors = tuple(dataclasses.replace(tensor, archive=opened.archive) for tensor in contents.tensors)
+    texts = opened.value.get(ALLOWED) if isinstance(opened.value, dict) and opened.archive is not None else None
+    allowed = frozenset(text for text in texts if isinstance(text, str)) if isinstance(texts, list) else frozenset()
+    notes = tell_left_out(opened.left_out)
+    return dataclasses.replace(contents, tensors=tensors, may_be_nonfinite=allowed, notes=notes)
+
+
+def _open_archive(path: Path, file: BinaryIO, size: int, start: int) -> OpenPickle:
     records = _list_records(path, file)
     if any(record.startswith("code/") for record in records):
         raise UnsupportedError(
@@ -48,8 +86,7 @@ def read_archive(path: Path, file: BinaryIO, size: int, *, start: int = 0, name:
         raise DamagedCheckpoint(path, "it is a zip archive without data.pkl, which torch.save always writes")
     if "byteorder" in records and _read_record(path, file, records["byteorder"], size) == b"big":
         raise _wrong_order(path)
-    value = interpret(path, io.BytesIO(_read_record(path, file, records["data.pkl"], size)))
-    texts = value.get(ALLOWED) if isinstance(value, dict) else None
+    pickle = interpret(path, io.BytesIO(_read_record(path, file, records["data.pkl"], size)))
 
     def place(storage: Storage) -> tuple[int, int]:
         record = records.get(f"data/{storage.key}")
@@ -57,10 +94,7 @@ def read_archive(path: Path, file: BinaryIO, size: int, *, start: int = 0, name:
             raise DamagedCheckpoint(path, f"storage {storage.key!r} is named and not there")
         return start + find_data(path, file, record, size), record.file_size
 
-    contents = describe_tensors(path, "torch archive", value, place, size, name)
-    tensors = tuple(dataclasses.replace(tensor, archive=(start, size)) for tensor in contents.tensors)
-    allowed = frozenset(text for text in texts if isinstance(text, str)) if isinstance(texts, list) else frozenset()
-    return dataclasses.replace(contents, tensors=tensors, may_be_nonfinite=allowed)
+    return OpenPickle("torch archive", pickle.value, tuple(pickle.left_out), place, (start, size))
 
 
 def _list_records(path: Path, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
@@ -109,37 +143,40 @@ def _read_record(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, size: int) 
 # --- the older format: magic number, version, machine, pickle, keys, then the storages one after the other --------
 
 
-def _read_stream(path: Path, file: BinaryIO, size: int) -> Contents:
+def _open_stream(path: Path, file: BinaryIO, size: int) -> OpenPickle:
     file.seek(0)
     head = file.read(FIRST_BYTES)
     _check_is_pickle(path, head)
     try:
-        pickles, position, storages = _read_pickles(path, head)
+        pickles, position, storages, left_out = _read_pickles(path, head)
     except DamagedCheckpoint:  # cut off, perhaps only by the length of the head
         if size <= FIRST_BYTES:
             raise
-        pickles, position, storages = _read_pickles(path, head + file.read(MAX_PICKLE_BYTES - FIRST_BYTES))
+        head += file.read(MAX_PICKLE_BYTES - FIRST_BYTES)
+        pickles, position, storages, left_out = _read_pickles(path, head)
     if isinstance(pickles[2], dict) and pickles[2].get("little_endian") is False:
         raise _wrong_order(path)
     places = _place_stream(path, file, position, size, pickles[4], storages)
-    return describe_tensors(path, "torch stream", pickles[3], lambda storage: places[storage.key], size)
+    return OpenPickle("torch stream", pickles[3], tuple(left_out), lambda storage: places[storage.key])
 
 
-def _read_pickles(path: Path, head: bytes) -> tuple[list[Any], int, dict[str, Storage]]:
-    stream, storages, values = io.BytesIO(head), dict[str, Storage](), list[Any]()
+def _read_pickles(path: Path, head: bytes) -> tuple[list[Any], int, dict[str, Storage], list[str]]:
+    stream, storages, values, left_out = io.BytesIO(head), dict[str, Storage](), list[Any](), list[str]()
 
     def persist(identity: Any) -> Storage:
         storage = make_storage(identity)
         return storages.setdefault(storage.key, storage)
 
     for _ in range(5):
-        values.append(interpret(path, stream, persist))
+        pickle = interpret(path, stream, persist)
+        values.append(pickle.value)
+        left_out += pickle.left_out
         if values[0] != LEGACY_MAGIC:
             raise UnsupportedError(
                 f"{path} is a pickle that torch.save did not write, so nothing in it can be looked at safely. "
                 "Load it where you trust it and save its tensors with safetensors."
             )
-    return values, stream.tell(), storages
+    return values, stream.tell(), storages, left_out
 
 
 def _check_is_pickle(path: Path, head: bytes) -> None:

@@ -59,8 +59,8 @@ class UnsafePickleError(CheckpointError):
     def __init__(self, path: Path, wanted: Sequence[str]) -> None:
         names = ", ".join(wanted) if wanted else "something that could not be read"
         super().__init__(
-            f"{path} was refused: reading it would run {names}. Nothing was run. Use only files that you trust, or ask "
-            "for weights as safetensors."
+            f"{path} was refused: reading it would run {names}. Nothing was run. Ask for weights as safetensors; where "
+            "you know who wrote the file, load it with trust=True, or scan it with --trust."
         )
         self.wanted = list(wanted)
 

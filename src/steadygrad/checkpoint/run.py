@@ -8,39 +8,47 @@ plain state that `Guard.state_dict()` is. Without a run directory nothing is eve
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
 from steadygrad.act.random_state import restore_random
+from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.ledger import rewind_ledger
+from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
 from steadygrad.checkpoint.position import DataPositions
-from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
-from steadygrad.checkpoint.shelf import rank, read_info, read_infos
+from steadygrad.checkpoint.shelf import CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.split import BUFFERS
-from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.checkpoint.store import CheckpointStore
+from steadygrad.checkpoint.together import TOGETHER
 from steadygrad.checkpoint.training import gather_training, live_random, put_back
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.ranks import Ranks
+from steadygrad.record.run_folder import read_run_id
 
 logger = logging.getLogger("steadygrad")
 T = TypeVar("T")
 FOLDER = "checkpoints"
 """Of a run directory."""
+GIVEN = ("scheduler", "scaler", "ema")
+"""Extras that are arguments of Guard's own."""
+SKIPS_IN_A_ROW = 10
+"""From which on it is the weights that are bad, not the batches: as many as make the policy roll back."""
 REFUSALS = (CheckpointError, UnsupportedError, MemoryError, RuntimeError)
 """Why a save is left out on all ranks alike."""
 
@@ -50,7 +58,7 @@ class Resumed:
     """What was put back, and what the Guard must take over."""
 
     step: int
-    path: Path
+    info: CheckpointInfo
     guard: dict[str, Any]
     accumulated: Accumulated
     changes: list[Change] = field(default_factory=list)
@@ -63,7 +71,7 @@ class Resumed:
             kind="resumed",
             severity=Severity.WARNING if told else Severity.INFO,
             step=self.step,
-            message="; ".join([f"resumed before step {self.step} from {self.path}", *told]),
+            message="; ".join([f"resumed before step {self.step} from {self.info.path}", *told]),
         )
 
 
@@ -95,26 +103,46 @@ class RunCheckpoints:
         self._clip = clip
         self._ranks = ranks if ranks is not None else Ranks()
         self._run_dir = None if run_dir is None else Path(run_dir)
+        self._run_id = ""
+        self._adopted: set[str] = set()
+        self._num_skipped_in_row = 0
         self._config = config
         self._model, self._optimizers = model, list(optimizers)
         self._extras = {name: extra for name, extra in extras.items() if hasattr(extra, "load_state_dict")}
         self._stateless = [name for name, extra in extras.items() if extra is not None and name not in self._extras]
         self._given = note_given(self._optimizers)
-        self._born_nonfinite = set() if run_dir is None else set(count_nonfinite(dict(model.named_buffers())))
+        own = [name for name in self._extras if name not in GIVEN]
+        self._infinities = Infinities(model, own, looks=run_dir is not None)
         self._positions = DataPositions()
         self._store: CheckpointStore | ShardedStore | None = None
         self._last_saved: int | None = None
         self._follows_data = run_dir is not None
         self._refused: list[str] = []
+        self._notes: list[str] = []
+        self._about: dict[str, Any] = {}
         self._explained: set[str] = set()
         self.signals = SignalWatch()
+
+    def use_run(self, run_dir: Path, run_id: str) -> None:
+        """Where checkpoints go, and whose they are."""
+        if self._store is not None and run_dir != self._run_dir:
+            self._store.close()
+            self._store = None
+        self._run_dir, self._run_id = run_dir, run_id
+        if self._store is not None:
+            self._store.run_id, self._store.own_runs = run_id, {run_id, *self._adopted}
 
     # --- while training ---------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Answer signals from now on, where there is something to save to."""
-        if self._run_dir is not None and self._config.signals:
+        if self.is_listening:
             self.signals.start()
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether signals are answered: there is something to save to, and the user wants it."""
+        return self._run_dir is not None and self._config.signals
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of a loader; where they can be saved, their position is followed."""
@@ -130,9 +158,13 @@ class RunCheckpoints:
         due = every is not None and step % every == 0 and step != self._last_saved
         return due and self._run_dir is not None
 
-    def note_step(self, step: int, *, healthy: bool) -> None:
-        """Tell how a step went, so that checkpoints before it become good, or suspect."""
-        if self._store is None:
+    def note_step(self, step: int, *, healthy: bool, skipped: bool = False) -> None:
+        """Tell how a step went, so that checkpoints before it become good, or suspect.
+
+        A bad batch that was skipped says nothing about the weights; many in a row do.
+        """
+        self._num_skipped_in_row = self._num_skipped_in_row + 1 if skipped else 0
+        if self._store is None or 0 < self._num_skipped_in_row < SKIPS_IN_A_ROW:
             return
         if healthy:
             self._store.healthy_step(step)
@@ -160,16 +192,19 @@ class RunCheckpoints:
         buffers: BufferKeeper,
         metrics: Mapping[str, float],
         used_gradients: bool = False,
+        together: str = "",
     ) -> Save | None:
         """Save everything before step `step`; None when it cannot be, which `take_failures()` explains.
 
-        Gradients that a step has used already are no state: put back, the next backward would add to them.
+        Gradients that a step has used already are no state: put back, the next backward would add to them. `together`:
+        the token of several guards that save at one moment.
         """
         store = self.store
         try:
             state = self._gather()
             if used_gradients:
                 state["gradients"] = {}
+            self._about = {"next_step": step, **({TOGETHER: together} if together else {})}
             return self._save(store, state, step, guard, accumulated, buffers, metrics)
         except Exception as error:  # whatever an extra holds that cannot be saved: the training goes on, and is told
             if self._ranks.many and not isinstance(error, REFUSALS):
@@ -197,17 +232,39 @@ class RunCheckpoints:
             "given": self._given,
             "clip": self._clip,
             "data": self._positions.state_dict(),
-            "accumulated": _gather_accumulated(accumulated, self._model, buffers),
+            "accumulated": gather_accumulated(accumulated, self._model, buffers),
         }
-        saved = store.save(
-            state,
-            step=step,
-            metrics=metrics,
-            may_be_nonfinite=self._name_born_nonfinite(state),
-            about={"next_step": step},
-        )
+        if self._config.clean:  # it would write zeros over a mask of -inf
+            for name in count_nonfinite(dict(self._model.named_buffers()), may_be=self._infinities.buffers):
+                self._accept([f"model.{name}"])
+        try:
+            saved = self._write(store, state, step, metrics)
+        except NonFiniteStateError as error:
+            if not self._accept(error.tensors):
+                raise
+            saved = self._write(store, state, step, metrics)
         self._last_saved = step
         return saved
+
+    def _write(
+        self, store: CheckpointStore | ShardedStore, state: Mapping[str, Any], step: int, metrics: Mapping[str, float]
+    ) -> Save:
+        may_be = self._infinities.list_names(state)
+        return store.save(state, step=step, metrics=metrics, may_be_nonfinite=may_be, about=self._about)
+
+    def _accept(self, bad: Collection[str]) -> bool:
+        """Whether values that are not finite are meant to be so, on all ranks; reported once."""
+        accepted = self._infinities.accept(bad)
+        if self._ranks.many and not all(self._ranks.gather(bool(accepted))):
+            return False
+        if accepted:
+            self._notes.append(f"{', '.join(accepted)}: values that are not finite are saved as they are")
+        return bool(accepted)
+
+    def take_notes(self) -> list[str]:
+        """What a person should know about the saves, each thing once."""
+        notes, self._notes = self._notes, []
+        return notes
 
     @property
     def store(self) -> CheckpointStore | ShardedStore:
@@ -221,24 +278,12 @@ class RunCheckpoints:
                 if self._ranks.many
                 else CheckpointStore.of(folder, self._config)
             )
+            self._store.run_id, self._store.own_runs = self._run_id, {self._run_id, *self._adopted}
         return self._store
 
     def _gather(self) -> dict[str, Any]:
         state = gather_training(self._model, self._optimizers, self._extras)
         return state | {BUFFERS: [name for name, _ in self._model.named_buffers()]}
-
-    def _name_born_nonfinite(self, state: Mapping[str, Any]) -> set[str]:
-        """Buffers that never were finite, such as a mask of -inf, under the names that they are saved with."""
-        if not self._born_nonfinite:
-            return set()
-        ema = state["extras"].get("ema")
-        copies = {
-            f"extras.ema.{name}"
-            for name in (ema if isinstance(ema, Mapping) else ())
-            if any(str(name).endswith(f".{born}") or name == born for born in self._born_nonfinite)
-        }
-        kinds = ("model", "other_buffers", "accumulated.buffers")
-        return copies | {f"{kind}.{name}" for kind in kinds for name in self._born_nonfinite}
 
     # --- resume -----------------------------------------------------------------------------------------------------
 
@@ -262,14 +307,18 @@ class RunCheckpoints:
             state["guard"]["clip"] = {}
             problems.append(f"clipping by {self._clip} begins anew, saved was {state['clip']}")
         problems += tell_other_ranks(checkpoint.info, self._ranks)
-        accumulated = _put_accumulated(state["accumulated"], self._model, buffers)
+        accumulated = put_accumulated(state["accumulated"], self._model, buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])
         self._follows_data = True
         self._last_saved = checkpoint.step
-        if self._run_dir is not None and self._ranks.is_first:
-            rewind_ledger(self._run_dir, checkpoint.step)
-        return Resumed(checkpoint.step, checkpoint.info.path, state["guard"], accumulated, changes, problems)
+        if not checkpoint.info.run and self.is_own(checkpoint.info):
+            self._adopted = {""}  # of a version that signed none: this run has saved them
+        return Resumed(checkpoint.step, checkpoint.info, state["guard"], accumulated, changes, problems)
+
+    def is_own(self, info: CheckpointInfo) -> bool:
+        """Whether a checkpoint lies in this run directory."""
+        return self._run_dir is not None and info.path.parent.absolute() == (self._run_dir / FOLDER).absolute()
 
     def finish_resume(self) -> None:
         """The last thing: random generators as they were, whatever loading has drawn."""
@@ -290,7 +339,7 @@ class RunCheckpoints:
         return found
 
     def _load_newest(self, directory: Path) -> Checkpoint | None:
-        newest = next(iter(rank(read_infos(directory))), None)
+        newest = next(iter(rank(read_infos(directory), read_run_id(directory.parent) or "")), None)
         if self._ranks.many or (newest is not None and is_sharded(newest)):
             return self._load_together(directory)
         store = self._store if isinstance(self._store, CheckpointStore) else None
@@ -303,47 +352,13 @@ class RunCheckpoints:
         store = store if store is not None else ShardedStore(directory, self._config, self._ranks)
         return store.load(self._gather(), path)
 
+    def wait(self) -> None:
+        """Wait until every save is on disk, or has failed."""
+        if self._store is not None:
+            self._store.wait()
+
     def close(self) -> None:
         """Wait for the disk, and listen no more."""
         self.signals.stop()
         if self._store is not None:
             self._store.close()
-
-
-def _gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: BufferKeeper) -> dict[str, Any]:
-    """Microbatches of a step that is not made yet, and the buffers from before its first forward."""
-    if accumulated.num == 0:
-        return {"num": 0}
-    with buffers.as_saved():
-        before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return {
-        "num": accumulated.num,
-        "num_dropped": accumulated.num_dropped,
-        "overflowed": accumulated.overflowed,
-        "losses": list(accumulated.losses),
-        "buffers": before,
-    }
-
-
-@torch.no_grad()
-def _put_accumulated(saved: Mapping[str, Any], model: nn.Module, buffers: BufferKeeper) -> Accumulated:
-    """The microbatches again; `buffers` learns what a skip of their step must go back to."""
-    live = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()} if saved["num"] else {}
-    _write(live, saved.get("buffers", {}))
-    buffers.refresh(everything=True)
-    _write(live, {name: now for name, (_, now) in live.items()})
-    if not saved["num"]:
-        return Accumulated()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return Accumulated(
-        losses=[loss.to(device) for loss in saved["losses"]],
-        num=saved["num"],
-        num_dropped=saved["num_dropped"],
-        overflowed=saved["overflowed"],
-    )
-
-
-def _write(live: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
-    for name, (buffer, _) in live.items():
-        if name in values and values[name].shape == buffer.shape:
-            buffer.data.copy_(values[name])

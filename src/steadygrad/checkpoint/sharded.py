@@ -16,37 +16,40 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from steadygrad._version import __version__
 from steadygrad.checkpoint.finite import count_nonfinite
 from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
 from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
 from steadygrad.checkpoint.plain import unpack
 from steadygrad.checkpoint.proofs import Proofs
 from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.checkpoint.shelf import (
     CheckpointInfo,
+    describe_origin,
     find_best,
     find_folders,
     find_removable,
+    keep_run,
     name_folder,
     rank,
     read_info,
     read_infos,
 )
 from steadygrad.checkpoint.split import split_state
-from steadygrad.checkpoint.store import Save
+from steadygrad.checkpoint.together import rank_together
 from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers, sync_folder
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.shards import take_local
+from steadygrad.record.run_folder import read_run_id
 
 logger = logging.getLogger("steadygrad")
 NUM_RANKS = "num_ranks"
@@ -66,6 +69,10 @@ class ShardedStore:
         self._proofs = Proofs(config.good_after)
         self._failures: list[str] = []
         self._opened = False
+        self.run_id = ""
+        """Id of the run that saves here, stored with each checkpoint."""
+        self.own_runs = {""}
+        """Runs whose checkpoints may be removed to make room."""
 
     # --- save -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class ShardedStore:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={name: entry for part in entries for name, entry in part.items()},
             metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-            about={"steadygrad": __version__, "torch": torch.__version__, NUM_RANKS: self._ranks.num, **about},
+            about={**describe_origin(self.run_id), NUM_RANKS: self._ranks.num, **about},
         )
         with (aside / NAME).open("xb") as file:
             file.write(manifest.render())
@@ -168,7 +175,7 @@ class ShardedStore:
         aside.rename(target)
         sync_folder(self.directory)
         with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
-            for info in find_removable(read_infos(self.directory), self.config):
+            for info in find_removable(read_infos(self.directory), self.config, self.own_runs):
                 remove_folder(info.path)
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
@@ -191,7 +198,7 @@ class ShardedStore:
 
         `live` is the state of the training as it is, whose tensors say how each rank wants its part.
         """
-        folders = [path] if path is not None else [info.path for info in rank(read_infos(self.directory))]
+        folders = [path] if path is not None else [info.path for info in self._rank()]
         folders = [Path(name) for name in self._ranks.gather([str(folder) for folder in folders])[0]]
         reasons = []
         for folder in folders:
@@ -245,13 +252,20 @@ class ShardedStore:
 
     @property
     def best(self) -> CheckpointInfo | None:
-        """The one with the lowest metric; None when none has it."""
-        return next(iter(find_best(self.list(), self.config.best_by)), None)
+        """The one with the lowest metric, of the run that is there now; None when none has it."""
+        return next(iter(find_best(keep_run(self.list(), self._current_run), self.config.best_by)), None)
 
     @property
     def newest(self) -> CheckpointInfo | None:
         """The one that a resume would try first."""
-        return next(iter(rank(self.list())), None)
+        return next(iter(self._rank()), None)
+
+    @property
+    def _current_run(self) -> str:
+        return read_run_id(self.directory.parent) or ""
+
+    def _rank(self) -> Sequence[CheckpointInfo]:
+        return rank_together(rank(read_infos(self.directory), self._current_run), self.directory.parent)
 
     def wait(self) -> None:
         """Nothing is ever under way."""

@@ -10,17 +10,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from steadygrad._version import __version__
 from steadygrad.checkpoint.manifest import Manifest, read_manifest
 from steadygrad.checkpoint.refusals import DamagedCheckpoint
 from steadygrad.config.checkpoint import CheckpointConfig
 
 MARKS = "marks.json"
 """What was learnt about a checkpoint after it was written. Not in the manifest: losing it loses no state."""
+RUN = "run"
+"""Name in a manifest's `about` of the run's id."""
 PATTERN = re.compile(r"step_(\d{8,})(?:-(\d+))?")
 
 
@@ -69,14 +74,25 @@ class CheckpointInfo:
         return dict(self.manifest.cleaned)
 
     @property
+    def run(self) -> str:
+        """Id of the run that saved it; empty for one that was saved without a Guard, or by an earlier version."""
+        return str(self.manifest.about.get(RUN, ""))
+
+    @property
     def num_bytes(self) -> int:
         """Its size on disk."""
         return self.manifest.num_bytes
 
     @property
     def serial(self) -> int:
-        """The how-manieth save into its folder."""
+        """Serial number of this save in its folder, from 1."""
         return self.manifest.serial
+
+
+def describe_origin(run: str) -> dict[str, Any]:
+    """What a manifest says about who saved it."""
+    versions = {"steadygrad": __version__, "torch": str(torch.__version__)}
+    return {**versions, RUN: run} if run else versions
 
 
 def name_folder(step: int, taken: Iterable[str]) -> str:
@@ -133,9 +149,17 @@ def read_marks(folder: Path) -> Marks:
 # --- choosing -----------------------------------------------------------------------------------------------------
 
 
-def rank(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The order in which a resume tries them: the last saved that nothing speaks against; suspect ones at the end."""
-    return sorted(infos, key=lambda info: (info.suspect is None, info.serial), reverse=True)
+def rank(infos: Sequence[CheckpointInfo], run: str = "") -> list[CheckpointInfo]:
+    """The order in which a resume tries them: the newest that is not suspect first, suspect ones last.
+
+    Those of run `run` come before all others: a folder may hold the checkpoints of a run that was not resumed.
+    """
+    return sorted(infos, key=lambda info: (info.run == run, info.suspect is None, info.serial), reverse=True)
+
+
+def keep_run(infos: Sequence[CheckpointInfo], run: str) -> list[CheckpointInfo]:
+    """Those of run `run`; all of them where it has none."""
+    return [info for info in infos if info.run == run] or list(infos)
 
 
 def find_best(infos: Sequence[CheckpointInfo], best_by: str) -> list[CheckpointInfo]:
@@ -144,8 +168,14 @@ def find_best(infos: Sequence[CheckpointInfo], best_by: str) -> list[CheckpointI
     return sorted(scored, key=lambda info: (info.metrics[best_by], info.serial))
 
 
-def find_removable(infos: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
-    """Those that no rule keeps. The newest good one and the first that a resume would take always stay."""
+def find_removable(
+    infos: Sequence[CheckpointInfo], config: CheckpointConfig, runs: Collection[str] = ("",)
+) -> list[CheckpointInfo]:
+    """Those of `runs` that no rule keeps; another run's are never removed.
+
+    The newest good one and the first that a resume would take always stay.
+    """
+    infos = [info for info in infos if info.run in runs]
     last = {info.step: info for info in infos}  # of one step the last attempt
     attempts = sorted(last.values(), key=lambda info: info.serial)
     kept = attempts[-config.keep_last :]

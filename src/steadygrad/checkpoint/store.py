@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 
-from steadygrad._version import __version__
 from steadygrad.checkpoint.finite import count_nonfinite, replace_nonfinite
 from steadygrad.checkpoint.fitting import load_weights
 from steadygrad.checkpoint.image import FileImage
@@ -31,57 +30,29 @@ from steadygrad.checkpoint.manifest import FileEntry, Manifest, check_files, spl
 from steadygrad.checkpoint.plain import MODEL, STATE, Packed, pack
 from steadygrad.checkpoint.proofs import Proofs, write_marks
 from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.shelf import (
     CheckpointInfo,
+    describe_origin,
     find_best,
     find_folders,
     find_removable,
+    keep_run,
     name_folder,
     rank,
     read_info,
     read_infos,
 )
+from steadygrad.checkpoint.together import rank_together
 from steadygrad.checkpoint.write import remove_folder, remove_leftovers, write_folder
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UsageError
+from steadygrad.record.run_directory import require_device
+from steadygrad.record.run_folder import read_run_id
 
 logger = logging.getLogger("steadygrad")
 SET_ASIDE = "set_aside"
 """Folder for checkpoints that could not be used, each with a reason.txt."""
-
-
-class Save:
-    """One save, under way or done."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.stall_seconds = 0.0
-        """How long the training waited for it."""
-        self.durable_seconds: float | None = None
-        """How long it took until it was on disk under its name."""
-        self.error: str | None = None
-        """Why it failed; None while it has not."""
-        self.path: Path | None = None
-        """Where it is, once it is on disk."""
-        self._begin = time.perf_counter()
-        self._done = threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it is on disk and verified, or has failed."""
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> Path | None:
-        """Wait for it; its folder, or None when it failed or the time was not enough."""
-        self._done.wait(timeout)
-        return self.path if self.done and self.error is None else None
-
-    def _place(self, path: Path) -> None:
-        self.path, self.durable_seconds = path, time.perf_counter() - self._begin
-
-    def _finish(self, error: str | None = None) -> None:
-        self.error = error
-        self._done.set()
 
 
 class CheckpointStore:
@@ -123,9 +94,14 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # around what was told, by the writing thread or the training
         self._opened = self._closed = False
+        self._device = 0
         self._complained = False
         self._failures: list[str] = []
         self._proofs = Proofs(self.config.good_after)
+        self.run_id = ""
+        """Id of the run that saves here, stored with each checkpoint."""
+        self.own_runs = {""}
+        """Runs whose checkpoints may be removed to make room."""
 
     @classmethod
     def of(cls, directory: str | Path, config: CheckpointConfig) -> Self:
@@ -169,7 +145,7 @@ class CheckpointStore:
             files={},
             metrics=_keep_finite(metrics or {}),
             cleaned=cleaned,
-            about={"steadygrad": __version__, "torch": str(torch.__version__), **(about or {})},
+            about=describe_origin(self.run_id) | dict(about or {}),
         )
         self._images_free.clear()
         self._proofs.begin(step)
@@ -241,14 +217,15 @@ class CheckpointStore:
         return target
 
     def _open_directory(self) -> None:
-        """The first save makes the folder. One that vanishes later is made again only where its parent still is: a
-        disk that was unmounted must not be written over."""
+        """The first save makes the folder; one that was deleted later is made again, on the same disk."""
         if not self._opened:
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
             self._opened = True
+            self._device = self.directory.stat().st_dev
         elif not self.directory.is_dir():
-            self.directory.mkdir()
+            require_device(self.directory, self._device)
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._tell(f"the folder {self.directory} had vanished and was made again")
 
     def _verify(self, folder: Path) -> None:
@@ -261,7 +238,7 @@ class CheckpointStore:
 
     def _make_room(self) -> None:
         with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
-            for info in find_removable(read_infos(self.directory), self.config):
+            for info in find_removable(read_infos(self.directory), self.config, self.own_runs):
                 remove_folder(info.path)
 
     def _tell(self, message: str) -> None:
@@ -328,13 +305,17 @@ class CheckpointStore:
 
     @property
     def best(self) -> CheckpointInfo | None:
-        """The one with the lowest metric; None when none has it."""
-        return next(iter(find_best(self.list(), self.config.best_by)), None)
+        """The one with the lowest metric, of the run that is there now; None when none has it."""
+        return next(iter(find_best(keep_run(self.list(), self._current_run), self.config.best_by)), None)
 
     @property
     def newest(self) -> CheckpointInfo | None:
         """The one that a resume would try first."""
-        return next(iter(rank(self.list())), None)
+        return next(iter(rank(self.list(), self._current_run)), None)
+
+    @property
+    def _current_run(self) -> str:
+        return read_run_id(self.directory.parent) or ""
 
     # --- load -------------------------------------------------------------------------------------------------------
 
@@ -358,7 +339,8 @@ class CheckpointStore:
                 read_info(folder)
             except DamagedCheckpoint as damage:
                 reasons.append(self._set_aside(folder, damage.reason))
-        for info in rank(read_infos(self.directory)):
+        ranked = rank(read_infos(self.directory), self._current_run)
+        for info in rank_together(ranked, self.directory.parent):
             try:
                 checkpoint = read_checkpoint(info)
             except CheckpointError as error:

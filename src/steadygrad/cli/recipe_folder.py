@@ -25,11 +25,16 @@ WORDS = ("latest", "best")
 """What --resume takes beside a path."""
 
 
-def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool) -> Path:
-    """Where the run is written, or lies; `uses_run`: it must have been trained already."""
+def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool, takes_weights: bool = False) -> Path:
+    """Where the run is written, or lies; `uses_run`: it must have been trained already.
+
+    `takes_weights`: --resume may name a file of another program, whose weights a new run starts from.
+    """
     if "run-dir" in options:
         return _require_folder(Path(options["run-dir"]), "--run-dir")
     resume = options.get("resume")
+    if resume is not None and takes_weights and is_weights(resume):
+        return name_folder(RUNS, name)
     if resume is not None and resume not in WORDS:
         run_dir = _require_folder(find_run(Path(resume)), "--resume")
         if not (run_dir / SETTINGS).is_file():
@@ -43,6 +48,11 @@ def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool) -> P
     if newest is None:
         raise UsageError(f"there is no run of {name} in {RUNS}/. Train one first, or say where it is with --run-dir.")
     return newest
+
+
+def is_weights(resume: str) -> bool:
+    """Whether --resume names a file of weights: a new run starts from it."""
+    return resume not in WORDS and Path(resume).is_file()
 
 
 def name_start(resume: str | None, run_dir: Path) -> str | None:

@@ -22,7 +22,8 @@ from steadygrad.words import make_printable
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write a report of one run, or a comparison of several, as one HTML file.
 
-    It holds everything it needs: the charts, the incidents with their causes, the configuration. It opens without a
+    Further guards or optimizers of the same training (guard-2, optimizer-1 in its folder) are shown beside it. It holds
+    everything it needs: the charts, the incidents with their causes, the configuration. It opens without a
     network, and fetches nothing. Exit code 0: it is written; 2: it is not.
 
     \b

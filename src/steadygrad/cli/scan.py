@@ -6,6 +6,7 @@ Exit code 2 wins over 1: something that could not be read may hold worse than wh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,17 @@ if TYPE_CHECKING:
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
 @click.option("--diff", "as_diff", is_flag=True, help="What changed from the first of two checkpoints to the second.")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, not only those with something to tell.")
+@click.option("--trust", is_flag=True, help="Run what a pickle asks for: only for files whose origin you know.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context
-def scan(context: click.Context, paths: tuple[Path, ...], as_diff: bool, show_all: bool, as_json: bool) -> None:
+def scan(
+    context: click.Context, paths: tuple[Path, ...], as_diff: bool, show_all: bool, trust: bool, as_json: bool
+) -> None:
     """Say what checkpoints hold: NaN and Inf, ranges, norms, zeros, tied weights, and whether hashes agree.
 
     PATH is a .safetensors, .pt, .pth, .ckpt or .bin file, a Hugging Face folder, a distributed checkpoint or a run
-    directory. Nothing in it is run, and only a little of it is in memory at a time. Exit code 0: clean (with --diff:
+    directory; folders are searched to the bottom. Nothing in it is run (without --trust), and only a little of it is in
+    memory at a time. Objects of a program's own classes are left out and named. Exit code 0: clean (with --diff:
     equal); 1: something was found; 2: something could not be read, or was refused.
 
     \b
@@ -43,13 +48,15 @@ def scan(context: click.Context, paths: tuple[Path, ...], as_diff: bool, show_al
     if as_diff:
         if len(paths) != 2:
             raise click.UsageError(f"--diff compares two checkpoints, got {len(paths)}.")
+        if trust:
+            raise click.UsageError("--trust is for scanning. Leave it out with --diff.")
         context.exit(tell_diff(console, *paths, show_all=show_all, as_json=as_json))
-    context.exit(tell_scan(console, paths, show_all=show_all, as_json=as_json))
+    context.exit(tell_scan(console, paths, show_all=show_all, as_json=as_json, trust=trust))
 
 
-def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool) -> int:
+def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool, trust: bool = False) -> int:
     """Scan, tell, and return the exit code."""
-    scans, refused = _scan_all(console, paths, quiet=as_json)
+    scans, refused = _scan_all(console, paths, quiet=as_json, trust=trust)
     if as_json:
         _print_json(
             {
@@ -69,11 +76,10 @@ def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_jso
 
 
 def _scan_all(
-    console: Console, paths: Sequence[Path], *, quiet: bool
+    console: Console, paths: Sequence[Path], *, quiet: bool, trust: bool
 ) -> tuple[list[CheckpointScan], list[tuple[str, str]]]:
     """What could be scanned, and (path, reason) of what could not; one that is refused does not stop the others."""
-    from steadygrad.checkpoint.reading import find_checkpoints, read_contents
-    from steadygrad.checkpoint.scan import scan_contents
+    from steadygrad.checkpoint.reading import find_checkpoints
     from steadygrad.errors import SteadygradError
 
     scans, refused = [], []
@@ -87,15 +93,21 @@ def _scan_all(
         for source in sources:
             try:
                 with advising():
-                    contents = read_contents(source)
-                with (
-                    advising(),
-                    _track(console, f"scanning {source.name}", _sum_bytes(contents.tensors), quiet=quiet) as advance,
-                ):
-                    scans.append(scan_contents(contents, advance))
+                    scans.append(_scan_one(console, source, quiet=quiet, trust=trust))
             except (SteadygradError, OSError) as error:
                 refused.append((str(source), str(error)))
     return scans, refused
+
+
+def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> CheckpointScan:
+    from steadygrad.checkpoint.reading import read_contents
+    from steadygrad.checkpoint.scan import scan_contents
+    from steadygrad.checkpoint.trusted import unpickled_copy
+
+    with unpickled_copy(source) if trust else contextlib.nullcontext(source) as path:
+        contents = read_contents(path)
+        with _track(console, f"scanning {source.name}", _sum_bytes(contents.tensors), quiet=quiet) as advance:
+            return dataclasses.replace(scan_contents(contents, advance), path=source)
 
 
 def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as_json: bool) -> int:

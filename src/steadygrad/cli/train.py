@@ -21,6 +21,7 @@ from steadygrad.cli.recipe_folder import (
     choose_folder,
     has_begun,
     is_recorded,
+    is_weights,
     name_start,
     read_settings,
     remember_settings,
@@ -125,9 +126,11 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     uses_run = "predict" in request.options or "sample" in request.switches
     if uses_run:
         return _use_run(recipe, package, request, console)
-    run_dir, resume = choose_folder(recipe.name, request.options, uses_run=False), request.options.get("resume")
-    config = make_config(package, request, read_settings(run_dir, recipe.name) if resume is not None else None)
-    if resume is None:
+    resume, takes_weights = request.options.get("resume"), getattr(package, "TAKES_WEIGHTS", False)
+    run_dir = choose_folder(recipe.name, request.options, uses_run=False, takes_weights=takes_weights)
+    goes_on = resume is not None and not (takes_weights and is_weights(resume))
+    config = make_config(package, request, read_settings(run_dir, recipe.name) if goes_on else None)
+    if not goes_on:
         require_new(run_dir, recipe.name)
     try:
         with remember_settings(run_dir, recipe.name, to_plain(config)):

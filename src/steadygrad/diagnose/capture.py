@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steadygrad.act.random_state import capture_random
+from steadygrad.diagnose.frames import find_caller
 from steadygrad.diagnose.subject import find_wrappers, name_inputs
 from steadygrad.measure.subjects import unwrap
 
@@ -62,6 +64,8 @@ class Capture:
     versions: tuple[tuple[str, int], ...]
     is_model_call: bool = False
     """Only the model's forward is known: its loss was computed elsewhere."""
+    caller: tuple[CodeType, int] | None = None
+    """Of a model's call: the user's line that made it, which a replay does not run."""
 
     @classmethod
     def take(
@@ -85,6 +89,7 @@ class Capture:
             autocast=AutocastState.take(),
             versions=versions,
             is_model_call=is_model_call,
+            caller=find_caller() if is_model_call else None,
         )
 
     def find_changes(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.health import find_ailment, find_amplifier
 from steadygrad.diagnose.optimizers import trace_optimizers
 from steadygrad.diagnose.ranges import Range
-from steadygrad.diagnose.replay import CollectiveError, Observer, Run, Step, call_user
+from steadygrad.diagnose.replay import CollectiveError, Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
 from steadygrad.diagnose.subject import name_inputs, name_modules
@@ -55,7 +55,7 @@ class Diagnosis:
         self._step, self._optimizers, self._suspect = step, optimizers, suspect
         self._collective, self._num_replays = collective, 0
         self._modules = name_modules(step.model)
-        self._stack = StackReader(self._modules, call_user)
+        self._stack = StackReader(self._modules, call_user, sum_outputs)
         self._trace = Trace(self._stack)
         self._culprit: Event | None = None
 

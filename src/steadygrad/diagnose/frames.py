@@ -94,9 +94,10 @@ class _Walk:
 class StackReader:
     """Reads Places; `known` are the modules that have a name."""
 
-    def __init__(self, known: Mapping[int, str], boundary: Callable[..., Any]) -> None:
+    def __init__(self, known: Mapping[int, str], *boundaries: Callable[..., Any]) -> None:
+        """`boundaries`: functions of ours outside of which no frame is the step's."""
         self._known = known
-        self._boundary = boundary.__code__
+        self._boundaries = {boundary.__code__ for boundary in boundaries}
         self._sorts: dict[CodeType, _Sort] = {}
         self._running_backward = torch._C._current_graph_task_id
 
@@ -147,7 +148,7 @@ class StackReader:
 
     def _sort_new(self, code: CodeType) -> _Sort:
         path = os.path.abspath(code.co_filename)
-        if code is self._boundary:
+        if code in self._boundaries:
             return _Sort.END
         if path.startswith(TORCH):
             return _sort_torch(code, path)
@@ -166,6 +167,19 @@ def _sort_torch(code: CodeType, path: str) -> _Sort:
     if path.endswith(os.path.join("utils", "checkpoint.py")):
         return _Sort.CHECKPOINT
     return _Sort.TORCH
+
+
+def find_caller() -> tuple[CodeType, int] | None:
+    """Code and line of the user's own that is running now, innermost; None when only libraries are on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MAX_DEPTH):
+        if frame is None:
+            return None
+        path = frame.f_code.co_filename
+        if path.startswith(RECIPES) or not path.startswith((OURS, TORCH, *LIBRARIES, "<frozen")):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None
 
 
 def read_source(code: CodeType | None, line: int | None) -> str | None:

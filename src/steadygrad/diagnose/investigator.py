@@ -23,6 +23,7 @@ from steadygrad.config import DiagnoseConfig
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.entry import diagnose_captures
+from steadygrad.diagnose.frames import read_source
 from steadygrad.diagnose.quarantine import Quarantine
 from steadygrad.facts import Cause, Finding, Reading, Severity
 
@@ -64,6 +65,11 @@ class Investigator:
             else None
         )
         self._hook = self._watch_model() if config.enabled else None
+
+    def use_folder(self, run_dir: Path) -> None:
+        """Keep batches there from now on."""
+        if self._quarantine is not None:
+            self._quarantine.run_dir = run_dir
 
     # --- before the forward -----------------------------------------------------------------------------------------
 
@@ -179,12 +185,12 @@ class Investigator:
     def _keep_batch(self, cause: Cause | None, capture: Capture | None, step: int, scale: float) -> Cause | None:
         if cause is None or capture is None:
             return None
-        cause = dataclasses.replace(cause, step=step)
+        cause = _name_call(dataclasses.replace(cause, step=step), capture)
         if self._quarantine is None:
             return cause
         try:
             path = self._quarantine.save(step, capture, scale=scale)
-        except OSError as error:
+        except Exception as error:  # a full disk, a type that cannot be stored, numpy missing: the cause is known
             logger.error("the batch of step %d could not be kept, training goes on: %r", step, error)
             return cause
         return cause if path is None else dataclasses.replace(cause, batch=path)
@@ -194,6 +200,14 @@ class Investigator:
         if self._hook is not None:
             self._hook.remove()
         self._captures = []
+
+
+def _name_call(cause: Cause, capture: Capture) -> Cause:
+    """A cause in the batch of a model's call: the line that called the model, where the replay has none to show."""
+    if cause.file is not None or capture.caller is None or cause.phase not in ("input", "parameter"):
+        return cause
+    code, line = capture.caller
+    return dataclasses.replace(cause, file=code.co_filename, line=line, source=read_source(code, line))
 
 
 def tell_since_when(cause: Cause, given: Collection[str]) -> Cause:

@@ -93,7 +93,7 @@ class Arrivals:
             captures=looks.captures,
         )
         if healthy is not None:
-            parts.checkpoints.note_step(reading.step, healthy=healthy)
+            parts.checkpoints.note_step(reading.step, healthy=healthy, skipped=reading.skipped)
         if not self.follow_rollback() and healthy and parts.snapshots.due(reading.step + 1):
             self._take_snapshot(reading.step + 1)
 

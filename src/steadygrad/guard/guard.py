@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.accelerated import AcceleratorDrive
+from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import ShardedStore
-from steadygrad.checkpoint.store import CheckpointStore, Save
+from steadygrad.checkpoint.store import CheckpointStore
 from steadygrad.config import GuardConfig
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted, UsageError
@@ -32,6 +33,7 @@ from steadygrad.guard.account import tell_health, tell_stats, tell_summary
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.asking import read_number, scale_setting
 from steadygrad.guard.keeping import Keeper
+from steadygrad.guard.leaving import Leaving
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.range_test import describe_test, find_lr
@@ -98,11 +100,14 @@ class Guard:
         if parts.rank_file is not None:
             weakref.finalize(self, parts.rank_file.close)
         parts.rehearse = functools.partial(try_lower_rate, parts, Guard)
+        if parts.start is not None:
+            weakref.finalize(self, parts.start.close)
         self._moment = Moment()
         self._arrivals = Arrivals(parts, self._moment)
         self._stepper = Stepper(parts, self._moment, self._arrivals)
         self._passes = Passes(parts, self._moment, self._arrivals, self._stepper)
         self._keeper = Keeper(parts, self._moment, self._arrivals)
+        self._leaving = Leaving(parts, self._moment, self._arrivals, self._keeper, weakref.WeakMethod(self.close))
         self._drive: AcceleratorDrive | None = None
         self._closed = False
         if not parts.off:
@@ -119,11 +124,18 @@ class Guard:
         Returns what the function returned, detached; the detached loss; or None.
         """
         self._check_open()
-        self._parts.checkpoints.listen()
-        result = None if subject is None else self.backward(subject, *args, **kwargs)
+        self._leaving.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
+        with self._leaving.around_step() as step:
+            result, step.is_made = self._make_step(subject, args, kwargs)
+        return result
+
+    def _make_step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        self._keeper.begin()
+        result = None if subject is None else self._run_backward(subject, args, kwargs)
         if self._drive is not None and self._drive.is_accumulating:
-            return result
+            return result, False
         owns_backward = self._moment.batches.num > 0 and not self._moment.is_driven
+        self._leaving.is_torn = True
         try:
             if self._parts.off:
                 self._stepper.step_plainly()
@@ -139,9 +151,10 @@ class Guard:
                 self._parts.used.note(self._parts.subjects.named)
                 if not self._parts.off:
                     self._parts.stale.after_step()
+        self._leaving.is_torn = False
         self._arrivals.judge_if_arrived()
-        self._keeper.save_if_due(self.close)
-        return result
+        self._keeper.save_if_due(ends_round=self._leaving.ends_round)
+        return result, True
 
     def _end_step(self) -> None:
         self._moment.end_step()
@@ -151,6 +164,12 @@ class Guard:
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
         self._check_open()
+        self._leaving.before_step(has_gradients=self._moment.batches.num > 0)
+        with self._leaving.around_step():
+            return self._run_backward(subject, args, kwargs)
+
+    def _run_backward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
+        self._keeper.begin()
         self._parts.ranks.asks_to_stop = self._parts.checkpoints.signals.received is not None
         result = self._passes.forward(subject, args, kwargs)
         if self._parts.actor.num_to_refuse:
@@ -275,7 +294,8 @@ class Guard:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
         total = count_items(loader)
-        for batch in track(self._parts.checkpoints.iterate(loader), describe=self._describe, total=total):
+        batches = self._leaving.watch_data(self._parts.checkpoints.iterate(loader))
+        for batch in track(batches, describe=self._describe, total=total):
             if self._parts.actor.num_to_refuse:
                 self._parts.actor.refuse_one()
                 self._moment.num_skipped_batches += 1
@@ -288,7 +308,10 @@ class Guard:
         On many ranks call it on each: their mean is what counts.
         """
         self._check_open()
-        told = read_number(loss, "guard.validate(loss)")
+        with self._leaving.busy():
+            self._validate(read_number(loss, "guard.validate(loss)"))
+
+    def _validate(self, told: float) -> None:
         self.flush()
         value = self._parts.ranks.take_mean(told)
         if math.isfinite(value):
@@ -301,6 +324,10 @@ class Guard:
     def end_epoch(self) -> None:
         """The epoch is over: a scheduler by epoch moves."""
         self._check_open()
+        with self._leaving.busy():
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
         self.flush()
         if not self._parts.off:
             self._parts.judgement.end_epoch(max(0, self._moment.next_step - 1), self._moment.epoch)
@@ -359,17 +386,18 @@ class Guard:
         if self._drive is not None:
             raise UsageError("find_lr cannot run accelerate's backward. Call it on a Guard of the model as it is.")
         self.flush()
-        curve = find_lr(
-            self._parts,
-            self._moment,
-            fn,
-            loader,
-            make_guard=Guard,
-            start=start,
-            end=end,
-            steps=steps,
-            microbatches=microbatches,
-        )
+        with self._leaving.busy():
+            curve = find_lr(
+                self._parts,
+                self._moment,
+                fn,
+                loader,
+                make_guard=Guard,
+                start=start,
+                end=end,
+                steps=steps,
+                microbatches=microbatches,
+            )
         self._parts.judgement.note(describe_test(self._moment.next_step, curve), write=True)
         return curve
 
@@ -405,7 +433,8 @@ class Guard:
         disk that fails.
         """
         self._check_open()
-        return self._keeper.save()
+        with self._leaving.busy():
+            return self._keeper.save()
 
     def resume(self, path: str | Path | None = None, *, strict: bool = True) -> int | None:
         """Go on from the newest good checkpoint of the run directory, or from `path`; the step that comes next.
@@ -414,7 +443,8 @@ class Guard:
         `strict=False` loads what fits a model that has changed.
         """
         self._check_open()
-        return self._keeper.resume(path, strict=strict)
+        with self._leaving.busy():
+            return self._keeper.resume(path, strict=strict)
 
     @property
     def checkpoints(self) -> CheckpointStore | ShardedStore:
@@ -429,6 +459,7 @@ class Guard:
             self.flush()
         finally:
             self._closed = True
+            self._leaving.stop()
             if self._drive is not None:
                 self._drive.detach()
             self._parts.rates.close()
@@ -439,6 +470,8 @@ class Guard:
             self._parts.judgement.close()
             if self._parts.rank_file is not None:
                 self._parts.rank_file.close()
+            if self._parts.start is not None:
+                self._parts.start.close()
 
     def __enter__(self) -> Self:
         return self
@@ -447,6 +480,8 @@ class Guard:
         if kind is None:
             self.close()
             return
+        if error is not None:
+            self._leaving.after_error(error)
         if self._parts.ranks.many:
             self._arrivals.pending = None  # the other ranks would not answer one that is on its way out
         with contextlib.suppress(TrainingHalted):  # the error on its way out is the one to show

@@ -1,23 +1,25 @@
 """Keeper: what a Guard remembers, and the checkpoints that hold it with the whole training.
 
-A save is due every so many steps, and after a signal a last time: then the process ends with a code that asks to be
-started again. A resume puts back every part in the order in which they lean on each other. What cannot be saved is
-told, and never ends a training.
+A save is due every so many steps, and after a signal a last time (`leaving.py`). A resume puts back every part in the
+order in which they lean on each other. What cannot be saved is told, and never ends a training.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Mapping
+import contextlib
+import secrets
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from steadygrad.checkpoint.run import tell_unsaved
-from steadygrad.checkpoint.signals import EXIT_CODE
-from steadygrad.checkpoint.store import Save
+from steadygrad.checkpoint.run import Resumed, tell_unsaved
+from steadygrad.checkpoint.save import Save
 from steadygrad.errors import UsageError
+from steadygrad.facts import Finding, Severity
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.run_start import RunStart
 
 
 class Keeper:
@@ -25,6 +27,11 @@ class Keeper:
 
     def __init__(self, parts: Parts, moment: Moment, arrivals: Arrivals) -> None:
         self._parts, self._moment, self._arrivals = parts, moment, arrivals
+        self._is_due = False
+        self._joint: tuple[set[tuple[int, int, int]], Save | None] | None = None
+        """Which moment was saved together with other guards, and this one's save."""
+        if parts.folder is not None:
+            parts.folder.owner = weakref.ref(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard itself remembers; all steps are judged first."""
@@ -57,8 +64,44 @@ class Keeper:
         self._moment.num_skipped_batches = int(state["num_skipped_batches"])
         self._parts.buffers.refresh()
 
-    def save(self) -> Save | None:
-        """Save the whole training; None, and told, when that cannot be."""
+    def begin(self) -> None:
+        """Before a step or a save: by now it is known which run this is."""
+        start = self._parts.start
+        found = None if start is None else start.begin(self._moment.next_step)
+        if found is not None and not self._parts.off:
+            self._parts.judgement.note(found)
+
+    def save(self, *, is_between: bool = False) -> Save | None:
+        """Save the whole training, and that of guards in the same directory; None, and reported, when that cannot be.
+
+        `is_between`: gradients that are there now belong to a step that will not be made.
+        """
+        company = self._find_company()
+        moment = {(id(one), one._moment.next_step, one._moment.batches.num) for one in (self, *company)}
+        if self._joint is not None and moment <= self._joint[0]:
+            return self._joint[1]  # another guard's save has saved this one at the same moment
+        if not company:
+            return self._save("", is_between=is_between)
+        token = secrets.token_hex(4)
+        for keeper in (self, *company):
+            keeper._joint = moment, keeper._save(token, is_between=is_between)
+        assert self._joint is not None
+        return self._joint[1]
+
+    def give_up(self) -> None:
+        """Another guard goes on with this run: what is under way is finished, and nothing more is written down."""
+        self._parts.checkpoints.wait()
+        if self._parts.record is not None:
+            with contextlib.suppress(OSError):
+                self._parts.record.close()
+
+    def _find_company(self) -> list[Keeper]:
+        """The keepers of other guards in the same directory: they are saved with this one."""
+        folders = [] if self._parts.folder is None else self._parts.folder.siblings
+        return [keeper for folder in folders if folder.owner is not None and (keeper := folder.owner()) is not None]
+
+    def _save(self, together: str, *, is_between: bool) -> Save | None:
+        self.begin()
         state = self.state_dict()
         self._parts.judgement.flush_record()
         step = self._moment.next_step
@@ -71,34 +114,40 @@ class Keeper:
             accumulated=self._moment.batches,
             buffers=self._parts.buffers,
             metrics=metrics,
-            used_gradients=self._parts.used.is_there,
+            used_gradients=is_between or self._parts.used.is_there,
+            together=together,
         )
         self.tell_unsaved()
         return saved
 
-    def save_if_due(self, close: Callable[[], None]) -> None:
-        """What comes by itself: a save every so many steps, and after a signal a last one, `close()` and the end."""
-        received = self._parts.checkpoints.signals.received
-        if self._parts.ranks.many:  # a signal reaches ranks at different steps: all stop after the one that told all
-            received = (received or signal.SIGTERM) if self._arrivals.is_asked_to_stop else None
-        if received is not None:
-            saved = self.save()
-            where = None if saved is None else saved.wait()
-            close()
-            raise SystemExit(EXIT_CODE if where is not None else 128 + received)
-        if self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining:
+    def save_if_due(self, *, ends_round: bool) -> None:
+        """A save every so many steps; guards that step in turn save when all have made theirs."""
+        self._is_due |= self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining
+        company = self._find_company()
+        if (ends_round or not company) and any(keeper._is_due for keeper in (self, *company)):
             self.save()
+            for keeper in (self, *company):
+                keeper._is_due = False
         self.tell_unsaved()
 
     def tell_unsaved(self) -> None:
         """Note what could not be saved since this was last asked."""
         for failure in self._parts.checkpoints.take_failures():
             self._parts.judgement.note(tell_unsaved(self._moment.next_step, failure))
+        for note in self._parts.checkpoints.take_notes():
+            self._parts.judgement.note(report_infinite(self._moment.next_step, note), write=True)
+        for problem in () if self._parts.start is None else self._parts.start.take_problems():
+            self._parts.judgement.note(report_lost_directory(self._moment.next_step, problem))
 
     def resume(self, path: str | Path | None, *, strict: bool) -> int | None:
         """Put back the training as a checkpoint has it; the step that comes next, None without a checkpoint."""
         self._arrivals.judge_pending()
+        start = self._parts.start
+        if start is not None:
+            start.find_place()
         resumed = self._parts.checkpoints.resume(path, strict=strict, buffers=self._parts.buffers)
+        if start is not None:
+            self._take_up(start, resumed)
         if resumed is None:
             return None
         self._parts.lookout.forget()
@@ -109,3 +158,34 @@ class Keeper:
         self._parts.judgement.note(resumed.tell())
         self._parts.checkpoints.finish_resume()
         return resumed.step
+
+    def _take_up(self, start: RunStart, resumed: Resumed | None) -> None:
+        """Go on with the run that was resumed; one whose checkpoint lies elsewhere is a new run here."""
+        if resumed is None:
+            start.go_on("", 0)
+        elif self._parts.checkpoints.is_own(resumed.info):
+            start.go_on(resumed.info.run, resumed.step)
+        else:
+            self.begin()
+
+
+def report_infinite(step: int, note: str) -> Finding:
+    """Infinities by design were saved."""
+    return Finding(
+        kind="infinite_state",
+        severity=Severity.INFO,
+        step=step,
+        message=note,
+        advice="Nothing to do where that is meant: a mask, a best value so far.",
+    )
+
+
+def report_lost_directory(step: int, problem: str) -> Finding:
+    """The run directory was deleted under the training."""
+    return Finding(
+        kind="run_directory_lost",
+        severity=Severity.ERROR,
+        step=step,
+        message=problem,
+        advice="Look at that disk, and for what cleans it.",
+    )

@@ -32,6 +32,7 @@ from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.own import split_rules
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import UsageError
+from steadygrad.guard.run_start import RunStart
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Meter, Transfer
 from steadygrad.measure.edits import EditWatch
@@ -49,6 +50,7 @@ from steadygrad.prove.paired import PairedTest
 from steadygrad.prove.reference import References
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.rank_file import RankFile
+from steadygrad.record.run_folder import RunFolder
 
 
 @dataclass(slots=True)
@@ -120,7 +122,8 @@ class Parts:
         self._watch_parameters()
         given = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
         _check_extras(extras, taken=given)
-        self._build_judgement(given, run_dir, sinks)
+        self.folder = None if run_dir is None else RunFolder(run_dir, locks=self.ranks.is_first and not self.off)
+        self._build_judgement(given, sinks)
         self.checkpoints = RunCheckpoints(
             run_dir,
             config.checkpoint,
@@ -138,8 +141,22 @@ class Parts:
             ddp=self.ranks.ddp if isinstance(self.ranks.ddp, nn.parallel.DistributedDataParallel) else None,
             notes=self.judgement.proves,
         )
+        self.start = self._find_start()
 
-    def _build_judgement(self, given: dict[str, Any], run_dir: str | Path | None, sinks: Iterable[Sink]) -> None:
+    def _find_start(self) -> RunStart | None:
+        """What decides which run this is; None without a run directory."""
+        if self.folder is None:
+            return None
+        return RunStart(
+            self.folder,
+            self.ranks,
+            record=self.record,
+            rank_file=self.rank_file,
+            checkpoints=self.checkpoints,
+            investigator=self.investigator,
+        )
+
+    def _build_judgement(self, given: dict[str, Any], sinks: Iterable[Sink]) -> None:
         """What decides, acts and writes down; `given` is what steps along with the optimizer."""
         config, clip = self.config, self.config.clip
         self.followers = Followers(
@@ -162,13 +179,12 @@ class Parts:
             agree=self.ranks.find_common if self.ranks.many else None,
         )
         self.actor = Actor(config.policy, rates=self.rates, snapshots=self.snapshots, clipper=self.clipper)
-        self.rank_file: RankFile | None = None
         self.judgement = Judgement(
             config,
             detector=detector,
             followers=self.followers,
             actor=self.actor,
-            recorder=Recorder([*sinks, *self._open_run(run_dir)]),
+            recorder=Recorder([*sinks, *self._make_files()]),
             own=None if own_rules is None else Detector(own_rules),
             prover=self._build_prover(),
         )
@@ -250,21 +266,24 @@ class Parts:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return tuple((float(group.get("lr") or 0.0), float(group.get("weight_decay") or 0.0)) for group in groups)
 
-    def _open_run(self, run_dir: str | Path | None) -> list[Sink]:
-        if run_dir is None or self.off:
+    def _make_files(self) -> list[Sink]:
+        """The files of the run directory, which `RunStart` opens when it is known which run this is."""
+        self.rank_file: RankFile | None = None
+        self.record: RunDirectory | None = None
+        if self.folder is None or self.off:
             return []
         if self.ranks.many:
-            self.rank_file = RankFile(run_dir, self.ranks.rank, self.ranks.num)
+            self.rank_file = RankFile(self.folder.path, self.ranks.rank, self.ranks.num, opens=False)
         if not self.ranks.is_first:
             return [] if self.rank_file is None else [self.rank_file]
-        return [
-            RunDirectory(
-                run_dir,
-                config=self.config.to_dict(),
-                parameters=[name for name, _ in self.subjects.named],
-                versions={"steadygrad": __version__, "torch": torch.__version__},
-            )
-        ]
+        self.record = RunDirectory(
+            self.folder.path,
+            config=self.config.to_dict(),
+            parameters=[name for name, _ in self.subjects.named],
+            versions={"steadygrad": __version__, "torch": torch.__version__},
+            opens=False,
+        )
+        return [self.record]
 
 
 def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """RankFile: what one rank alone has seen -> `rank_3.jsonl` of the run directory, which rank 0 writes otherwise.
 
-The first line of each start names the rank, its machine and process; then come its own loss at each step, with the time
-of day, and its own incidents. Lines are on disk within a second, so that the newest one of a worker that hangs says
-when it stood still.
+The first line of each start names the run, the rank, its machine and process; then come its own loss at each step, with
+the time of day, and its own incidents. Lines are on disk within a second, so that the newest one of a worker that hangs
+says when it stood still.
 """
 
 from __future__ import annotations
@@ -25,30 +25,53 @@ FLUSH_SECONDS = 1.0
 class RankFile:
     """A Sink for the incidents of one rank, and the place for its own numbers."""
 
-    def __init__(self, run_dir: str | Path, rank: int, num_ranks: int) -> None:
+    def __init__(self, run_dir: str | Path, rank: int, num_ranks: int, *, run_id: str = "", opens: bool = True) -> None:
+        """`opens=False`: lines are held in memory until `open()`."""
+        self._rank, self._num_ranks = rank, num_ranks
         self.path = Path(run_dir) / f"rank_{rank}.jsonl"
+        self._process = os.getpid()
+        self._held: list[object] | None = []
+        self._place: tuple[Path, str] | None = None
+        self._file: TextIO | None = None
+        self._flushed = 0.0
+        if opens:
+            self.open(Path(run_dir), run_id)
+
+    def open_later(self, run_dir: Path, run_id: str) -> None:
+        """Open the file with the first step that was judged.
+
+        Only then is rank 0, whose numbers are in it, done with moving the files of an earlier run.
+        """
+        self._place = run_dir, run_id
+
+    def open(self, run_dir: Path, run_id: str) -> None:
+        """Open the file, and write what was held."""
+        self._place = None
+        self.path = run_dir / self.path.name
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO | None = open_to_append(self.path)
+            self._file = open_to_append(self.path)
         except OSError as error:
             raise ConfigError(
-                f"run_dir cannot be written to by rank {rank}: {error.strerror or error} ({self.path}). Give a folder "
-                "that all ranks see."
+                f"run_dir cannot be written to by rank {self._rank}: {error.strerror or error} ({self.path}). Give a "
+                "folder that all ranks see."
             ) from error
-        self._flushed = 0.0
-        self._write(
-            {
-                "rank": rank,
-                "num_ranks": num_ranks,
-                "node": socket.gethostname(),
-                "process": os.getpid(),
-                "time": _now(),
-            },
-            at_once=True,
-        )
+        held, self._held = self._held or [], None
+        start = {
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "node": socket.gethostname(),
+            "process": os.getpid(),
+            "time": _now(),
+        }
+        self._write({"run": run_id, **start} if run_id else start, at_once=True)
+        for line in held:
+            self._write(line, at_once=True)
 
     def write_own(self, step: int, loss: float | None) -> None:
         """This rank's loss at a step that was judged: a sign of life."""
+        if self._place is not None:
+            self.open(*self._place)
         self._write({"step": step, "loss": loss, "time": _now()})
 
     def write_step(self, record: StepRecord) -> None:
@@ -63,12 +86,14 @@ class RankFile:
 
     def close(self) -> None:
         """Write what is held back."""
-        if self._file is not None:
+        if self._file is not None and os.getpid() == self._process:
             self._file.close()
             self._file = None
 
     def _write(self, line: object, *, at_once: bool = False) -> None:
-        if self._file is None:
+        if self._held is not None:
+            self._held.append(line)
+        if self._file is None or os.getpid() != self._process:
             return
         self._file.write(to_json(line) + "\n")
         now = time.monotonic()

@@ -1,9 +1,9 @@
 """RunDirectory: the files of one run.
 
 `run.json` (config, versions, machine, parameter names), `steps.jsonl`, `layers.jsonl`, `incidents.jsonl` (on disk
-before the call returns), `validations.jsonl` where any were told, and `train.log`, the same events as greppable text. A
-directory that already holds a run is continued, never overwritten: later starts stand in `run.json` under `resumed`.
-Nothing is written outside it.
+before the call returns), `validations.jsonl` where any were told, and `train.log`, the same events as greppable text.
+Files that are there are continued, never overwritten: later starts stand in `run.json` under `resumed`. A directory
+that is lost under a training is made again, and that is reported. Only the process that opened it writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,41 +30,86 @@ class RunDirectory:
     """Step lines held back at most; incidents are never held back."""
 
     def __init__(
-        self, path: str | Path, *, config: Mapping[str, Any], parameters: Sequence[str], versions: Mapping[str, str]
+        self,
+        path: str | Path,
+        *,
+        config: Mapping[str, Any],
+        parameters: Sequence[str],
+        versions: Mapping[str, str],
+        run_id: str = "",
+        opens: bool = True,
     ) -> None:
+        """`opens=False`: whatever comes before `open()` is held in memory, and no file is touched."""
         self.path = Path(path)
+        self.run_id = run_id
+        self._start = _describe_start(config, parameters, versions)
+        self._process = os.getpid()
         self._unflushed = 0
+        self._held: list[Callable[[], None]] | None = []
+        self._problems: list[str] = []
         self._validations: TextIO | None = None
+        self._files = contextlib.ExitStack()
+        if opens:
+            self.open()
+
+    def open(self, path: Path | None = None, run_id: str | None = None) -> None:
+        """Open the files, and write what was held."""
+        self.path = self.path if path is None else path
+        self.run_id = self.run_id if run_id is None else run_id
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as files:
-                self._steps, self._layers, self._incidents, self._log = (
-                    files.enter_context(open_to_append(self.path / name))
-                    for name in ("steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log")
-                )
-                self._write_run(_describe_start(config, parameters, versions))
-                self._files = files.pop_all()
+            self._open_files()
         except OSError as error:
             raise ConfigError(
                 f"run_dir cannot be used as a folder to write to: {error.strerror or error} ({self.path}). "
                 "Give a new folder, or that of an earlier run to continue it."
             ) from error
+        held, self._held = self._held or [], None
+        for write in held:
+            write()
+        _open_directories.add(self)
+
+    def abandon(self, problem: str) -> None:
+        """Write nothing, from now on: the record of another run could not be moved out of the way."""
+        self._held, self._process = None, -1
+        self._problems.append(problem)
+
+    def _open_files(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as files:
+            self._steps, self._layers, self._incidents, self._log = (
+                files.enter_context(open_to_append(self.path / name))
+                for name in ("steps.jsonl", "layers.jsonl", "incidents.jsonl", "train.log")
+            )
+            self._write_run(self._start)
+            self._files = files.pop_all()
+        self._device = self.path.stat().st_dev
+        self._validations = None
+
+    def _hold(self, write: Callable[[], None]) -> bool:
+        """Keep a call for later while it is not known where to write; drop it in a forked child."""
+        if self._held is not None:
+            self._held.append(write)
+        return self._held is not None or os.getpid() != self._process
 
     def _write_run(self, start: Mapping[str, Any]) -> None:
         """The first start is the file; each later one is added under `resumed`. Written aside, then renamed."""
         target = self.path / "run.json"
         aside = self.path / "run.json.tmp"
         earlier = _read_run(target)
-        run = start if earlier is None else {**earlier, "resumed": [*earlier.get("resumed", []), start]}
+        run = dict(start) if earlier is None else {**earlier, "resumed": [*earlier.get("resumed", []), start]}
+        if self.run_id:
+            run["id"] = self.run_id
         aside.write_text(to_json(run) + "\n", encoding="utf-8")
         aside.replace(target)
 
     def write_step(self, record: StepRecord) -> None:
         """A line of steps.jsonl and of train.log."""
+        if self._hold(lambda: self.write_step(record)):
+            return
         line = to_plain(record)
         if not line["extra"]:
             del line["extra"]
-        self._steps.write(to_json(line) + "\n")
+        self._steps.write(self._sign(line))
         loss = "-" if record.loss is None else f"{_spell(record.loss)}"
         state = " skipped" if record.skipped else f" clipped={record.clip_coefficient:.4g}" if record.clipped else ""
         rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
@@ -82,16 +128,21 @@ class RunDirectory:
 
         Where they were measured, also `update_ratios`: name -> norm of the update / norm of the weight.
         """
+        if self._hold(lambda: self.write_layers(step, gradients, update_ratios)):
+            return
         rows = {
             name: [stats.norm, stats.max_abs, stats.num_nonfinite, round(stats.zero_share, 6)]
             for name, stats in gradients.items()
         }
         ratios = {} if update_ratios is None else {"update_ratios": update_ratios}
-        self._layers.write(to_json({"step": step, "gradients": rows, **ratios}) + "\n")
+        self._layers.write(self._sign({"step": step, "gradients": rows, **ratios}))
 
     def write_incident(self, incident: Incident) -> None:
         """A line of incidents.jsonl and of train.log, on disk when this returns."""
-        self._incidents.write(to_json(incident) + "\n")
+        if self._hold(lambda: self.write_incident(incident)):
+            return
+        self._reopen_if_lost()
+        self._incidents.write(self._sign(to_plain(incident)))
         finding, verdict = incident.finding, incident.verdict
         level = "ERROR" if finding.severity.rank >= Severity.ERROR.rank else finding.severity.value.upper()
         noticed = f" noticed_at={finding.noticed_at}" if finding.noticed_at not in (None, finding.step) else ""
@@ -106,22 +157,76 @@ class RunDirectory:
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:
         """A line of validations.jsonl and of train.log; the file is there from the first one on."""
+        if self._hold(lambda: self.write_validation(step, epoch, loss)):
+            return
+        self._reopen_if_lost()
         if self._validations is None:
             self._validations = self._files.enter_context(open_to_append(self.path / "validations.jsonl"))
-        self._validations.write(to_json({"step": step, "epoch": epoch, "loss": loss}) + "\n")
+        self._validations.write(self._sign({"step": step, "epoch": epoch, "loss": loss}))
         self._validations.flush()
         self._log.write(f"validation step={step} epoch={epoch} loss={_spell(loss)}\n")
         self.flush()
 
+    def _sign(self, line: Mapping[str, Any]) -> str:
+        """A line of JSON that names its run."""
+        return to_json({**line, "run": self.run_id} if self.run_id else line) + "\n"
+
     def flush(self) -> None:
         """Give what is held back to the system: a process that is killed from now on has left it."""
+        if self._held is not None or os.getpid() != self._process:
+            return
+        self._reopen_if_lost()
         for file in (self._steps, self._layers, self._incidents, self._log):
             file.flush()
         self._unflushed = 0
 
     def close(self) -> None:
         """Write what is held back and close every file, also when one of them fails; that error is raised after."""
-        self._files.close()
+        _open_directories.discard(self)
+        if os.getpid() == self._process and self._held is None:
+            self._files.close()
+
+    # --- a directory that is lost -----------------------------------------------------------------------------------
+
+    def take_problems(self) -> list[str]:
+        """What went wrong and was mended since this was last asked."""
+        problems, self._problems = self._problems, []
+        return problems
+
+    def _reopen_if_lost(self) -> None:
+        """Make the directory again where somebody has deleted it. Writes to a deleted file succeed, and are lost."""
+        path = self.path / "steps.jsonl"
+        try:
+            if os.path.samestat(os.fstat(self._steps.fileno()), path.stat()):
+                return
+        except FileNotFoundError:
+            pass
+        require_device(self.path, self._device)
+        with contextlib.suppress(OSError):
+            self._files.close()
+        self._open_files()
+        self._problems.append(f"{self.path} had vanished under the training and was made again; its record begins here")
+
+
+def require_device(path: Path, device: int) -> None:
+    """OSError unless `path` would be made on the disk where it was: one that was unmounted must not be written over."""
+    above = next(one for one in (path, *path.parents) if one.exists())
+    if above.stat().st_dev != device:
+        raise OSError(f"{path} is gone, and so is the disk that it was on")
+
+
+_open_directories: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+def _flush_before_fork() -> None:
+    """A child inherits what is in the buffers, and would write it once more when it ends."""
+    for directory in list(_open_directories):
+        with contextlib.suppress(OSError, ValueError):
+            directory.flush()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_flush_before_fork)
 
 
 def _describe_start(

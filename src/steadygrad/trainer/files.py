@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from steadygrad.act.sanitize import handle_nan_inf
 from steadygrad.checkpoint import CheckpointStore
-from steadygrad.checkpoint.load import Checkpoint, load_plain
+from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
 from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.checkpoint.run import FOLDER
-from steadygrad.errors import UsageError
+from steadygrad.checkpoint.trusted import load_trusted
+from steadygrad.checkpoint.values import load_values
+from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.measure.check import check_nan_inf
 
 logger = logging.getLogger("steadygrad.trainer")
@@ -72,14 +74,19 @@ def save_model(
 
 
 def load_model(
-    path: str | Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    path: str | Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, trust: bool = False
 ) -> dict[str, Any] | None:
-    """Put back what `save_model` wrote, and return it; None, told as an error, when it cannot be used."""
+    """Put back what `save_model` wrote, and return it; None, told as an error, when it cannot be used.
+
+    `trust` runs what the file asks for; without it, objects of a program's own classes are left out and named.
+    """
     try:
-        content = load_plain(Path(path))
-    except (CheckpointError, OSError) as error:
+        content, left_out = (load_trusted(Path(path)), []) if trust else load_values(Path(path))
+    except (CheckpointError, UnsupportedError, OSError) as error:
         logger.error("The checkpoint %s cannot be loaded: %s", path, error)
         return None
+    if left_out:
+        logger.warning("%s: left out objects of %s, which only their own code could make", path, ", ".join(left_out))
     if not isinstance(content, dict) or not isinstance(content.get("model_state_dict"), dict):
         logger.error("%s is no checkpoint of a Trainer: it has no model_state_dict. Use load_checkpoint().", path)
         return None

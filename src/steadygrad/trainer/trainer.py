@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.random_state import unchanged_random
+from steadygrad.checkpoint.foreign import load_checkpoint
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.config import GuardConfig
 from steadygrad.config.plain import to_plain
@@ -318,10 +319,20 @@ class Trainer:
     def resume(self, path: str | Path | None = None) -> int | None:
         """Let `train()` go on from the newest good checkpoint of the run directory, its `best`, or `path`; its step.
 
-        None when the run directory holds none yet: `train()` then starts anew.
+        None when the run directory holds none yet: `train()` then starts anew. A file of another program gives its
+        weights, and 0: optimizer, schedule and epochs begin anew.
         """
+        if path is not None and Path(path).is_file():
+            self._take_weights(Path(path))
+            return 0
         self._resume_from = find_checkpoint(self.run_dir, path, num_stages=len(self.stages))
         return None if self._resume_from is None else self._resume_from.step
+
+    def _take_weights(self, path: Path) -> None:
+        load_checkpoint(path, self.model)
+        if self.ema is not None:
+            self.ema.module.load_state_dict(self.model.state_dict())
+        self._tell(f"The weights of {path} are loaded; optimizer, schedule and epochs begin anew.")
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -384,12 +395,12 @@ class Trainer:
         histories = {"train_history": self.train_history, "val_history": self.val_history}
         save_model(path, self.model, optimizers, {"config": to_plain(self.config), **histories})
 
-    def load_checkpoint(self, path: str | Path) -> bool:
+    def load_checkpoint(self, path: str | Path, *, trust: bool = False) -> bool:
         """Take over the model, and the optimizer where it is there, from `save_checkpoint`'s file; False if that fails.
 
-        The file's code is never run; values that are not finite are replaced by 0 and told.
+        The file's code is never run, unless you `trust` it; values that are not finite are replaced by 0 and reported.
         """
-        content = load_model(path, self.model, self._optimizers)
+        content = load_model(path, self.model, self._optimizers, trust=trust)
         if content is None:
             return False
         self._progress.train_history = list(content.get("train_history", []))

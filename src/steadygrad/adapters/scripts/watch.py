@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from steadygrad.measure import Measurement, Meter, Transfer
 from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.subjects import Subjects
 from steadygrad.record import Recorder, RunDirectory, Sink
+from steadygrad.record.run_folder import RunFolder
 from steadygrad.record.tally import Tally
 from steadygrad.words import spell_count
 
@@ -112,6 +113,7 @@ class Watch:
         self._reading: Reading | None = None
         self._signature: list[int] = []
         self._finish: weakref.finalize[..., Watch] | None = None
+        self._give_back: Callable[[], None] | None = None
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class Watch:
         # When the optimizer goes, or the script ends. None of these may hold the optimizer.
         name, ledger = type(self.optimizer).__name__, (judgement.tally, judgement.incidents)
         self._finish = weakref.finalize(
-            self, _finish, os.getpid(), name, recorder, ledger, self._terminal, self._run_dir
+            self, _finish, os.getpid(), name, recorder, ledger, self._terminal, self._run_dir, self._give_back
         )
         return judgement
 
@@ -263,7 +265,20 @@ class Watch:
             return []
         versions = {"steadygrad": __version__, "torch": torch.__version__}
         try:
-            return [RunDirectory(self._run_dir, config=self._config.to_dict(), parameters=names, versions=versions)]
+            folder = RunFolder(self._run_dir)
+            self._give_back = folder.release
+            folder.settle()
+            if folder.is_used:  # each start of a script is a run of its own
+                folder.begin_anew()
+            return [
+                RunDirectory(
+                    folder.path,
+                    config=self._config.to_dict(),
+                    parameters=names,
+                    versions=versions,
+                    run_id=folder.run_id,
+                )
+            ]
         except ConfigError as error:
             self._terminal.say(f"no record is written: {error}")
             self._run_dir = None
@@ -277,12 +292,15 @@ def _finish(
     ledger: tuple[Tally, list[Incident]],
     terminal: Terminal,
     run_dir: Path | None,
+    give_back: Callable[[], None] | None,
 ) -> None:
     """Close the record, and say how it went; a forked process says nothing."""
     if os.getpid() != process:
         return
     tally, incidents = ledger
     recorder.close()
+    if give_back is not None:
+        give_back()
     where = "" if run_dir is None else f"; record in {run_dir}"
     steps, told = spell_count(tally.num_steps, "step"), spell_count(len(incidents), "incident")
     terminal.say(f"{name}: {steps}, {tally.num_skipped} skipped, {told}{where}")

@@ -12,8 +12,10 @@ from steadygrad.recipes.cod.config import QUICK, CodConfig
 
 Config = CodConfig
 PREDICT = "masks of a picture, or of a folder of them, by a trained run; written into its predictions"
+TAKES_WEIGHTS = True
+"""--resume may name a file of another program, as `best_model.pth` is."""
 
-__all__ = ["PREDICT", "QUICK", "CodConfig", "Config", "predict", "train"]
+__all__ = ["PREDICT", "QUICK", "TAKES_WEIGHTS", "CodConfig", "Config", "predict", "train"]
 
 
 def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:

@@ -34,7 +34,10 @@ def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any)
     trainer = CodTrainer(config, run_dir=run_dir, tell=console.say, shown=_choose_shown(config, test_set))
     if resume is not None:
         step = trainer.resume(find_best(resume, run_dir))
-        console.say("Nothing to resume from yet: starting anew." if step is None else f"Resuming before step {step}.")
+        if step is None:
+            console.say("Nothing to resume from yet: starting anew.")
+        elif step:  # 0: a file of weights, which the trainer has told of
+            console.say(f"Resuming before step {step}.")
     try:
         stats = trainer.train(*loaders)
     except ValueError as error:
@@ -81,7 +84,7 @@ def _find_mask(model: CamouflageNet, file: Path, size: int, device: str) -> Tens
 def find_best(resume: str, run_dir: Path) -> str:
     """The path to resume from; `best`, or FOLDER/best_model.pth, is the best checkpoint of the run, or there."""
     path = Path(resume)
-    if path.name not in BEST:
+    if path.name not in BEST or path.is_file():
         return resume
     return str(find_best_checkpoint(run_dir / FOLDER if resume == "best" else path.parent))
 

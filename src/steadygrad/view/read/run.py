@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import UsageError
+from steadygrad.record.run_folder import find_parts
 from steadygrad.view.read.curve import MAX_BUCKETS
 from steadygrad.view.read.incident_log import IncidentLog, look
 from steadygrad.view.read.layer_map import LayerMap
@@ -224,6 +225,12 @@ def _check_log(path: Path) -> None:
 def is_run(path: Path) -> bool:
     """Whether a folder looks like a run directory."""
     return any((path / name).is_file() for name in ("run.json", *FILES))
+
+
+def list_parts(path: Path) -> list[Path]:
+    """A run directory with those in it of further guards or optimizers of the same training; else `path` alone."""
+    parts = [part for part in find_parts(path) if is_run(part)] if path.is_dir() else []
+    return [path, *parts] if not parts or is_run(path) else parts
 
 
 def find_runs(root: Path, *, max_depth: int = 3) -> list[Path]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steadygrad.errors import UsageError
-from steadygrad.view.read.run import RunReader, open_run
+from steadygrad.view.read.run import RunReader, list_parts, open_run
 from steadygrad.view.render.about import render_comparison
 from steadygrad.view.render.charts import describe_charts
 from steadygrad.view.render.document import make_document, read_asset, read_plotly
@@ -23,7 +23,7 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
         raise UsageError(f"{target} is a folder. Name the file that the report is written to: -o report.html.")
     if not target.parent.is_dir():
         raise UsageError(f"There is no folder {target.parent} to write {target.name} to. Make it, or name another.")
-    runs = [open_run(path) for path in paths]
+    runs = [open_run(part) for path in paths for part in list_parts(Path(path))]
     for run, name in zip(runs, tell_apart([run.path for run in runs])):
         run.read_all().name = name
     text = render_report(runs, plotly)

@@ -1,0 +1,135 @@
+"""RunStart: a run directory and what the program does first -> which run this is, decided once.
+
+`Guard(run_dir=...)` is made before `resume()` is called, so until the first step, save or resume nothing in a used
+directory is moved, cut or appended to. A resume, or a state that was loaded by hand, goes on with the run that is
+there. A first step without either begins a run of its own: the record of the one before is moved to `earlier/`, its
+checkpoints stay, and the finding says how to go on with it instead.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from steadygrad.checkpoint.ledger import rewind_ledger
+from steadygrad.checkpoint.run import RunCheckpoints
+from steadygrad.diagnose.investigator import Investigator
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Finding, Severity
+from steadygrad.measure.ranks import Ranks
+from steadygrad.record import RunDirectory
+from steadygrad.record.rank_file import RankFile
+from steadygrad.record.run_folder import RunFolder
+
+
+class RunStart:
+    """The beginning of one guard's run."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        ranks: Ranks,
+        *,
+        record: RunDirectory | None,
+        rank_file: RankFile | None,
+        checkpoints: RunCheckpoints,
+        investigator: Investigator,
+    ) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._record, self._rank_file = record, rank_file
+        self._checkpoints, self._investigator = checkpoints, investigator
+        self._is_decided = False
+        # Rank 0 decides for all. Asked here, where every rank is: a rank without data never makes a step.
+        is_alone = not folder.siblings
+        told = (folder.is_used, folder.found_id, folder.run_id, is_alone)
+        self._is_used: bool
+        self._found: str | None
+        self._is_used, self._found, folder.run_id, is_alone = ranks.gather(told)[0] if ranks.many else told
+        checkpoints.use_run(folder.path, folder.run_id)
+        if is_alone and not self._is_used:
+            self._settle()
+            self._open()
+
+    def begin(self, step: int) -> Finding | None:
+        """Before the first step or save: a run of its own, unless `step` says that a state was loaded."""
+        self._folder.has_trained = True
+        if self._is_decided:
+            return None
+        self._settle()
+        if step > 0:
+            self.go_on(self._found or "", step)
+            return None
+        try:
+            earlier = self._folder.begin_anew() if self._is_used and self._ranks.is_first else None
+            self._open()
+        except (OSError, ConfigError) as error:  # a disk that is full now: no record, and the training goes on
+            self._is_decided = True
+            if self._record is not None:
+                self._record.abandon(f"the record of {self._folder.path} cannot be written: {error}")
+            return None
+        return _report_new_run(self._folder.path, earlier) if self._is_used else None
+
+    def find_place(self) -> Path:
+        """The folder of this guard's checkpoints, before one is looked for."""
+        if not self._is_decided:
+            for folder in self._folder.displace():
+                owner = None if folder.owner is None else folder.owner()
+                if owner is not None:
+                    owner.give_up()
+            self._settle()
+            self._checkpoints.use_run(self._folder.path, self._folder.run_id)
+        return self._folder.path
+
+    def go_on(self, run_id: str, step: int) -> None:
+        """Continue run `run_id` before step `step`: later lines of its ledger will be written again."""
+        if self._is_decided:
+            if self._record is not None:
+                self._record.flush()
+                rewind_ledger(self._folder.path, step)
+            return
+        self._settle()
+        if self._ranks.is_first:
+            self._folder.go_on(run_id)
+            rewind_ledger(self._folder.path, step)
+        else:
+            self._folder.run_id = run_id or self._found or self._folder.run_id
+        self._open()
+
+    def close(self) -> None:
+        """Give the directory back."""
+        self._folder.release()
+
+    def take_problems(self) -> list[str]:
+        """What went wrong with the record and was mended."""
+        problems = [] if self._record is None else self._record.take_problems()
+        if problems:
+            self._folder.restore_lock()
+        return problems
+
+    def _settle(self) -> None:
+        """Find the folder; another guard of this process may have been dropped since this one was made."""
+        self._folder.settle()
+        if self._ranks.is_first:
+            self._is_used, self._found = self._folder.is_used, self._folder.found_id
+
+    def _open(self) -> None:
+        self._is_decided = True
+        path, run_id = self._folder.path, self._folder.run_id
+        if self._record is not None:
+            self._record.open(path, run_id)
+        if self._rank_file is not None and (self._ranks.is_first or not self._is_used):
+            self._rank_file.open(path, run_id)
+        elif self._rank_file is not None:
+            self._rank_file.open_later(path, run_id)
+        self._checkpoints.use_run(path, run_id)
+        self._investigator.use_folder(path)
+
+
+def _report_new_run(folder: Path, earlier: Path | None) -> Finding:
+    where = "" if earlier is None else f"; its record is now in {earlier}"
+    return Finding(
+        kind="new_run",
+        severity=Severity.WARNING,
+        step=0,
+        message=f"{folder} holds an earlier run, and this one starts from step 0{where}; its checkpoints stay",
+        advice="Call guard.resume() before the first step to go on with it, or give each run a run_dir of its own.",
+    )
