@@ -1,10 +1,12 @@
 """Snapshots: the whole training state -> copies in host memory -> the same state again, bit for bit.
 
-A snapshot holds parameters, buffers, optimizer state, whatever else was handed over (scheduler, scaler, EMA, clip
-state) and the random generators. Taking one never waits for the device: pinned blocks are reused, parameters and
-moments are copied on a side stream while the next forward runs, and whether all of it is finite is read later. One
-counts as good only when it is finite and enough healthy steps came after it; only a good one is ever put back.
-Memory is bounded. Gradients, the data position and the number of the step are not in here: they are the Guard's.
+A snapshot holds parameters, buffers, optimizer state and whatever else was handed over (scheduler, scaler, EMA, clip
+state). What the user keeps does not go back: the random generators, which would draw the same batches again, and the
+learning rates, unless their scheduler was handed over. Taking one never waits for the device: pinned blocks are
+reused, parameters and moments are copied on a side stream while the next forward runs, and whether all of it is finite
+is read later. One counts as good only when it is finite and enough healthy steps came after it; only a good one is
+ever put back. Memory is bounded. Gradients, the data position and the number of the step are not in here: they are the
+Guard's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.arena import Arena, count_bytes, fits_a_block
-from steadygrad.act.capture import Collector, Restorer, Source, collect_state, settle_shards
+from steadygrad.act.capture import Collector, Source, State, collect_state, settle_shards
+from steadygrad.act.restore import Restorer
 from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
@@ -72,6 +75,8 @@ class Snapshots:
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
         self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
         """Why there are no snapshots; None when there are."""
+        self.misfits: list[str] = []
+        """What the last restore had to leave as it was."""
 
     # --- when -------------------------------------------------------------------------------------------------------
 
@@ -108,8 +113,7 @@ class Snapshots:
         if self.off is not None or self._in_trouble or not self._has_place():
             return False
         self.before_optimizer()
-        collector = Collector(self._shared)
-        state = collect_state(collector, self._model, self._optimizers, self._extras)
+        collector, state = self._collect()
         hosts = self._make_hosts(collector.sources)
         if hosts is None:
             return False
@@ -119,6 +123,14 @@ class Snapshots:
         self._ring.append(snapshot)
         self._last_taken = step
         return True
+
+    def find_uncopied(self) -> list[str]:
+        """What of this training cannot be copied, in a few words each; copies no tensor."""
+        return self._collect()[0].left_out if self.off is None else []
+
+    def _collect(self) -> tuple[Collector, State]:
+        collector = Collector(self._shared)
+        return collector, collect_state(collector, self._model, self._optimizers, self._extras)
 
     def before_optimizer(self) -> None:
         """The device, not the host, waits for copies under way before it goes on to change what is being copied."""
@@ -286,8 +298,10 @@ class Snapshots:
         self.before_optimizer()
         chosen.wait()
         settle_shards(self._model)
-        restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared)
-        restorer.restore(self._optimizers, self._extras)
+        # Rates belong to whoever schedules them; a scheduler that was left out of the snapshot has moved on with them.
+        settings = "scheduler" in chosen.state.extras
+        restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared, settings=settings)
+        self.misfits = restorer.restore(self._optimizers, self._extras)
         for snapshot in self._ring[self._ring.index(chosen) + 1 :]:
             self._discard(snapshot)
         self._restored, self._in_trouble = chosen, False

@@ -13,9 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from steadygrad.act.capture import Collector, Restorer, Slot, State, collect_state, settle_shards
+from steadygrad.act.capture import (
+    AsItIs,
+    Collector,
+    OptimizerState,
+    Slot,
+    State,
+    collect_state,
+    has_own_state,
+    has_values,
+    settle_shards,
+)
+from steadygrad.act.random_state import capture_random
+from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.fitting import compare_weights, find_weights
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.refusals import MismatchError
@@ -50,16 +61,25 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
         "extra_state": {path: module.get_extra_state() for path, module in _find_extra_state(model)},
         "optimizers": [
             {
-                "groups": fill(groups),
+                "class": name_class(optimizer),
+                "groups": fill(kept.groups),
                 "params": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
-                "state": {names[id(key)]: fill(value) for key, value in state if id(key) in names},
+                "state": {names[id(key)]: fill(value) for key, value in kept.state if id(key) in names},
+                # What belongs to no single parameter: a count of all steps, madgrad's k.
+                "other_state": {key: fill(value) for key, value in kept.state if not isinstance(key, Tensor)},
+                "own": fill(kept.own),
             }
-            for optimizer, (groups, state) in zip(optimizers, captured.optimizers)
+            for optimizer, kept in zip(optimizers, captured.optimizers)
         ],
         "extras": {name: fill(tree) for name, tree in captured.extras.items()},
         "gradients": {name: p.grad for name, p in _each_parameter(model, optimizers) if p.grad is not None},
-        "random": plain_random(captured.rng),
+        "random": plain_random(capture_random({p.device for _, p in _each_parameter(model, optimizers)})),
     }
+
+
+def name_class(thing: object) -> str:
+    """Where its class is defined, and its name."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def name_parameters(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
@@ -75,7 +95,7 @@ def name_parameters(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
 def _each_parameter(model: nn.Module, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
     names = name_parameters(model, optimizers)
     for parameter in (*model.parameters(), *_only_in_optimizers(model, optimizers)):
-        if not is_lazy(parameter):
+        if has_values(parameter):
             yield names[id(parameter)], parameter
 
 
@@ -91,7 +111,7 @@ def _find_buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, 
         for name, buffer in module._buffers.items():
             if (
                 buffer is not None
-                and not is_lazy(buffer)
+                and has_values(buffer)
                 and (name in module._non_persistent_buffers_set) is not persistent
             ):
                 yield f"{path}.{name}" if path else name, module, name, buffer
@@ -108,8 +128,10 @@ def _fill(tree: Any, collector: Collector) -> Any:
     if isinstance(tree, Slot):
         tensor = collector.sources[tree.index].tensor
         return tensor if tree.mesh is None else tree.mesh.make_whole(tensor)
+    if isinstance(tree, AsItIs):
+        return None
     if isinstance(tree, dict):
-        return {key: _fill(value, collector) for key, value in tree.items()}
+        return {key: _fill(value, collector) for key, value in tree.items() if not isinstance(value, AsItIs)}
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
         return type(tree)(_fill(item, collector) for item in tree)
     return tree
@@ -140,9 +162,12 @@ def live_random(state: Mapping[str, Any]) -> dict[str, Any]:
 # --- compare ------------------------------------------------------------------------------------------------------
 
 
-def compare_training(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
+def compare_training(
+    state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]
+) -> list[str]:
     """What does not fit, each in a few words; empty when everything does."""
-    problems = compare_weights(find_weights(model), state["model"])
+    weights = find_weights(model)
+    problems = compare_weights(weights, state["model"]) + compare_dtypes(weights, state["model"])
     if len(state["optimizers"]) != len(optimizers):
         problems.append(f"{len(optimizers)} optimizers, saved were {len(state['optimizers'])}")
     problems += _find_unsaved(state, model, optimizers)
@@ -151,7 +176,32 @@ def compare_training(state: Mapping[str, Any], model: nn.Module, optimizers: Opt
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         if groups != kept["params"]:
             problems.append(f"optimizer {i} has other groups of parameters: {_compare_groups(groups, kept['params'])}")
+        if not _is_same_class(optimizer, kept):
+            problems.append(f"optimizer {i} is a {name_class(optimizer)}, saved was a {kept['class']}")
+    problems += [f"no state of the {name} was saved" for name in extras if name not in state["extras"]]
+    for name, extra in extras.items():
+        saved = state["extras"].get(name)
+        if isinstance(extra, nn.Module) and isinstance(saved, Mapping):
+            problems += [f"{name}: {problem}" for problem in compare_weights(find_weights(extra), saved)]
     return problems
+
+
+def compare_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
+    """Tensors of another dtype, in a few words each: copied over they would be rounded, and their moments not fit."""
+    return [
+        f"{name} is {_spell(tensor.dtype)}, saved was {_spell(saved[name].dtype)}"
+        for name, tensor in own.items()
+        if isinstance(saved.get(name), Tensor) and saved[name].dtype != tensor.dtype
+    ]
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_same_class(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> bool:
+    """Whether the saved state is of this class; older checkpoints do not say."""
+    return kept.get("class") in (None, name_class(optimizer))
 
 
 def _compare_groups(own: list[list[str]], saved: list[list[str]]) -> str:
@@ -227,8 +277,7 @@ def put_back(
 ) -> list[str]:
     """Write the state over the live training; returns what did not fit, or with `strict` raises MismatchError."""
     state = checkpoint.state
-    problems = compare_training(state, model, optimizers)
-    problems += [f"no state of the {name} was saved" for name in extras if name not in state["extras"]]
+    problems = compare_training(state, model, optimizers, extras)
     if problems and strict:
         raise MismatchError(
             f"{checkpoint.info.path} does not fit this training: {'; '.join(problems)}. Make model and optimizers as "
@@ -239,7 +288,8 @@ def put_back(
     live = dict(_each_parameter(model, optimizers))
     hosts = _Hosts(checkpoint.devices, [(loaded[name], p) for name, p in live.items() if name in loaded])
     made = _number_state(state, model, optimizers, extras, hosts)
-    Restorer(made, hosts.tensors, hosts.devices, shared=()).restore(optimizers, extras)
+    restorer = Restorer(made, hosts.tensors, hosts.devices, shared=(), strict=strict)
+    problems += restorer.restore(optimizers, extras)
     for path, module in _find_extra_state(model):
         if path in state["extra_state"]:
             module.set_extra_state(state["extra_state"][path])
@@ -257,7 +307,7 @@ def _number_state(
     return State(
         parameters=[(p, hosts.number(saved[name])) for name, p in fitting.items()],
         buffers=[
-            (module, name, hosts.number(buffers[full], take_local(live).device))
+            (module, name, hosts.number(buffers[full].to(live.dtype), take_local(live).device))
             for persistent in (True, False)
             for full, module, name, live in _find_buffers(model, persistent=persistent)
             if full in buffers and buffers[full].shape == live.shape
@@ -267,7 +317,6 @@ def _number_state(
             for optimizer, kept in zip(optimizers, state["optimizers"])
         ],
         extras={name: hosts.number(tree) for name, tree in state["extras"].items() if name in extras},
-        rng=live_random(state["random"]),
     )
 
 
@@ -276,9 +325,11 @@ def _number_optimizer(
     kept: Mapping[str, Any],
     parameters: Mapping[str, tuple[Tensor, Tensor]],
     hosts: _Hosts,
-) -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
-    """Groups and state for the Restorer; of a group that was not saved the live settings."""
+) -> OptimizerState:
+    """Groups and state for the Restorer; the live settings of a group, or a class, that was not saved."""
     live = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    if not _is_same_class(optimizer, kept):
+        return OptimizerState(groups=live, state=[])
     groups = [hosts.number(kept["groups"][i]) if i < len(kept["groups"]) else group for i, group in enumerate(live)]
     now, then = _find_device_stepped(optimizer.param_groups), any(_steps_on_device(g) for g in kept["groups"])
     state = []
@@ -287,7 +338,9 @@ def _number_optimizer(
             loaded, parameter = parameters[name]
             on_device = True if id(parameter) in now else False if then or hosts.name_device(loaded) == "cpu" else None
             state.append((parameter, hosts.number_state(value, loaded, parameter, step_on_device=on_device)))
-    return groups, state
+    state += [(key, hosts.number(value)) for key, value in kept.get("other_state", {}).items()]
+    own = kept.get("own") if has_own_state(optimizer) else None
+    return OptimizerState(groups=groups, state=state, own=hosts.number(own))
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:

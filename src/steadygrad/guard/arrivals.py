@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.act.random_state import restore_random, unchanged_random
 from steadygrad.detect.own import split_facts
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.investigator import tell_since_when
@@ -67,7 +66,6 @@ class Arrivals:
         if pending is None or pending.updates is not None or pending.looks.under_way:
             return
         if pending.ticket.ready:
-            self._moment.random = None  # nothing has been drawn since
             self.judge_pending()
 
     def judge(self, reading: Reading, looks: Looks, told: Told) -> None:
@@ -145,8 +143,6 @@ class Arrivals:
         return cause if cause is None or given is None else tell_since_when(cause, given)
 
     def _take_snapshot(self, step: int) -> None:
-        """The state before `step`; judged late, that step's forward has already moved buffers and generators."""
-        with self._parts.buffers.as_saved(), unchanged_random(self._parts.devices):
-            if self._moment.random is not None:
-                restore_random(self._moment.random)
+        """The state before `step`; judged late, that step's forward has already moved the buffers."""
+        with self._parts.buffers.as_saved():
             self._parts.snapshots.take(step)

@@ -428,7 +428,6 @@ class Guard:
             self._closed = True
             if self._drive is not None:
                 self._drive.detach()
-            self._parts.rates.close()
             self._parts.own_gradients.close()
             self._parts.investigator.close()
             self._parts.checkpoints.close()

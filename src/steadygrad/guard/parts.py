@@ -55,8 +55,6 @@ class Moment:
     looks: Looks = field(default_factory=Looks)
     logged: dict[str, list[float | Tensor]] = field(default_factory=dict)
     """What `guard.log` was told, by name, a value for each microbatch that told one."""
-    random: dict[str, Any] | None = None
-    """The generators as they were before the step, where a snapshot of that moment is taken later."""
     num_skipped_batches: int = 0
     """Batches that `guard.batches` left out after a rollback."""
     validation_loss: float | None = None
@@ -139,7 +137,6 @@ class Parts:
             model=self.model,
             interval=config.scheduler_interval,
             buffers=self.buffers,
-            rates=self.rates,
         )
         rules, own_rules = standard_rules(config.detect, clip_threshold=getattr(clip, "max_norm", None)), None
         if self.ranks.many:
@@ -210,9 +207,8 @@ class Parts:
             optimizer.zero_grad(set_to_none=True)
 
     def learning_rates(self) -> tuple[float, ...]:
-        """The rates of all groups as they are now; NaN of one that has none, as an optimizer that finds its own."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return tuple(float("nan" if (rate := group.get("lr")) is None else rate) for group in groups)
+        """The rates that the next step uses, of all groups; NaN for an optimizer that finds its own."""
+        return self.rates.learning_rates()
 
     def _open_run(self, run_dir: str | Path | None) -> list[Sink]:
         if run_dir is None or self.off:

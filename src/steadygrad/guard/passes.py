@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from steadygrad.act.precision import DTYPES
-from steadygrad.act.random_state import capture_random, unchanged_random
 from steadygrad.errors import UsageError
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.parts import Moment, Parts
@@ -46,8 +45,8 @@ class Passes:
         with self._autocast():
             if parts.off:
                 return subject(*args, **kwargs)
-            if parts.actor.num_to_refuse:  # a result for the caller, and no trace of it
-                with torch.no_grad(), unchanged_random(parts.devices):
+            if parts.actor.num_to_refuse:  # a result for the caller; a batch that it draws is left out with it
+                with torch.no_grad():
                     return subject(*args, **kwargs)
             with self._watch(args, kwargs), parts.investigator.watch(subject, args, kwargs):
                 return subject(*args, **kwargs)
@@ -114,9 +113,6 @@ class Passes:
         if step == 0 and parts.snapshots.due(0):
             parts.snapshots.take(0)
         parts.lookout.begin()
-        # Judged late, a snapshot of this moment is taken when the generators have moved on.
-        is_late = self._arrivals.pending is not None and parts.snapshots.due(step)
-        self._moment.random = capture_random(parts.devices) if is_late else None
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._parts.config.autocast is None:

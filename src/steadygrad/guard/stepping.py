@@ -84,7 +84,8 @@ class Stepper:
         measure_updates = self._updates_are_due(facts["step"])
         if measure_updates:
             parts.updates.before()
-        parts.reflex.step_on_device(m, carried)
+        with parts.rates.held():
+            parts.reflex.step_on_device(m, carried)
         self._arrivals.pending = pending = Pending(m, parts.transfer.send(m.packed, after=complete), facts, looks)
         parts.lookout.after_optimizer(facts["step"], looks)
         if parts.scaler.now is not None:
@@ -118,7 +119,8 @@ class Stepper:
             parts.reflex.skip_on_host()
             parts.buffers.restore()
         else:
-            parts.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
+            with parts.rates.held():
+                parts.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
             if repaired is None:
                 parts.buffers.save()
             else:  # gradients can be repaired; statistics that saw a bad batch cannot
@@ -188,7 +190,6 @@ class Stepper:
     def _prepare_optimizers(self) -> tuple[float, ...]:
         """The last moment before a weight can change; the learning rates that it will change with."""
         self._parts.snapshots.before_optimizer()
-        self._parts.rates.before_step()
         return self._parts.learning_rates()
 
     def _updates_are_due(self, step: int) -> bool:

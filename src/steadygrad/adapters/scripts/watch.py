@@ -234,16 +234,13 @@ class Watch:
             self._judgement = self._open_judgement([name for name, _ in named])
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
-        rates = Rates([self.optimizer])
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
         recorder = Recorder([*self._open_run(names), self._terminal])
         judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
-            followers=Followers(
-                None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers, rates=rates
-            ),
-            actor=Actor(self._config.policy, rates=rates, snapshots=snapshots),
+            followers=Followers(None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers),
+            actor=Actor(self._config.policy, rates=Rates([self.optimizer]), snapshots=snapshots),
             recorder=recorder,
         )
         # When the optimizer goes, or the script ends. None of these may hold the optimizer.
