@@ -151,6 +151,15 @@ def collect_state(
     )
 
 
+def find_uncopied(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], extras: Mapping[str, Any]
+) -> list[str]:
+    """What of a training cannot be copied, in a few words each; copies no tensor."""
+    collector = Collector([model, *optimizers, *extras.values()])
+    collect_state(collector, model, optimizers, extras)
+    return collector.left_out
+
+
 def _collect_buffers(collector: Collector, model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot | None]]:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -11,6 +11,7 @@ Guard's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 
+logger = logging.getLogger("steadygrad")
 MIN_EVERY = 10
 """Steps between two snapshots at the very start of a run."""
 DENSE_BYTES = 64 << 20
@@ -71,6 +73,7 @@ class Snapshots:
         self._restored: Snapshot | None = None
         self._in_trouble = False
         self._were_finite: set[str] = set()
+        self._told: set[str] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
         self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
@@ -124,13 +127,14 @@ class Snapshots:
         self._last_taken = step
         return True
 
-    def find_uncopied(self) -> list[str]:
-        """What of this training cannot be copied, in a few words each; copies no tensor."""
-        return self._collect()[0].left_out if self.off is None else []
-
     def _collect(self) -> tuple[Collector, State]:
         collector = Collector(self._shared)
-        return collector, collect_state(collector, self._model, self._optimizers, self._extras)
+        state = collect_state(collector, self._model, self._optimizers, self._extras)
+        for what in collector.left_out:  # that of the start is a finding; state may also come later
+            if what not in self._told:
+                self._told.add(what)
+                logger.info("left out of snapshots, because it cannot be copied: %s", what)
+        return collector, state
 
     def before_optimizer(self) -> None:
         """The device, not the host, waits for copies under way before it goes on to change what is being copied."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
 from steadygrad.act.random_state import restore_random
+from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.finite import count_nonfinite
 from steadygrad.checkpoint.ledger import rewind_ledger
@@ -197,7 +198,7 @@ class RunCheckpoints:
             "given": self._given,
             "clip": self._clip,
             "data": self._positions.state_dict(),
-            "accumulated": _gather_accumulated(accumulated, self._model, buffers),
+            "accumulated": gather_accumulated(accumulated, self._model, buffers),
         }
         saved = store.save(
             state,
@@ -262,7 +263,7 @@ class RunCheckpoints:
             state["guard"]["clip"] = {}
             problems.append(f"clipping by {self._clip} begins anew, saved was {state['clip']}")
         problems += tell_other_ranks(checkpoint.info, self._ranks)
-        accumulated = _put_accumulated(state["accumulated"], self._model, buffers)
+        accumulated = put_accumulated(state["accumulated"], self._model, buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])
         self._follows_data = True
@@ -308,42 +309,3 @@ class RunCheckpoints:
         self.signals.stop()
         if self._store is not None:
             self._store.close()
-
-
-def _gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: BufferKeeper) -> dict[str, Any]:
-    """Microbatches of a step that is not made yet, and the buffers from before its first forward."""
-    if accumulated.num == 0:
-        return {"num": 0}
-    with buffers.as_saved():
-        before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    return {
-        "num": accumulated.num,
-        "num_dropped": accumulated.num_dropped,
-        "overflowed": accumulated.overflowed,
-        "losses": list(accumulated.losses),
-        "buffers": before,
-    }
-
-
-@torch.no_grad()
-def _put_accumulated(saved: Mapping[str, Any], model: nn.Module, buffers: BufferKeeper) -> Accumulated:
-    """The microbatches again; `buffers` learns what a skip of their step must go back to."""
-    live = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()} if saved["num"] else {}
-    _write(live, saved.get("buffers", {}))
-    buffers.refresh(everything=True)
-    _write(live, {name: now for name, (_, now) in live.items()})
-    if not saved["num"]:
-        return Accumulated()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return Accumulated(
-        losses=[loss.to(device) for loss in saved["losses"]],
-        num=saved["num"],
-        num_dropped=saved["num_dropped"],
-        overflowed=saved["overflowed"],
-    )
-
-
-def _write(live: Mapping[str, tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
-    for name, (buffer, _) in live.items():
-        if name in values and values[name].shape == buffer.shape:
-            buffer.data.copy_(values[name])

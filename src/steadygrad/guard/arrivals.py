@@ -101,7 +101,7 @@ class Arrivals:
         """After a rollback, what was remembered of weights and buffers is no more."""
         rolled_back = self._parts.actor.take_rolled_back()
         if rolled_back:
-            self._parts.buffers.refresh(everything=True)
+            self._parts.buffers.forget()
             self._parts.lookout.forget()
         return rolled_back
 
@@ -137,7 +137,8 @@ class Arrivals:
 
     def _replay(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
         """Replay the step, from the buffers that it began with."""
-        with self._parts.buffers.as_saved(), self._parts.own_gradients.looking_away():
+        buffers = self._parts.buffers
+        with buffers.as_saved(), buffers.unchanged(), self._parts.own_gradients.looking_away():
             cause = self._parts.investigator.investigate(captures, reading, findings)
         given = self._parts.lookout.given_nonfinite
         return cause if cause is None or given is None else tell_since_when(cause, given)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from steadygrad._version import __version__
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.capture import find_uncopied
 from steadygrad.act.followers import Followers
 from steadygrad.act.microbatches import Accumulated, MicrobatchGate
 from steadygrad.act.rates import Rates
@@ -32,6 +33,7 @@ from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.own import split_rules
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import UsageError
+from steadygrad.facts import Finding, Severity
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Meter, Transfer
 from steadygrad.measure.foresee import refuse_shards
@@ -105,11 +107,12 @@ class Parts:
         self.clipper = None if config.clip is None else build_clipper(config.clip)
         self.transfer = Transfer(slots=6)
         self.user_scaler, self.scaler = scaler, ScalerDriver(scaler, self.optimizers)
-        self.buffers = BufferKeeper(self.model)
+        self.buffers = BufferKeeper(nn.Module() if self.off else self.model, watch=not self.off)
         self.rates = Rates(self.optimizers)
         self._watch_parameters()
         given = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
         _check_extras(extras, taken=given)
+        self.stateful = _keep_stateful({**given, **extras})
         self._build_judgement(given, run_dir, sinks)
         self.checkpoints = RunCheckpoints(
             run_dir,
@@ -230,6 +233,22 @@ class Parts:
 def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:
     """What changes when parameters are added or exchanged, looked at in microseconds."""
     return [tuple(map(id, group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def foresee_uncopied(parts: Parts) -> list[Finding]:
+    """A warning before the first step, when something cannot be copied and neither rollback nor resume will know it."""
+    left_out = find_uncopied(parts.model, parts.optimizers, parts.stateful)
+    if not left_out:
+        return []
+    return [
+        Finding(
+            kind="uncopied_state",
+            severity=Severity.WARNING,
+            step=0,
+            message=f"left out of snapshots and checkpoints, because it cannot be copied: {', '.join(left_out)}",
+            advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
+        )
+    ]
 
 
 def _check_given(config: Any, scaler: Any, run_dir: Any) -> None:

@@ -34,7 +34,9 @@ class Passes:
         if self._moment.batches.num == 0:
             parts.drop_gradients()  # of another loss that reaches these parameters too: a generator's, another guard's
             if not parts.off:
-                self._begin_step(has_forward=has_forward)
+                self._begin_step()
+                if has_forward:  # what was called before is no part of this step
+                    parts.buffers.begin(anew=True)
         if not has_forward:
             if args or kwargs:
                 raise UsageError(
@@ -76,7 +78,8 @@ class Passes:
             yield
             return
         if self._moment.batches.num == 0:
-            self._begin_step(has_forward=True)
+            self._begin_step()
+            self._parts.buffers.begin()
         investigator = self._parts.investigator
         note = contextlib.nullcontext() if replay is None else investigator.watch(replay, args, kwargs)
         with self._watch(args, kwargs), note:
@@ -105,11 +108,9 @@ class Passes:
         finally:
             self._is_watching = False
 
-    def _begin_step(self, *, has_forward: bool) -> None:
+    def _begin_step(self) -> None:
         """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
         parts, step = self._parts, self._moment.next_step
-        if has_forward:
-            parts.buffers.refresh()
         if step == 0 and parts.snapshots.due(0):
             parts.snapshots.take(0)
         parts.lookout.begin()

@@ -122,7 +122,7 @@ class Stepper:
             with parts.rates.held():
                 parts.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
             if repaired is None:
-                parts.buffers.save()
+                parts.buffers.accept()
             else:  # gradients can be repaired; statistics that saw a bad batch cannot
                 parts.buffers.restore()
             parts.lookout.after_optimizer(reading.step, looks)

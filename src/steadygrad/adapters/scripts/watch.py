@@ -119,7 +119,7 @@ class Watch:
         """The model, or a part of it, is called for training."""
         if not self._has_begun:  # the first microbatch: what moved since the last step was moved by somebody else
             self._has_begun = True
-            self._buffers.refresh()
+            self._buffers.begin(anew=True)
         if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
             return  # called with what another model has made: that graph is gone when there is something to replay
         self._looks.batch = (args, kwargs)
@@ -176,7 +176,7 @@ class Watch:
         if skipped and not _is_search(reading):
             self._buffers.restore()
         else:
-            self._buffers.save()
+            self._buffers.accept()
         if not skipped:
             self._lookout.after_optimizer(reading.step, looks)
         self._step += 1
@@ -210,7 +210,8 @@ class Watch:
 
     def _diagnose(self, reading: Reading) -> Cause | None:
         """Before the step is made: while observing, the weights are good for the last time."""
-        cause = self._investigator.investigate(self._investigator.take(), reading, ())
+        with self._buffers.unchanged():
+            cause = self._investigator.investigate(self._investigator.take(), reading, ())
         return None if cause is None or cause.kind == "error" else _tell_limits(cause)
 
     # --- around the steps -------------------------------------------------------------------------------------------
