@@ -9,6 +9,7 @@ taken as it is: its groups, its `state` under any key, and what a `state_dict()`
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ class Collector:
             for key, item in value.items():
                 made[key] = self.walk(item, name=name and f"{name}.{key}", **settings)
             return made
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | deque):
             return remake(value, [self.walk(item, name=name, **settings) for item in value])
         try:
             return copy.deepcopy(value, self._memo)
@@ -89,7 +90,9 @@ class Collector:
 
 
 def remake(like: Any, items: list[Any]) -> Any:
-    """A list, tuple or named tuple of the kind of `like`."""
+    """A list, tuple, named tuple or deque of the kind of `like`."""
+    if isinstance(like, deque):
+        return deque(items, like.maxlen)
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 

@@ -122,6 +122,7 @@ class Rates:
         self._decay = _Knob("weight_decay", self._optimizers)
         self._ramp_steps: int | None = None
         self._climb: _Climb | None = None
+        self._own_writers: set[int] = set()
 
     @property
     def factor(self) -> float:
@@ -146,11 +147,21 @@ class Rates:
             with torch.no_grad():
                 held.extend(self._lr.hold())
                 held.extend(self._decay.hold())
+            before = [
+                (optimizer, group, group.get("lr"))
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ]
             yield
+            self._own_writers |= {id(optimizer) for optimizer, group, rate in before if group.get("lr") is not rate}
         finally:
             with torch.no_grad():
                 for one in held:
                     one.put_back()
+
+    def is_written_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer was seen to write its learning rate itself: then the rate is a part of its state."""
+        return id(optimizer) in self._own_writers
 
     def scale_lr(self, factor: float) -> Outcome:
         """Multiply the learning rate, on top of the factor that holds already. A climb back starts anew from here."""

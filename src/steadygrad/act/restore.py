@@ -7,8 +7,10 @@ alone unless the scheduler that writes them goes back too: the user's own schedu
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +40,13 @@ class Restorer:
         devices: Sequence[torch.device],
         *,
         shared: Iterable[object],
-        settings: bool = True,
+        settings: Container[int] | None = None,
         strict: bool = False,
     ) -> None:
-        """`settings`: whether learning rates and the like go back too. `strict`: what cannot load its state raises."""
+        """`settings`: ids of the optimizers whose learning rates and the like go back too; None: of all.
+
+        `strict`: what cannot load its state raises.
+        """
         self._state, self._hosts, self._devices = state, hosts, devices
         self._settings, self._strict = settings, strict
         self._memo: dict[int, Any] = {id(thing): thing for thing in shared}
@@ -83,8 +88,8 @@ class Restorer:
             return saved.value
         if isinstance(saved, dict):
             return self._put_dict(live, saved)
-        if isinstance(saved, list | tuple):
-            fits = isinstance(live, list | tuple) and len(live) == len(saved)
+        if isinstance(saved, list | tuple | deque):
+            fits = isinstance(live, list | tuple | deque) and len(live) == len(saved)
             return remake(saved, [self._put(live[i] if fits else None, item) for i, item in enumerate(saved)])
         return copy.deepcopy(saved, self._memo)
 
@@ -121,7 +126,7 @@ class Restorer:
         tree = self._put(None, own)
         links = _link_groups(optimizer)
         try:
-            if not self._settings:
+            if not self._takes_settings(optimizer):
                 _keep_settings(optimizer, tree, optimizer.state_dict())
             optimizer.load_state_dict(tree)
         except Exception as error:  # somebody's class; groups and `state` are still put back
@@ -154,7 +159,10 @@ class Restorer:
                 state[key] = put if then is None or then == key.dtype else _cast(put, then, key.dtype)
 
     def _goes_back(self, optimizer: torch.optim.Optimizer, key: str) -> bool:
-        return self._settings or not is_setting(optimizer, key)
+        return self._takes_settings(optimizer) or not is_setting(optimizer, key)
+
+    def _takes_settings(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._settings is None or id(optimizer) in self._settings
 
     # --- extras -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +197,7 @@ class Restorer:
             for key, item in saved.items():
                 made[key] = self._fill(item)
             return made
-        if isinstance(saved, list | tuple):
+        if isinstance(saved, list | tuple | deque):
             return remake(saved, [self._fill(item) for item in saved])
         return copy.deepcopy(saved, self._memo)
 
@@ -216,7 +224,8 @@ def _relink_groups(links: Links) -> None:
                 old.update(contents)
         groups[:] = known
         if optimizer.param_groups is not groups:
-            optimizer.param_groups = groups
+            with contextlib.suppress(AttributeError):  # a wrapper's property, which follows its inner optimizer
+                optimizer.param_groups = groups
 
 
 def _keep_settings(optimizer: torch.optim.Optimizer, saved: Any, live: Any) -> None:

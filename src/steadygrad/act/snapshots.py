@@ -59,9 +59,13 @@ class Snapshots:
         extras: Mapping[str, Stateful] | None = None,
         config: SnapshotConfig | None = None,
         agree: Callable[[Sequence[int]], Collection[int]] | None = None,
+        owns_rate: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
     ) -> None:
-        """`agree`: on many ranks, of the steps that this rank could go back to those that all can."""
-        self._agree = agree
+        """`agree`: on many ranks, of the steps that this rank could go back to those that all can.
+
+        `owns_rate`: whether an optimizer writes its learning rate itself, which then goes back with its state.
+        """
+        self._agree, self._owns_rate = agree, owns_rate
         self._model, self._optimizers = model, list(optimizers)
         self._extras: dict[str, Any] = {name: extra for name, extra in (extras or {}).items() if extra is not None}
         self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, whoever refers to them
@@ -303,7 +307,7 @@ class Snapshots:
         chosen.wait()
         settle_shards(self._model)
         # Rates belong to whoever schedules them; a scheduler that was left out of the snapshot has moved on with them.
-        settings = "scheduler" in chosen.state.extras
+        settings = {id(o) for o in self._optimizers if "scheduler" in chosen.state.extras or self._owns_rate(o)}
         restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared, settings=settings)
         self.misfits = restorer.restore(self._optimizers, self._extras)
         for snapshot in self._ring[self._ring.index(chosen) + 1 :]:

@@ -1,163 +1,34 @@
-"""A live training -> one plain state -> the same training again, in another process.
+"""One plain state, as `gather` made it -> the live training again, in this process or another.
 
-What is gathered: weights and every buffer, optimizers, scheduler, scaler, EMA, random generators, gradients that are
-still accumulating. Parameters are known by name, so that a model that has changed is told tensor by tensor. Putting
-back goes through `act.capture.Restorer`, in place and without the casts of `Optimizer.load_state_dict`. Nothing is
-changed before everything was compared.
+Nothing is changed before everything was compared: names, shapes, dtypes, groups, the classes of the optimizers. Putting
+back goes through `act.restore.Restorer`, in place and without the casts of `Optimizer.load_state_dict`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import (
-    AsItIs,
-    Collector,
-    OptimizerState,
-    Slot,
-    State,
-    collect_state,
-    has_own_state,
-    has_values,
-    settle_shards,
-)
-from steadygrad.act.random_state import capture_random
+from steadygrad.act.capture import OptimizerState, Slot, State, has_own_state, settle_shards
 from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.fitting import compare_weights, find_weights
+from steadygrad.checkpoint.gather import (
+    DEQUE,
+    Optimizers,
+    each_parameter,
+    find_buffers,
+    find_device,
+    find_extra_state,
+    name_class,
+    name_parameters,
+)
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.refusals import MismatchError
 from steadygrad.measure.shards import MeshPlace, take_local
-
-Optimizers = Sequence[torch.optim.Optimizer]
-
-
-# --- gather -------------------------------------------------------------------------------------------------------
-
-
-def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of everything; its tensors are the live ones, to be copied before anything moves."""
-    collector = Collector([model, *optimizers, *extras.values()])
-    captured = collect_state(collector, model, optimizers, extras)
-    names = name_parameters(model, optimizers)
-    weights = find_weights(model)
-
-    def fill(tree: Any) -> Any:
-        return _fill(tree, collector)
-
-    return {
-        "model": weights,
-        # What a state_dict leaves out or calls otherwise: activation checkpointing drops the name of its wrapper there.
-        "other_parameters": {name: p for name, p in _each_parameter(model, optimizers) if name not in weights},
-        "other_buffers": {
-            name: buffer
-            for persistent in (True, False)
-            for name, _, _, buffer in _find_buffers(model, persistent=persistent)
-            if not persistent or name not in weights
-        },
-        "extra_state": {path: module.get_extra_state() for path, module in _find_extra_state(model)},
-        "optimizers": [
-            {
-                "class": name_class(optimizer),
-                "groups": fill(kept.groups),
-                "params": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
-                "state": {names[id(key)]: fill(value) for key, value in kept.state if id(key) in names},
-                # What belongs to no single parameter: a count of all steps, madgrad's k.
-                "other_state": {key: fill(value) for key, value in kept.state if not isinstance(key, Tensor)},
-                "own": fill(kept.own),
-            }
-            for optimizer, kept in zip(optimizers, captured.optimizers)
-        ],
-        "extras": {name: fill(tree) for name, tree in captured.extras.items()},
-        "gradients": {name: p.grad for name, p in _each_parameter(model, optimizers) if p.grad is not None},
-        "random": plain_random(capture_random({p.device for _, p in _each_parameter(model, optimizers)})),
-    }
-
-
-def name_class(thing: object) -> str:
-    """Where its class is defined, and its name."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def name_parameters(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
-    """id -> name, of the model's parameters and of those that only an optimizer holds."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    for i, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            for k, parameter in enumerate(group["params"]):
-                names.setdefault(id(parameter), f"optimizer {i} group {g} parameter {k}")
-    return names
-
-
-def _each_parameter(model: nn.Module, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
-    names = name_parameters(model, optimizers)
-    for parameter in (*model.parameters(), *_only_in_optimizers(model, optimizers)):
-        if has_values(parameter):
-            yield names[id(parameter)], parameter
-
-
-def _only_in_optimizers(model: nn.Module, optimizers: Optimizers) -> list[Tensor]:
-    own = {id(p) for p in model.parameters()}
-    held = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
-    return [p for i, p in held.items() if i not in own]
-
-
-def _find_buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(full name, module, name, buffer) of the buffers that a state_dict has, or of those that it leaves out."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if (
-                buffer is not None
-                and has_values(buffer)
-                and (name in module._non_persistent_buffers_set) is not persistent
-            ):
-                yield f"{path}.{name}" if path else name, module, name, buffer
-
-
-def _find_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield path, module
-
-
-def _fill(tree: Any, collector: Collector) -> Any:
-    """The tree with the live tensors in the place of their numbers."""
-    if isinstance(tree, Slot):
-        tensor = collector.sources[tree.index].tensor
-        return tensor if tree.mesh is None else tree.mesh.make_whole(tensor)
-    if isinstance(tree, AsItIs):
-        return None
-    if isinstance(tree, dict):
-        return {key: _fill(value, collector) for key, value in tree.items() if not isinstance(value, AsItIs)}
-    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
-        return type(tree)(_fill(item, collector) for item in tree)
-    return tree
-
-
-def _find_unsaved(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
-    """Weights that the checkpoint has under no name by which they could be put back."""
-    saved = {*state["model"], *state["other_parameters"]}
-    own = find_weights(model)  # these were compared already
-    return [
-        f"{name} is not in it under this name"
-        for name, _ in _each_parameter(model, optimizers)
-        if name not in saved and name not in own and not name.startswith("optimizer ")
-    ]
-
-
-def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Random generators with devices spelled as text."""
-    return {**state, "cuda": {str(device): generator for device, generator in state["cuda"].items()}}
-
-
-def live_random(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for `restore_random`; generators of devices that are not here are left out."""
-    here = {device: generator for device, generator in state["cuda"].items() if _find_device(device).type == "cuda"}
-    return {**state, "cuda": {torch.device(device): generator for device, generator in here.items()}}
-
 
 # --- compare ------------------------------------------------------------------------------------------------------
 
@@ -213,6 +84,17 @@ def _compare_groups(own: list[list[str]], saved: list[list[str]]) -> str:
     return "; ".join(parts) or "in another order"
 
 
+def _find_unsaved(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
+    """Weights that the checkpoint has under no name by which they could be put back."""
+    saved = {*state["model"], *state["other_parameters"]}
+    own = find_weights(model)  # these were compared already
+    return [
+        f"{name} is not in it under this name"
+        for name, _ in each_parameter(model, optimizers)
+        if name not in saved and name not in own and not name.startswith("optimizer ")
+    ]
+
+
 # --- put back -----------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +124,8 @@ class _Hosts:
             self.devices.append(device or self._find_device(tree))
             return Slot(len(self.tensors) - 1, MeshPlace.of(tree))
         if isinstance(tree, dict):
+            if DEQUE in tree:
+                return deque(self.number(tree[DEQUE], device), tree["maxlen"])
             return {key: self.number(value, device) for key, value in tree.items()}
         if isinstance(tree, list | tuple) and type(tree) is not torch.Size:
             return type(tree)(self.number(item, device) for item in tree)
@@ -268,7 +152,7 @@ class _Hosts:
     def _find_device(self, loaded: Tensor) -> torch.device:
         """A thing of its own on the host stays there; one on a device that the training has left goes along."""
         saved = self.name_device(loaded)
-        return _find_device(saved) if saved == "cpu" else self._moved.get(saved) or _find_device(saved)
+        return find_device(saved) if saved == "cpu" else self._moved.get(saved) or find_device(saved)
 
 
 @torch.no_grad()
@@ -285,12 +169,13 @@ def put_back(
         )
     settle_shards(model)
     loaded = {**state["model"], **state["other_parameters"]}
-    live = dict(_each_parameter(model, optimizers))
+    live = dict(each_parameter(model, optimizers))
     hosts = _Hosts(checkpoint.devices, [(loaded[name], p) for name, p in live.items() if name in loaded])
     made = _number_state(state, model, optimizers, extras, hosts)
     restorer = Restorer(made, hosts.tensors, hosts.devices, shared=(), strict=strict)
     problems += restorer.restore(optimizers, extras)
-    for path, module in _find_extra_state(model):
+    problems += [kept["left_out"] for kept in state["optimizers"] if "left_out" in kept]
+    for path, module in find_extra_state(model):
         if path in state["extra_state"]:
             module.set_extra_state(state["extra_state"][path])
     _put_gradients(state["gradients"], model, optimizers)
@@ -301,7 +186,7 @@ def _number_state(
     state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any], hosts: _Hosts
 ) -> State:
     saved = {**state["model"], **state["other_parameters"]}
-    parameters = dict(_each_parameter(model, optimizers))
+    parameters = dict(each_parameter(model, optimizers))
     fitting = {name: p for name, p in parameters.items() if name in saved and saved[name].shape == p.shape}
     buffers = {**state["model"], **state["other_buffers"]}
     return State(
@@ -309,7 +194,7 @@ def _number_state(
         buffers=[
             (module, name, hosts.number(buffers[full].to(live.dtype), take_local(live).device))
             for persistent in (True, False)
-            for full, module, name, live in _find_buffers(model, persistent=persistent)
+            for full, module, name, live in find_buffers(model, persistent=persistent)
             if full in buffers and buffers[full].shape == live.shape
         ],
         optimizers=[
@@ -330,6 +215,8 @@ def _number_optimizer(
     live = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     if not _is_same_class(optimizer, kept):
         return OptimizerState(groups=live, state=[])
+    if "left_out" in kept:
+        return OptimizerState(groups=[{**group, **saved} for group, saved in zip(live, kept["groups"])], state=[])
     groups = [hosts.number(kept["groups"][i]) if i < len(kept["groups"]) else group for i, group in enumerate(live)]
     now, then = _find_device_stepped(optimizer.param_groups), any(_steps_on_device(g) for g in kept["groups"])
     state = []
@@ -353,17 +240,7 @@ def _find_device_stepped(groups: Sequence[Mapping[str, Any]]) -> set[int]:
 
 
 def _put_gradients(gradients: Mapping[str, Tensor], model: nn.Module, optimizers: Optimizers) -> None:
-    for name, parameter in _each_parameter(model, optimizers):
+    for name, parameter in each_parameter(model, optimizers):
         saved = gradients.get(name)
         fits = saved is not None and saved.shape == parameter.shape
         parameter.grad = saved.to(parameter.device, copy=True) if fits and saved is not None else None
-
-
-def _find_device(saved: str) -> torch.device:
-    """The device of that name, or the nearest thing to it that is here."""
-    device = torch.device(saved)
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)

@@ -151,6 +151,7 @@ class Parts:
             extras=_keep_stateful({**given, "clip": self.clipper, "detect": detector, "rates": self.rates}),
             config=config.snapshots,
             agree=self.ranks.find_common if self.ranks.many else None,
+            owns_rate=self.rates.is_written_by,
         )
         self.actor = Actor(config.policy, rates=self.rates, snapshots=self.snapshots, clipper=self.clipper)
         self.rank_file: RankFile | None = None
