@@ -24,6 +24,8 @@ from steadygrad.checkpoint.plain import PLAIN
 Optimizers = Sequence[torch.optim.Optimizer]
 DEQUE = "$deque"
 """Key of the dict that stands where a deque was."""
+PARAMETER = "$parameter"
+"""With a name, what stands where a parameter was a key."""
 
 
 def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +69,9 @@ def _gather_optimizer(
     state = {
         "state": {names[id(key)]: fill(value) for key, value in kept.state if id(key) in names},
         # What belongs to no single parameter: a count of all steps, madgrad's k.
-        "other_state": {key: fill(value) for key, value in kept.state if not isinstance(key, Tensor)},
+        "other_state": {
+            key: _name_keys(fill(value), names) for key, value in kept.state if not isinstance(key, Tensor)
+        },
         "own": fill(kept.own),
     }
     unsaved = find_unsaved(state)
@@ -76,6 +80,16 @@ def _gather_optimizer(
     settings = [{k: v for k, v in group.items() if is_setting(optimizer, k)} for group in gathered["groups"]]
     left_out = f"the state of {type(optimizer).__name__} holds a {unsaved}, which cannot be saved, and begins anew"
     return gathered | {"groups": settings, "state": {}, "left_out": left_out}
+
+
+def _name_keys(tree: Any, names: Mapping[int, str]) -> Any:
+    """The tree with names in the place of keys that are parameters, as TRAC has them."""
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        (PARAMETER, names[id(key)]) if id(key) in names else key: _name_keys(value, names)
+        for key, value in tree.items()
+    }
 
 
 def find_unsaved(tree: Any) -> str | None:

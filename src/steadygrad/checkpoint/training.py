@@ -18,6 +18,7 @@ from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.fitting import compare_weights, find_weights
 from steadygrad.checkpoint.gather import (
     DEQUE,
+    PARAMETER,
     Optimizers,
     each_parameter,
     find_buffers,
@@ -225,9 +226,17 @@ def _number_optimizer(
             loaded, parameter = parameters[name]
             on_device = True if id(parameter) in now else False if then or hosts.name_device(loaded) == "cpu" else None
             state.append((parameter, hosts.number_state(value, loaded, parameter, step_on_device=on_device)))
-    state += [(key, hosts.number(value)) for key, value in kept.get("other_state", {}).items()]
+    named = {(PARAMETER, name): parameter for name, (_, parameter) in parameters.items()}
+    state += [(key, _find_keys(hosts.number(value), named)) for key, value in kept.get("other_state", {}).items()]
     own = kept.get("own") if has_own_state(optimizer) else None
     return OptimizerState(groups=groups, state=state, own=hosts.number(own))
+
+
+def _find_keys(tree: Any, named: Mapping[Any, Tensor]) -> Any:
+    """The tree with parameters in the place of their names."""
+    if not isinstance(tree, dict):
+        return tree
+    return {named.get(key, key): _find_keys(value, named) for key, value in tree.items()}
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
