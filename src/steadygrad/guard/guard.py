@@ -144,6 +144,7 @@ class Guard:
         self._moment.end_step()
         self._parts.investigator.take()
         self._parts.scaler.end_step()
+        self._parts.other_gradients.end_step()
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
@@ -431,6 +432,7 @@ class Guard:
                 self._drive.detach()
             self._parts.own_gradients.close()
             self._parts.buffers.close()
+            self._parts.other_gradients.close()
             self._parts.investigator.close()
             self._parts.checkpoints.close()
             self._keeper.tell_unsaved()

@@ -21,6 +21,7 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.capture import find_uncopied
 from steadygrad.act.followers import Followers
 from steadygrad.act.microbatches import Accumulated, MicrobatchGate
+from steadygrad.act.other_gradients import OtherGradients
 from steadygrad.act.rates import Rates
 from steadygrad.act.reflex import Reflex
 from steadygrad.act.scaler import ScalerDriver
@@ -108,6 +109,7 @@ class Parts:
         self.transfer = Transfer(slots=6)
         self.user_scaler, self.scaler = scaler, ScalerDriver(scaler, self.optimizers)
         self.buffers = BufferKeeper(nn.Module() if self.off else self.model, watch=not self.off)
+        self.other_gradients = OtherGradients(self.model, self.optimizers, watch=not self.off)
         self.rates = Rates(self.optimizers)
         self._watch_parameters()
         given = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
@@ -196,14 +198,6 @@ class Parts:
         self.subjects = find_subjects(self.model, self.optimizers)
         self.own_gradients.close()
         self._watch_parameters()
-
-    def drop_gradients(self) -> None:
-        """What is there before a step that is ours from its forward on belongs to none of it."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad = None
 
     def zero_grad(self) -> None:
         """Let the gradients go."""

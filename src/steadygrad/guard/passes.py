@@ -32,7 +32,7 @@ class Passes:
         parts = self._parts
         has_forward = callable(subject) and not isinstance(subject, Tensor)
         if self._moment.batches.num == 0:
-            parts.drop_gradients()  # of another loss that reaches these parameters too: a generator's, another guard's
+            self._settle_gradients(is_loss=not has_forward)
             if not parts.off:
                 self._begin_step()
                 if has_forward:  # what was called before is no part of this step
@@ -107,6 +107,11 @@ class Passes:
                 yield
         finally:
             self._is_watching = False
+
+    def _settle_gradients(self, *, is_loss: bool) -> None:
+        finding = self._parts.other_gradients.settle(self._moment.next_step, is_loss=is_loss)
+        if finding is not None:
+            self._parts.judgement.note(finding)
 
     def _begin_step(self) -> None:
         """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
