@@ -53,9 +53,15 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
             _gather_optimizer(optimizer, kept, names, fill) for optimizer, kept in zip(optimizers, captured.optimizers)
         ],
         "extras": {name: fill(tree) for name, tree in captured.extras.items()},
-        "gradients": {name: p.grad for name, p in each_parameter(model, optimizers) if p.grad is not None},
+        "gradients": _gather_gradients(optimizers, names),
         "random": plain_random(capture_random({p.device for _, p in each_parameter(model, optimizers)})),
     }
+
+
+def _gather_gradients(optimizers: Optimizers, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Those that a step is waiting for; nobody clears the gradient of a parameter that no optimizer holds."""
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return {names[id(p)]: p.grad for p in held if p.grad is not None}
 
 
 def _gather_optimizer(

@@ -117,7 +117,8 @@ class Passes:
         """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
         parts, step = self._parts, self._moment.next_step
         if step == 0 and parts.snapshots.due(0):
-            parts.snapshots.take(0)
+            with parts.buffers.as_saved():  # the forward of a loss that is given has moved them
+                parts.snapshots.take(0)
         parts.lookout.begin()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
