@@ -245,7 +245,7 @@ class Programs(RuleBasedStateMachine):
         self.kind, self.folder = kind, Path(tempfile.mkdtemp())
         self.plain, self.guarded = Plain(kind), Guarded(kind, self.folder)
         self.history: dict[int, dict[str, Any]] = {}
-        """The plain loop before each step of the guard: what a snapshot of then holds."""
+        """The plain loop after each step of the guard, which is when a snapshot is taken."""
         self.saved: tuple[Path, dict[str, Any], float, bool] | None = None
         self.num_drawn = 0
 
@@ -261,7 +261,8 @@ class Programs(RuleBasedStateMachine):
     @rule(num=st.integers(1, 3), bad=st.sampled_from([None, None, None, 0, 1]), interrupted=st.booleans())
     def step(self, num: int, bad: int | None, interrupted: bool) -> None:
         """One step of some microbatches, of which one may be bad; the process may end between the first two."""
-        self.history[self.guard.num_steps] = self.plain.look()
+        if self.guard.num_steps == 0:
+            self.history[0] = self.plain.look()
         batches = self.draw(num)
         factors = [NAN if i == bad else 1.0 / num for i in range(num)]
         refused = self.guard._parts.actor.num_to_refuse > 0
@@ -275,6 +276,7 @@ class Programs(RuleBasedStateMachine):
                 self._reopen(self._save(), unfrozen=self.guarded.unfrozen)
                 self.saved = None  # it was perhaps of the same step, and is this one now
         self.guarded.finish()
+        self.history[self.guard.num_steps] = self.plain.look()
         self.compare()
 
     @rule()
