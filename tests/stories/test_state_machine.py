@@ -27,7 +27,7 @@ from steadygrad import Guard, GuardConfig, Policy
 from steadygrad.config import DiagnoseConfig, SnapshotConfig
 from steadygrad.facts import Action, Verdict
 
-PROGRAMS = int(os.environ.get("STEADYGRAD_TEST_PROGRAMS", "30"))
+PROGRAMS = int(os.environ.get("STEADYGRAD_TEST_PROGRAMS", "20"))
 NAN = float("nan")
 CONFIG = GuardConfig(
     clip=None,
