@@ -197,12 +197,13 @@ def test_scaling_a_tensor_rate_around_a_step_reads_nothing() -> None:
     rates.scale_lr(0.5)
     with no_synchronisation():
         lr.fill_(0.25)  # a schedule that writes its rates itself
-        rates.before_step()
-        with rates.around_scheduler():
-            lr.mul_(0.5)
+        with rates.held():
+            seen = lr.clone()
+        lr.mul_(0.5)
         rates.ramp_back(4)
         rates.healthy_step()
+        with rates.held():
+            later = lr.clone()
     assert optimizer.param_groups[0]["lr"] is lr
-    assert lr.item() == 0.25 * 0.5 * 0.625
-    rates.undo()
+    assert (seen.item(), later.item()) == (0.25 * 0.5, 0.25 * 0.5 * 0.625)
     assert lr.item() == 0.125

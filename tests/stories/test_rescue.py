@@ -149,8 +149,7 @@ def test_a_learning_rate_far_beyond_that_halts_with_the_story_when_nothing_can_s
     assert not guarded.died
     assert {f.kind for i in guarded.halted.incidents for f in i.findings} >= story.finds
     assert {i.outcome.action for i in guarded.halted.incidents} - {Action.NONE, Action.CLIP} == story.does
-    for part in ("the learning rate is too high", "the budget of 2 x rollback in 1000 steps is spent"):
-        assert part in str(guarded.halted)
+    assert "the budget of 2 x rollback in 1000 steps is spent" in str(guarded.halted)
 
 
 def test_an_rnn_that_starts_unstable_is_named_and_clipping_brings_it_home() -> None:

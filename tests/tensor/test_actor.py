@@ -35,7 +35,7 @@ class Bench:
 
     @property
     def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return self.rates.learning_rates()[0]
 
 
 @pytest.mark.parametrize(("factor", "lr"), [(None, 0.4), (1.0, 0.8), (0.1, 0.04)])

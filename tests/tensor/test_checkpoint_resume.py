@@ -356,7 +356,9 @@ def test_a_rate_that_the_policy_has_lowered_is_changed_once(tmp_path: Path) -> N
     model, optimizer, guard = make(0.02)
     guard.resume()
     train(model, guard, 2)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
+    assert guard.last is not None
+    assert guard.last.learning_rates[0] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(

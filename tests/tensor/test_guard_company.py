@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from steadygrad import Guard, GuardConfig
+from steadygrad import Guard, GuardConfig, Severity
 from steadygrad.config import CheckpointConfig
 
 UNCLIPPED = GuardConfig(clip=None)
@@ -378,3 +378,113 @@ def test_keys_that_are_numbers_of_numpy_are_saved_as_they_can_be_loaded(tmp_path
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# --- one scaler for several guards ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["function", "loss", "backward", "microbatches"])
+@pytest.mark.parametrize("order", ["together", "one after the other"])
+def test_guards_that_share_a_scaler_each_divide_by_their_own_scale(form: str, order: str) -> None:
+    def train(*, guarded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        nets = [nn.Linear(4, 1), nn.Linear(4, 1)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in nets]
+        # Powers of two: dividing by any of them is exact, so the weights must be equal to the bit.
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+        guards = [Guard(n, o, scaler=scaler, config=UNCLIPPED) for n, o in zip(nets, optimizers)] if guarded else []
+
+        def go_back(which: int, x: Tensor) -> None:
+            def fn(x: Tensor) -> Tensor:
+                return nets[which](x).square().mean()
+
+            if not guarded:
+                fn(x).backward()
+            elif form == "backward":
+                scaler.scale(fn(x)).backward()
+            else:
+                guards[which].backward(fn(x)) if form == "loss" else guards[which].backward(fn, x)
+
+        def step(which: int) -> None:
+            guards[which].step() if guarded else optimizers[which].step()
+            optimizers[which].zero_grad()
+
+        for _ in range(6):
+            x = torch.randn(3, 8, 4)
+            rounds = [[0, 1]] if order == "together" else [[0], [1]]
+            for chosen in rounds:
+                for k in range(2 if form == "microbatches" else 1):
+                    for which in chosen:
+                        go_back(which, x[k])
+                for which in chosen:
+                    step(which)
+        return [p.detach() for net in nets for p in net.parameters()]
+
+    for ours, plain in zip(train(guarded=True), train(guarded=False)):
+        assert torch.equal(ours, plain)
+
+
+# --- gradients of another loss --------------------------------------------------------------------------------------
+
+
+def test_the_programs_own_backward_of_another_loss_is_a_part_of_the_step() -> None:
+    def train(*, guarded: bool) -> tuple[Tensor, list[str]]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = Guard(model, optimizer, config=UNCLIPPED) if guarded else None
+        for _ in range(10):
+            x = torch.randn(8, 4)
+            (model(x)[:, 1] - 1).square().mean().backward()
+            loss = (model(x)[:, 0] - 1).square().mean()
+            if guard is not None:
+                guard.step(loss)
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach(), [] if guard is None else [f.kind for f in guard.findings]
+
+    (ours, told), (plain, _) = train(guarded=True), train(guarded=False)
+    assert torch.equal(ours, plain)
+    assert told == ["added_gradients"]
+
+
+def test_a_function_says_once_that_it_dropped_the_gradients_of_another_loss() -> None:
+    model = nn.Linear(4, 2)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=UNCLIPPED)
+    for _ in range(5):
+        x = torch.randn(8, 4)
+        model(x)[:, 1].square().mean().backward()
+        guard.step(lambda x: model(x)[:, 0].square().mean(), x)
+    assert [(f.kind, f.severity) for f in guard.findings] == [("dropped_gradients", Severity.WARNING)]
+
+
+@pytest.mark.parametrize("form", ["function", "loss"])
+def test_a_generator_that_nobody_guards_leaves_nothing_in_its_judge(form: str) -> None:
+    def train(*, guarded: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        maker, judge = nn.Linear(2, 4), nn.Linear(4, 1)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (judge, maker)]
+        guard = Guard(judge, optimizers[0], config=UNCLIPPED) if guarded else None
+        for _ in range(10):
+            x, seed = torch.randn(8, 4) + 1, torch.randn(8, 2)
+            optimizers[1].zero_grad()
+            F.softplus(-judge(maker(seed))).mean().backward()
+            optimizers[1].step()
+
+            def loss(x: Tensor, seed: Tensor) -> Tensor:
+                return F.softplus(-judge(x)).mean() + F.softplus(judge(maker(seed).detach())).mean()
+
+            if guard is not None:
+                guard.step(loss, x, seed) if form == "function" else guard.step(loss(x, seed))
+            else:
+                optimizers[0].zero_grad()
+                loss(x, seed).backward()
+                optimizers[0].step()
+        found = 0 if guard is None else len(guard.findings)
+        return [p.detach() for p in (*judge.parameters(), *maker.parameters())], found
+
+    (ours, found), (plain, _) = train(guarded=True), train(guarded=False)
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain))
+    assert found == 0

@@ -274,3 +274,13 @@ def test_curves_have_the_slopes_they_say() -> None:
         y = curve.value(x)
         (slope,) = torch.autograd.grad(y.sum(), x)
         torch.testing.assert_close(torch.ones_like(slope) if curve.slope is None else curve.slope(y.detach()), slope)
+
+
+@pytest.mark.parametrize("scale", [10.5, 12.0, 14.0])
+def test_a_sample_that_is_far_off_loses_no_digit(scale: float) -> None:
+    """softplus is linear above 20: 2e-9 too little, a hundred thousand roundings of float64."""
+    left = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    right = -left  # each sample is closest to the other one's
+    found = multiway_contrastive([left, right], torch.tensor(scale, dtype=torch.float64), reduction="none")
+    wanted = F.cross_entropy(scale * left @ right.T, torch.arange(2), reduction="none")
+    torch.testing.assert_close(found[:, 0], wanted, rtol=1e-15, atol=0.0)

@@ -1,11 +1,9 @@
-"""A factor on the learning rate holds under every schedule, shows in the groups, and is undone bit for bit."""
+"""A factor on the learning rate holds under every schedule, is never seen by it, and is undone bit for bit."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -59,32 +57,32 @@ def make_optimizer(*, tensor: bool = False) -> torch.optim.Optimizer:
 
 
 class Run:
-    """An optimizer under a schedule, whose rates are written down as the optimizer step sees them."""
+    """An optimizer under a schedule, whose rates are written down as the optimizer's step sees them."""
 
-    def __init__(self, make: Make, *, handed: bool = False, tensor: bool = False) -> None:
+    def __init__(self, make: Make, *, tensor: bool = False) -> None:
         self.optimizer = make_optimizer(tensor=tensor)
         self.scheduler = make(self.optimizer)
         self.rates = Rates([self.optimizer])
-        self.handed = handed
         self.trace: list[list[float]] = []
+        self.shown: list[list[float]] = []
         self.momenta: list[Any] = []
+        self.optimizer.register_step_pre_hook(lambda *_: self.trace.append(self.look()))
 
     def look(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self) -> None:
-        self.rates.before_step()
-        self.trace.append(self.look())
-        self.momenta.append([group["betas"] for group in self.optimizer.param_groups])
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.ones_like(p)
-        self.optimizer.step()
-        with self.rates.around_scheduler() if self.handed else contextlib.nullcontext():
-            if isinstance(self.scheduler, schedules.ReduceLROnPlateau):
-                self.scheduler.step(1.0)
-            else:
-                self.scheduler.step()
+        with self.rates.held():
+            self.optimizer.step()
+        self.shown.append(self.look())
+        self.momenta.append([group["betas"] for group in self.optimizer.param_groups])
+        if isinstance(self.scheduler, schedules.ReduceLROnPlateau):
+            self.scheduler.step(1.0)
+        else:
+            self.scheduler.step()
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -95,10 +93,9 @@ def scaled(trace: list[list[float]], factor: float) -> list[list[float]]:
     return [[lr * factor for lr in row] for row in trace]
 
 
-@pytest.mark.parametrize("handed", [True, False], ids=["handed", "not handed"])
 @every_schedule
-def test_the_factor_holds_and_is_undone_bit_for_bit(make: Make, handed: bool) -> None:
-    plain, run = Run(make), Run(make, handed=handed)
+def test_the_factor_holds_in_the_step_and_the_schedule_never_sees_it(make: Make) -> None:
+    plain, run = Run(make), Run(make)
     plain.steps(NUM_STEPS)
 
     run.steps(SCALED_AT)
@@ -114,6 +111,7 @@ def test_the_factor_holds_and_is_undone_bit_for_bit(make: Make, handed: bool) ->
     assert run.trace[SCALED_AT:again] == scaled(plain.trace[SCALED_AT:again], 0.5)
     assert run.trace[again:UNDONE_AT] == scaled(plain.trace[again:UNDONE_AT], 0.5 * 0.2)
     assert run.trace[UNDONE_AT:] == plain.trace[UNDONE_AT:]
+    assert run.shown == plain.shown == plain.trace
     assert run.momenta == plain.momenta
     assert len({tuple(row) for row in plain.trace}) > 2, "the schedule must move for this to mean anything"
 
@@ -131,29 +129,38 @@ def test_a_tensor_rate_stays_the_same_tensor(make: Make) -> None:
     run.steps(NUM_STEPS - UNDONE_AT)
 
     assert run.trace[SCALED_AT:UNDONE_AT] == scaled(plain.trace[SCALED_AT:UNDONE_AT], 0.5)
-    assert run.trace[:SCALED_AT] + run.trace[UNDONE_AT:] == plain.trace[:SCALED_AT] + plain.trace[UNDONE_AT:]
+    assert run.shown == plain.shown
     assert all(group["lr"] is tensor for group, tensor in zip(run.optimizer.param_groups, tensors))
 
 
-@pytest.mark.parametrize("handed", [True, False], ids=["handed", "not handed"])
+def test_a_tensor_that_groups_share_is_scaled_once() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([{"params": [first]}, {"params": [second]}], lr=torch.tensor(0.25), foreach=False)
+    assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+    rates = Rates([optimizer])
+    rates.scale_lr(0.5)
+
+    with rates.held():
+        inside = [float(group["lr"]) for group in optimizer.param_groups]
+
+    assert inside == list(rates.learning_rates()) == [0.125, 0.125]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
+
+
 @every_schedule
-def test_a_resumed_run_has_the_same_rates(make: Make, handed: bool) -> None:
-    run = Run(make, handed=handed)
+def test_a_resumed_run_has_the_same_rates(make: Make) -> None:
+    run = Run(make)
     run.steps(SCALED_AT)
     run.rates.scale_lr(0.3)
     run.rates.ramp_back(9)
     run.steps(3)
     run.rates.healthy_step()
-    saved = copy.deepcopy((run.optimizer.state_dict(), run.rates.state_dict()))
-    schedule = run.scheduler.state_dict()
-    if make is not SCHEDULES["LambdaLR"] and make is not SCHEDULES["CyclicLR"]:
-        schedule = pickle.loads(pickle.dumps(schedule))  # nothing of ours may have got into it
-    schedule = copy.deepcopy(schedule)
+    saved = copy.deepcopy((run.optimizer.state_dict(), run.scheduler.state_dict(), run.rates.state_dict()))
 
-    resumed = Run(make, handed=handed)
+    resumed = Run(make)
     resumed.optimizer.load_state_dict(saved[0])
-    resumed.scheduler.load_state_dict(schedule)
-    resumed.rates.load_state_dict(saved[1])
+    resumed.scheduler.load_state_dict(saved[1])
+    resumed.rates.load_state_dict(saved[2])
     for one in (run, resumed):
         one.trace.clear()
         for _ in range(12):
@@ -164,70 +171,61 @@ def test_a_resumed_run_has_the_same_rates(make: Make, handed: bool) -> None:
     assert resumed.rates.factor == run.rates.factor == 1.0
 
 
-def test_a_loop_that_assigns_its_rates_is_scaled_too() -> None:
+def test_an_older_state_brings_the_users_own_numbers_back() -> None:
+    """Groups used to hold the scaled rates, and the state the user's own."""
+    optimizer = make_optimizer()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    old = {"lr": {"factor": 0.5, "raw": [0.1, 0.03]}, "weight_decay": {"factor": 1.0, "raw": []}, "climb": None}
+    rates = Rates([optimizer])
+
+    rates.load_state_dict(old)
+
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.03]
+    assert rates.learning_rates() == (0.1 * 0.5, 0.03 * 0.5)
+
+
+def test_an_older_state_of_other_groups_is_refused() -> None:
+    old = {"lr": {"factor": 0.5, "raw": [0.1, 0.03]}, "weight_decay": {"factor": 1.0, "raw": []}, "climb": None}
+    with pytest.raises(UsageError, match="2 parameter groups"):
+        Rates([torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]).load_state_dict(old)
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.5])
+def test_a_rate_that_the_program_multiplies_by_hand_is_its_own(decay: float) -> None:
     optimizer = make_optimizer()
     rates = Rates([optimizer])
-    seen = []
-    for step in range(12):
-        lr = 0.1 if step < 6 else 0.05  # halves: just what a factor of 0.5 had written before
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if step == 3:
-            rates.scale_lr(0.5)
-        if step == 9:
-            rates.undo()
-        rates.before_step()
-        seen.append(optimizer.param_groups[0]["lr"])
-    assert seen == [0.1] * 3 + [0.1 * 0.5] * 3 + [0.05 * 0.5] * 3 + [0.05] * 3
+    rates.scale_lr(0.5)
+    wanted = 0.1
+    for _ in range(200):
+        with rates.held():
+            assert optimizer.param_groups[0]["lr"] == wanted * 0.5
+        optimizer.param_groups[0]["lr"] *= decay
+        wanted *= decay
+    assert optimizer.param_groups[0]["lr"] == wanted
 
 
-def test_a_scheduler_made_after_the_factor_is_found() -> None:
-    optimizer, reference = make_optimizer(), make_optimizer()
+def test_a_step_that_raises_leaves_the_users_numbers() -> None:
+    optimizer = make_optimizer(tensor=True)
+    rates = Rates([optimizer])
+    rates.scale_lr(0.1)
+    rates.scale_weight_decay(3.0)
+    with pytest.raises(RuntimeError, match="broken"), rates.held():
+        raise RuntimeError("broken")
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [float(torch.tensor(x)) for x in (0.1, 0.03)]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.02, 0.02]
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+def test_an_optimizer_that_moves_its_own_rate_goes_on_from_the_unscaled_one(tensor: bool) -> None:
+    optimizer = make_optimizer(tensor=tensor)
     rates = Rates([optimizer])
     rates.scale_lr(0.5)
-    with rates.around_scheduler():
-        late = schedules.ExponentialLR(optimizer, 0.9)
-    plain = schedules.ExponentialLR(reference, 0.9)
-    optimizer.param_groups[0]["lr"] = 0.1  # an assignment makes it look around
-    for _ in range(5):
-        rates.before_step()
-        optimizer.step()
-        reference.step()
-        late.step()
-        plain.step()
-    assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"] * 0.5
-
-
-@every_schedule
-def test_a_scheduler_is_wrapped_once_and_let_go(make: Make) -> None:
-    run = Run(make)
-    original = type(run.scheduler)
-    before = set(run.scheduler.state_dict())
-
-    run.rates.scale_lr(0.5)
-    wrapped = type(run.scheduler)
-    run.rates.scale_lr(0.5)
-
-    assert type(run.scheduler) is wrapped is not original
-    assert isinstance(run.scheduler, original)
-    assert set(run.scheduler.state_dict()) == before
-    assert type(copy.deepcopy(run.scheduler)) is original
-    run.rates.undo()
-    assert type(run.scheduler) is original
-
-
-def test_closing_lets_go_of_the_schedulers() -> None:
-    run = Run(SCHEDULES["ExponentialLR"])
-    run.rates.scale_lr(0.5)
-    run.rates.close()
-    assert type(run.scheduler) is schedules.ExponentialLR
-    assert run.look() == [0.1 * 0.5, 0.03 * 0.5]
-
-
-def test_schedulers_of_other_optimizers_are_left_alone() -> None:
-    run, other = Run(SCHEDULES["StepLR"]), Run(SCHEDULES["StepLR"])
-    run.rates.scale_lr(0.5)
-    assert type(other.scheduler) is schedules.StepLR
+    for _ in range(3):
+        with rates.held():
+            optimizer.param_groups[0]["lr"] *= 0.5
+    # float32 for a tensor, and a division each time
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1 * 0.5**3, rel=1e-6)
 
 
 def test_the_climb_is_linear_and_ends_exactly() -> None:
@@ -244,7 +242,6 @@ def test_the_climb_is_linear_and_ends_exactly() -> None:
     assert factors == wanted + [1.0] * 7
     assert run.trace == [[lr * f for lr in row] for row, f in zip(plain.trace, factors)]
     assert run.trace[5:] == plain.trace[5:]
-    assert type(run.scheduler) is schedules.CosineAnnealingLR
 
 
 def test_a_new_factor_starts_the_climb_anew() -> None:
@@ -287,15 +284,17 @@ def test_no_weight_decay_is_told_as_no_change() -> None:
     assert outcome.before == outcome.after == {"weight_decay": 0}
 
 
-def test_weight_decay_is_undone_and_survives_a_loop_that_assigns_it() -> None:
+def test_weight_decay_is_held_and_undone_whoever_assigns_it() -> None:
     optimizer = make_optimizer()
     rates = Rates([optimizer])
     rates.scale_weight_decay(1.5)
     optimizer.param_groups[0]["weight_decay"] = 0.04
-    rates.before_step()
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.04 * 1.5, 0.02 * 1.5]
-    rates.undo()
+    with rates.held():
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [0.04 * 1.5, 0.02 * 1.5]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.04, 0.02]
+    rates.undo()
+    with rates.held():
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [0.04, 0.02]
 
 
 def test_a_group_added_later_gets_the_factor() -> None:
@@ -303,43 +302,43 @@ def test_a_group_added_later_gets_the_factor() -> None:
     rates = Rates([optimizer])
     rates.scale_lr(0.5)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.7})
-    rates.before_step()
-    assert optimizer.param_groups[2]["lr"] == 0.7 * 0.5
-    rates.undo()
+    with rates.held():
+        assert optimizer.param_groups[2]["lr"] == 0.7 * 0.5
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.03, 0.7]
+
+
+def test_a_group_without_a_rate_is_left_alone() -> None:
+    optimizer = make_optimizer()
+    optimizer.param_groups[1]["lr"] = None
+    del optimizer.param_groups[1]["weight_decay"]
+    rates = Rates([optimizer])
+    rates.scale_lr(0.5)
+    rates.scale_weight_decay(2.0)
+    with rates.held():
+        assert [g["lr"] for g in optimizer.param_groups] == [0.05, None]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1, None]
+    assert math.isnan(rates.learning_rates()[1])
 
 
 def test_quiet_rates_touch_nothing() -> None:
     optimizer = make_optimizer()
     before = [group["lr"] for group in optimizer.param_groups]
     rates = Rates([optimizer])
-    rates.before_step()
-    with rates.around_scheduler():
-        pass
+    with rates.held():
+        assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, before))
     rates.healthy_step()
     assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, before))
 
 
 def test_several_optimizers_share_the_factor() -> None:
     first, second = make_optimizer(), make_optimizer()
-    scheduler = schedules.StepLR(second, step_size=1, gamma=0.1)
     rates = Rates([first, second])
     rates.scale_lr(0.5)
-    second.step()
-    scheduler.step()
-    assert first.param_groups[0]["lr"] == 0.1 * 0.5
-    assert second.param_groups[0]["lr"] == 0.1 * 0.1 * 0.5
+    with rates.held():
+        assert [o.param_groups[0]["lr"] for o in (first, second)] == [0.05, 0.05]
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
 def test_a_factor_that_cannot_be_meant_is_refused(factor: float) -> None:
     with pytest.raises(UsageError, match="finite number above 0"):
         Rates([make_optimizer()]).scale_lr(factor)
-
-
-def test_a_state_of_other_groups_is_refused() -> None:
-    rates = Rates([make_optimizer()])
-    rates.scale_lr(0.5)
-    other = Rates([torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)])
-    with pytest.raises(UsageError, match="2 parameter groups"):
-        other.load_state_dict(rates.state_dict())

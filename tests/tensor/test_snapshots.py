@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from training import assert_same, make_batches, snapshot
 
+from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.config import GuardConfig, SnapshotConfig
@@ -59,19 +60,16 @@ class Training:
         for x, y in batches:
             noisy = x + random.gauss(0, 0.01) + float(numpy.random.normal(0, 0.01))
             self.scaler.scale(nn.functional.cross_entropy(self.model(noisy), y)).backward()
-            self.rates.before_step()
             self.snapshots.before_optimizer()
-            self.scaler.step(self.optimizer)
+            with self.rates.held():
+                self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()
-            with self.rates.around_scheduler():
-                self.scheduler.step()
+            self.scheduler.step()
             self.ema.update_parameters(self.model)
 
     def look(self) -> dict[str, Tensor]:
-        parts = snapshot(self.model, self.optimizer, self.ema, self.scaler, self.scheduler)
-        generators = {"rng": torch.get_rng_state(), "python": torch.tensor(hash(random.getstate()))}
-        return parts | generators | {"numpy": torch.from_numpy(numpy.random.get_state()[1].astype("int64"))}
+        return snapshot(self.model, self.optimizer, self.ema, self.scaler, self.scheduler)
 
 
 @every_optimizer
@@ -89,12 +87,28 @@ def test_training_on_from_a_snapshot_is_the_run_that_never_had_the_batches(make:
     assert rolled.snapshots.restore() == 5
     assert_same(rolled.look(), at_snapshot)
     assert rolled.look().keys() == at_snapshot.keys()
+    generators = capture_random(())
     rolled.train(batches[9:])
     result = rolled.look()
 
     clean = Training(make)
-    clean.train(batches[:5] + batches[9:])
+    clean.train(batches[:5])
+    restore_random(generators)  # what was drawn for the batches that are gone is not drawn again
+    clean.train(batches[9:])
     assert_same(result, clean.look())
+
+
+def test_random_generators_are_the_users_and_move_on() -> None:
+    training = Training(OPTIMIZERS["SGD"])
+    training.snapshots.take(0)
+    training.train(make_batches(3))
+    before = capture_random(())
+    training.snapshots.healthy_step(0)
+    training.snapshots.restore()
+    after = capture_random(())
+    assert before["python"] == after["python"]
+    assert torch.equal(before["torch"], after["torch"])
+    assert (before["numpy"][1] == after["numpy"][1]).all()
 
 
 @every_optimizer
@@ -151,9 +165,8 @@ def test_the_factor_on_the_rates_goes_back_with_the_rest() -> None:
     training.train(make_batches(2))
     training.snapshots.healthy_step(2)
     training.snapshots.restore()
-    training.rates.before_step()
     assert training.rates.factor == 0.5
-    assert training.optimizer.param_groups[0]["lr"] == lr == 0.1 * 0.9**2 * 0.5
+    assert training.optimizer.param_groups[0]["lr"] == lr == 0.1 * 0.9**2
 
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["AdamW tensor lr"]], ids=["number", "tensor"])
@@ -169,12 +182,11 @@ def test_the_factors_of_today_can_be_kept_and_count_once(make: Make) -> None:
     training.snapshots.healthy_step(2)
     with training.rates.keep_factors():
         training.snapshots.restore()
-    training.rates.before_step()
     assert training.rates.factor == 0.25
     unscaled = plain.optimizer.param_groups[0]["lr"]
-    assert training.optimizer.param_groups[0]["lr"] == unscaled * 0.25
-    training.rates.undo()
     assert training.optimizer.param_groups[0]["lr"] == unscaled
+    with training.rates.held():
+        assert training.optimizer.param_groups[0]["lr"] == unscaled * 0.25
 
 
 class Odd(nn.Module):

@@ -73,7 +73,13 @@ class Actor:
             then = self._snapshots.restore()
         self._rolled_back = True
         self.num_to_refuse = self._snapshots.effective_skip(now)
-        message = f"went back from step {now} to the state before step {then}; {self._tell_refused()}"
+        message = "; ".join(
+            [
+                f"went back from step {now} to the state before step {then}",
+                *(f"left as it is: {misfit}" for misfit in self._snapshots.misfits),
+                self._tell_refused(),
+            ]
+        )
         scaled = self._rates.scale_lr(lower) if lower is not None else None
         return Outcome(
             action=Action.ROLLBACK,

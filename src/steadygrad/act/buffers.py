@@ -1,232 +1,225 @@
-"""BufferKeeper: the model's buffers as they were before the forward, to put back when the step is bad.
+"""BufferKeeper: the model's buffers as they were before the first forward of a step, to put back when the step is bad.
 
 BatchNorm statistics, spectral norm's vectors and the like change in the forward pass, before anybody can know that the
-step is bad. A copy from before the forward is kept for every buffer that moves; after a bad step it is put back, on
-the host's word (`restore`) or by a select on the device (`select`). Writes go through `.data`, so that no graph that
-is still alive sees a version change. Buffers that a forward never touches cost nothing.
-
-`_version` alone is not enough to see that a buffer moved: BatchNorm changes its running statistics without touching
-it. So a module's buffers count as moved together, and the first step compares values once.
+step is bad. `begin` walks the model anew and copies every buffer: a hook calls it at the first forward after a step,
+the function form before it calls the function. Versions would say nothing: `F.batch_norm` changes its statistics
+without touching `_version`. Where no hook is heard (a compiled model, a part of one called by itself) the state after
+the last step is the copy. How a buffer is put back is written in `buffer_places.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import operator
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from steadygrad.measure.states import is_statistic
+from steadygrad.act.buffer_places import (
+    Key,
+    Pack,
+    Place,
+    Where,
+    drop_new,
+    find_kind,
+    find_version,
+    is_writable,
+    name_bad,
+    walk,
+)
+from steadygrad.act.capture import has_values
+from steadygrad.act.ear import Ear
 
+MOST_BYTES = 64 << 20
+"""Of large buffers that are copied before they were seen to move; above it are frozen tables and quantized weights."""
 LARGE = 1 << 16
-"""Elements above which a buffer that did not move in the first step is no longer copied: masks, tables."""
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One buffer: where it lives, its copy (None: given up as constant), and its version at the time of the copy."""
-
-    module: nn.Module
-    name: str
-    path: str
-    """Its name in the model."""
-    copy: Tensor | None
-    version: int
-    moves: bool = False
-
-    @property
-    def live(self) -> Tensor | None:
-        """The buffer as it is now; None when the module has dropped it or changed its shape."""
-        buffer = self.module._buffers.get(self.name)
-        if buffer is None or self.copy is None or buffer.shape != self.copy.shape or buffer.dtype != self.copy.dtype:
-            return None
-        return buffer
-
-
-class _Pack:
-    """Moving buffers of one device and dtype: copies are views into one flat tensor, so that a select is one launch."""
-
-    def __init__(self, entries: list[_Entry]) -> None:
-        self.entries = entries
-        copies = [entry.copy for entry in entries if entry.copy is not None]
-        self.saved = torch.cat([copy.reshape(-1) for copy in copies])
-        self.fresh = torch.empty_like(self.saved)
-        sizes = [copy.numel() for copy in copies]
-        self.saved_views = [v.view(c.shape) for v, c in zip(self.saved.split(sizes), copies)]
-        self.fresh_views = [v.view(c.shape) for v, c in zip(self.fresh.split(sizes), copies)]
-        for entry, view in zip(entries, self.saved_views):
-            entry.copy = view
-
-    def live(self, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers that still are what they were, beside their views."""
-        pairs = [(b.data, view) for entry, view in zip(self.entries, views) if (b := entry.live) is not None]
-        return [b for b, _ in pairs], [view for _, view in pairs]
+"""Elements from which a buffer counts as large."""
+_keepers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BufferKeeper]] = weakref.WeakKeyDictionary()
 
 
 class BufferKeeper:
-    """Keeps the buffers of `model` as they were at the last `save`."""
+    """Keeps the buffers of `model` as they were when the step began."""
+
+    def __init__(self, model: nn.Module, *, watch: bool = False) -> None:
+        """`watch`: hear the model being called."""
+        self._model, self._paused, self._may_have_begun = model, False, False
+        self._modules: set[nn.Module] = set()
+        self._where: list[Where] = []
+        self._tensors: list[Tensor] = []
+        self._kinds: list[Any] = []
+        self._packs: list[Pack] = []
+        self._singles: list[Place] = []
+        self._odd: set[Key] = set()  # what fits no pack, or is replaced by a forward
+        self._unkept: dict[Key, tuple[int, int]] = {}  # large, and not seen to move: identity and version
+        self.has_begun = False
+        """Whether a forward of the present step was seen."""
+        self._beside = _keepers.setdefault(model, weakref.WeakSet())
+        self._beside.add(self)
+        self._hook = model.register_forward_pre_hook(Ear(self.hear), prepend=True, with_kwargs=True) if watch else None
+        self._copy()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    # --- before the forward -----------------------------------------------------------------------------------------
+
+    def hear(self, model: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
+        """The model is called, by whomever. Without gradients it is a validation, `update_bn`, or a part of a step."""
+        if model is not self._model:
+            return
+        if torch.is_grad_enabled():
+            self.begin()
+        elif model.training and not (self.has_begun or self._may_have_begun or self._paused):
+            self._may_have_begun = True
+            self._copy()
+
+    def begin(self, *, anew: bool = False) -> None:
+        """A forward comes: copy the buffers if it is the first since the last step, or `anew`."""
+        if (anew or not self.has_begun) and not self._paused:
+            self.has_begun = True
+            # What became NaN in a forward without gradients (a target network's, of the same batch) is of this step.
+            if anew or not (self._may_have_begun and self.find_spoilt()):
+                self._copy()
+
+    def forget(self) -> None:
+        """Another state was put in: what happened to the buffers before is over."""
+        self.has_begun = self._may_have_begun = False
+        self._copy()
+
+    def _copy(self) -> None:
+        self._modules, where, tensors, odd = walk(self._model, self._odd)
+        is_same = where == self._where and all(map(operator.is_, tensors, self._tensors))
+        if is_same and list(map(find_kind, tensors)) == self._kinds:
+            for pack in self._packs:
+                pack.read(pack.saved_views)
+        else:
+            self._sort_out(where, tensors)
+            _, self._where, self._tensors, odd = walk(self._model, self._odd)
+            self._kinds = list(map(find_kind, self._tensors))
+            groups: dict[Any, list[int]] = {}
+            for i, (_, dtype, device) in enumerate(self._kinds):
+                groups.setdefault((dtype, device), []).append(i)
+            self._packs = [Pack([self._where[i] for i in g], [self._tensors[i] for i in g]) for g in groups.values()]
+        self._singles = [Place.of(*at) for at, buffer in odd if self._counts(at, buffer)]
+
+    def _sort_out(self, where: list[Where], tensors: list[Tensor]) -> None:
+        """Find the odd ones. A few other tensors than before were replaced by a forward; all of them, by `.to()`."""
+        before = dict(zip(self._where, self._tensors))
+        replaced = [at for at, tensor in zip(where, tensors) if before.get(at, tensor) is not tensor]
+        budget = MOST_BYTES
+        for (module, name), tensor in zip(where, tensors):
+            is_plain = is_writable(tensor) and tensor.numel() > 0
+            if is_plain and tensor.numel() > LARGE:
+                budget -= tensor.numel() * tensor.element_size()
+                if budget < 0:
+                    self._unkept[id(module), name] = (id(tensor), find_version(tensor))
+            if not is_plain or (id(module), name) in self._unkept:
+                self._odd.add((id(module), name))
+        if len(replaced) <= len(where) // 2:
+            self._odd |= {(id(module), name) for module, name in replaced}
+
+    def _counts(self, at: Where, buffer: Tensor | None) -> bool:
+        """Whether there is something to copy; a large one is, once it was seen to move."""
+        if buffer is None or not has_values(buffer):
+            return buffer is None
+        key = (id(at[0]), at[1])
+        if self._unkept.get(key) == (id(buffer), find_version(buffer)):
+            return False
+        self._unkept.pop(key, None)
+        return True
+
+    # --- after the step ---------------------------------------------------------------------------------------------
+
+    def _split(self) -> tuple[list[Pack], list[Place]]:
+        """The packs whose tensors all stand where they stood, and every other place."""
+        whole = [pack for pack in self._packs if pack.is_whole]
+        return whole, [*self._singles, *(p for pack in self._packs if pack not in whole for p in pack.places)]
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        self._entries: list[_Entry] = []
-        seen: set[int] = set()
-        for prefix, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not is_lazy(buffer) and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    path = f"{prefix}.{name}" if prefix else name
-                    self._entries.append(_Entry(module, name, path, buffer.detach().clone(), _version(buffer)))
-        self._packs: list[_Pack] = []
-        self._settled = False
+    def put_back(self) -> None:
+        """Every buffer as it was before the forward; the step goes on."""
+        whole, single = self._split()
+        for pack in whole:
+            pack.write(pack.saved_views)
+        for place in single:
+            place.put_back()
+        drop_new(self._modules, {*self._where, *((p.module, p.name) for p in self._singles)}, self._odd)
+
+    def restore(self) -> None:
+        """The step was bad, and the host knows it."""
+        self.put_back()
+        self.accept()
 
     @torch.no_grad()
-    def refresh(self, *, everything: bool = False) -> None:
-        """Copy again what was changed since the last copy, by somebody else: a loaded checkpoint, a user's edit."""
-        changed = {
-            id(entry.module)
-            for entry in self._entries
-            if (live := entry.live) is not None and _version(live) != entry.version
-        }
-        for entry in self._entries:
-            live = entry.live
-            if live is not None and entry.copy is not None and (everything or id(entry.module) in changed):
-                entry.copy.copy_(live)
-                entry.version = _version(live)
+    def select(self, found: Tensor) -> None:
+        """The same on the device: keep the forward's values when `found` is 0, put the copies back when it is 1."""
+        whole, single = self._split()
+        for pack in whole:
+            pack.read(pack.fresh_views)
+            torch.where(found.to(pack.saved.device).bool(), pack.saved, pack.fresh, out=pack.fresh)
+            pack.write(pack.fresh_views)
+        for place in single:
+            place.select(found)
+        self.accept()
 
-    @torch.no_grad()
-    def save(self) -> None:
-        """The step was good: what the forward made of the buffers is the new state to come back to."""
-        self._adopt_late_movers()
-        self._find_moved()
-        for pack in self._packs:
-            live, views = pack.live(pack.saved_views)
-            if live:
-                torch._foreach_copy_(views, live)
-        self._note_versions()
+    def accept(self) -> None:
+        """The step is over, and the next forward begins one. Other guards on the same model go on from here too."""
+        if not self.has_begun:  # no hook was heard: the next step's forward will not be either
+            self._copy()
+        self.has_begun = self._may_have_begun = False
+        if len(self._beside) > 1:
+            for keeper in self._beside:
+                if keeper is not self and keeper.has_begun:
+                    keeper._copy()
+
+    # --- in between -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def as_saved(self) -> Iterator[None]:
+        """Inside, the buffers are as before the forward that is under way; afterwards as they are now."""
+        paused, self._paused = self._paused, True  # a replay's forward begins no step
+        whole, single = self._split() if self.has_begun and not paused else ([], [])
+        present = [Place.of(place.module, place.name) for place in single]
+        with torch.no_grad():
+            for pack in whole:
+                pack.read(pack.fresh_views)
+                pack.write(pack.saved_views)
+            for place in single:
+                place.put_back()
+        try:
+            yield
+        finally:
+            self._paused = paused
+            with torch.no_grad():
+                for pack in whole:
+                    pack.write(pack.fresh_views)
+                for place in present:
+                    place.put_back()
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whatever a replay does to the buffers inside, afterwards they are as they are now."""
+        present, paused, self._paused = BufferKeeper(self._model), self._paused, True
+        try:
+            yield
+        finally:
+            present.put_back()
+            self._paused = paused
 
     @torch.no_grad()
     def find_spoilt(self) -> dict[str, int]:
         """Buffers that were finite before this forward and are not now, with the number of their bad elements.
 
-        An infinity counts only among the statistics of a norm: elsewhere it is what masks and log-priors are made of.
         A loop that hides a NaN from its loss (`nan_to_num`, a skip of its own) still runs it through BatchNorm. Only
         for buffers in host memory: on a device it would be a second host read a step, and the scan finds them there.
         """
-        self._find_moved()
-        spoilt: dict[str, int] = {}
+        suspects = list(self._singles)
         for pack in self._packs:
-            live, fresh = pack.live(pack.fresh_views)
-            if not live or not pack.saved.is_floating_point() or pack.saved.device.type != "cpu":
-                continue
-            torch._foreach_copy_(fresh, live)
-            if bool(pack.fresh.isfinite().all()):
-                continue
-            for entry in pack.entries:
-                now = entry.live
-                if now is not None and entry.copy is not None and bool(entry.copy.isfinite().all()):
-                    num_bad = int((~now.isfinite() if is_statistic(entry.name) else now.isnan()).sum())
-                    spoilt |= {entry.path: num_bad} if num_bad else {}
-        return spoilt
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """The step was bad, and the host knows it: every buffer as it was before the forward."""
-        self._find_moved()
-        for pack in self._packs:
-            live, views = pack.live(pack.saved_views)
-            if live:
-                torch._foreach_copy_(live, views)
-        self._note_versions()
-
-    @torch.no_grad()
-    def select(self, found: Tensor) -> None:
-        """The same on the device: keep the forward's values when `found` is 0, put the copies back when it is 1."""
-        self._adopt_late_movers()
-        self._find_moved()
-        for pack in self._packs:
-            live, fresh = pack.live(pack.fresh_views)
-            if not live:
-                continue
-            torch._foreach_copy_(fresh, live)
-            torch.where(found.to(pack.saved.device).bool(), pack.saved, pack.fresh, out=pack.saved)
-            live, saved = pack.live(pack.saved_views)
-            torch._foreach_copy_(live, saved)
-        self._note_versions()
-
-    @contextlib.contextmanager
-    def as_saved(self) -> Iterator[None]:
-        """Inside, the buffers are as they were at the last `save` or `select`; afterwards as they are now."""
-        with torch.no_grad():
-            for pack in self._packs:
-                for views, source in ((pack.fresh_views, None), (pack.saved_views, "saved")):
-                    live, chosen = pack.live(views)
-                    if live and source is None:
-                        torch._foreach_copy_(chosen, live)
-                    elif live:
-                        torch._foreach_copy_(live, chosen)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for pack in self._packs:
-                    live, fresh = pack.live(pack.fresh_views)
-                    if live:
-                        torch._foreach_copy_(live, fresh)
-
-    def _find_moved(self) -> None:
-        """Mark the buffers that this forward moved; on the first step by value, later by version."""
-        moved = {
-            id(entry.module)
-            for entry in self._entries
-            if not entry.moves and (live := entry.live) is not None and self._differs(entry, live)
-        }
-        fresh = [
-            entry for entry in self._entries if id(entry.module) in moved and not entry.moves and entry.live is not None
-        ]
-        for entry in fresh:
-            entry.moves = True
-        if not self._settled:
-            self._settled = True
-            self._drop_constants()
-        if fresh:
-            self._repack()
-
-    def _adopt_late_movers(self) -> None:
-        """A large buffer that was given up as constant has moved after all: it is copied from now on."""
-        for entry in self._entries:
-            buffer = entry.module._buffers.get(entry.name)
-            if entry.copy is None and buffer is not None and _version(buffer) != entry.version:
-                entry.copy, entry.version = buffer.detach().clone(), -2
-
-    def _differs(self, entry: _Entry, live: Tensor) -> bool:
-        if _version(live) != entry.version:
-            return True
-        return not self._settled and entry.copy is not None and not torch.equal(live, entry.copy)
-
-    def _drop_constants(self) -> None:
-        for entry in self._entries:
-            if not entry.moves and entry.copy is not None and entry.copy.numel() > LARGE:
-                entry.copy = None
-
-    def _repack(self) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], list[_Entry]] = {}
-        for entry in self._entries:
-            if entry.moves and entry.copy is not None:
-                groups.setdefault((entry.copy.device, entry.copy.dtype), []).append(entry)
-        self._packs = [_Pack(entries) for entries in groups.values()]
-
-    def _note_versions(self) -> None:
-        for entry in self._entries:
-            live = entry.live
-            if live is not None:
-                entry.version = _version(live)
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors keep no version
-        return -1
+            if pack.saved.is_floating_point() and pack.saved.device.type == "cpu":
+                suspects += [] if pack.is_finite() else pack.places
+        return name_bad(self._model, suspects)

@@ -1,13 +1,15 @@
-"""Capture: training state -> a tree of plain values with numbered tensors -> the same state again.
+"""Capture: training state -> a tree of plain values with numbered tensors.
 
-The Collector walks parameters, buffers, optimizers, extras and random generators without copying a tensor or waiting
-for a device; where the numbered tensors are copied to is the business of `snapshots.py`. The Restorer writes the copies
-over the live state, in place wherever a tensor still fits, so that graphs, optimizers and users keep their objects.
+The Collector walks parameters, buffers, optimizers and extras without copying a tensor or waiting for a device; where
+the numbered tensors are copied to is the business of `snapshots.py`, and `restore.py` puts them back. An optimizer is
+taken as it is: its groups, its `state` under any key, and what a `state_dict()` of its own adds. What cannot be copied
+(a lock, an open file) is left out and named, never an error.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from steadygrad.act.random_state import capture_random, restore_random
-from steadygrad.measure.shards import MeshPlace, is_dtensor, take_local
+from steadygrad.measure.shards import MeshPlace, take_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,13 @@ class Slot:
 
     index: int
     mesh: MeshPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AsItIs:
+    """Stands in a tree for a value that cannot be copied: putting back leaves the very object there."""
+
+    value: Any
 
 
 @dataclass(slots=True)
@@ -45,6 +53,10 @@ class Collector:
 
     def __init__(self, shared: Iterable[object]) -> None:
         self.sources: list[Source] = []
+        self.owner = ""
+        """Whose state is walked now."""
+        self.left_out: list[str] = []
+        """What could not be copied, in a few words each."""
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # an id is a tensor's own only while it lives
         self._memo: dict[int, Any] = {id(thing): thing for thing in shared}  # deepcopy leaves these as they are
@@ -68,14 +80,32 @@ class Collector:
             for key, item in value.items():
                 made[key] = self.walk(item, name=name and f"{name}.{key}", **settings)
             return made
-        if isinstance(value, list | tuple):
-            return _remake(value, [self.walk(item, name=name, **settings) for item in value])
-        return copy.deepcopy(value, self._memo)
+        if isinstance(value, list | tuple | deque):
+            return remake(value, [self.walk(item, name=name, **settings) for item in value])
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as error:  # whatever somebody's __deepcopy__ or __reduce__ raises
+            self.left_out.append(f"a {type(value).__name__} of the {self.owner} ({error})")
+            return AsItIs(value)
 
 
-def _remake(like: Any, items: list[Any]) -> Any:
-    """A list, tuple or named tuple of the kind of `like`."""
+def remake(like: Any, items: list[Any]) -> Any:
+    """A list, tuple, named tuple or deque of the kind of `like`."""
+    if isinstance(like, deque):
+        return deque(items, like.maxlen)
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimizerState:
+    """One optimizer, with slots for tensors."""
+
+    groups: list[dict[str, Any]]
+    """Its groups without `params`."""
+    state: list[tuple[Any, Any]]
+    """Its `state` as (key, value); a key is a parameter, or whatever its class uses beside parameters."""
+    own: Any = None
+    """What its own `state_dict()` returned; None where torch's `state_dict` says all that there is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,10 +114,8 @@ class State:
 
     parameters: list[tuple[Tensor, Slot]]
     buffers: list[tuple[nn.Module, str, Slot | None]]
-    optimizers: list[tuple[list[dict[str, Any]], list[tuple[Any, Any]]]]
-    """For each its groups without `params`, and its state as (key, value)."""
+    optimizers: list[OptimizerState]
     extras: dict[str, Any]
-    rng: dict[str, Any]
 
 
 def settle_shards(model: nn.Module) -> None:
@@ -95,6 +123,11 @@ def settle_shards(model: nn.Module) -> None:
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is something to copy: a lazy parameter has no shape yet, one on meta has no memory."""
+    return not is_lazy(tensor) and not tensor.is_meta
 
 
 def collect_state(
@@ -111,39 +144,78 @@ def collect_state(
     parameters = [
         (p, collector.add(p, late=True, name=f"parameter {names.get(i, '(not of the model)')}"))
         for i, p in unique.items()
-        if not is_lazy(p)
+        if has_values(p)
     ]
     return State(
         parameters=parameters,
         buffers=list(_collect_buffers(collector, model)),
         optimizers=[_collect_optimizer(optimizer, collector, names) for optimizer in optimizers],
-        extras={name: _collect_extra(name, extra, collector) for name, extra in extras.items()},
-        rng=capture_random({p.device for p in unique.values()}),
+        extras=_collect_extras(extras, collector),
     )
+
+
+def find_uncopied(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], extras: Mapping[str, Any]
+) -> list[str]:
+    """What of a training cannot be copied, in a few words each; copies no tensor."""
+    collector = Collector([model, *optimizers, *extras.values()])
+    collect_state(collector, model, optimizers, extras)
+    return collector.left_out
 
 
 def _collect_buffers(collector: Collector, model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot | None]]:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             label = f"buffer {path}.{name}" if path else f"buffer {name}"
-            slot = None
-            if buffer is not None and not is_lazy(buffer):
-                slot = collector.add(buffer, late=False, name=label, must_be_finite=False)
-            yield module, name, slot
+            if buffer is None:
+                yield module, name, None
+            elif has_values(buffer):
+                yield module, name, collector.add(buffer, late=False, name=label, must_be_finite=False)
 
 
 def _collect_optimizer(
     optimizer: torch.optim.Optimizer, collector: Collector, names: Mapping[int, str]
-) -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
+) -> OptimizerState:
+    collector.owner = type(optimizer).__name__
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state = [
         (key, collector.walk(value, late=True, name=f"optimizer state of {names.get(id(key), 'a parameter')}"))
         for key, value in optimizer.state.items()
     ]
-    return [collector.walk(group, late=False) for group in groups], state
+    return OptimizerState(
+        groups=[collector.walk(group, late=False) for group in groups],
+        state=state,
+        own=_collect_own(optimizer, collector) if has_own_state(optimizer) else None,
+    )
+
+
+def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class saves or loads by itself: Lookahead's slow weights are in no `state` of torch's."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    replaced = {"state_dict", "load_state_dict"} & vars(optimizer).keys()
+    return bool(replaced) or kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict
+
+
+def _collect_own(optimizer: torch.optim.Optimizer, collector: Collector) -> Any:
+    try:
+        return collector.walk(optimizer.state_dict(), late=True)
+    except Exception as error:  # ZeroRedundancyOptimizer's must be gathered before, for one
+        collector.left_out.append(f"the state_dict() of the {type(optimizer).__name__} ({error})")
+        return None
 
 
 SCALER_FIELDS = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
+
+
+def _collect_extras(extras: Mapping[str, Any], collector: Collector) -> dict[str, Any]:
+    collected = {}
+    for name, extra in extras.items():
+        collector.owner = name
+        try:
+            collected[name] = _collect_extra(name, extra, collector)
+        except Exception as error:  # the user's own state_dict(): the training goes on without it
+            collector.left_out.append(f"the state of the {name} ({error!r})")
+    return collected
 
 
 def _collect_extra(name: str, extra: Any, collector: Collector) -> Any:
@@ -153,102 +225,3 @@ def _collect_extra(name: str, extra: Any, collector: Collector) -> Any:
     if isinstance(extra, nn.Module):
         return collector.walk(extra.state_dict(), late=True, name=name, must_be_finite=False)
     return collector.walk(extra.state_dict(), late=False)
-
-
-class Restorer:
-    """Writes one snapshot over the live state; tensors that still fit are written in place."""
-
-    def __init__(
-        self, state: State, hosts: Sequence[Tensor], devices: Sequence[torch.device], *, shared: Iterable[object]
-    ) -> None:
-        self._state, self._hosts, self._devices = state, hosts, devices
-        self._memo: dict[int, Any] = {id(thing): thing for thing in shared}
-
-    def restore(self, optimizers: Sequence[torch.optim.Optimizer], extras: Mapping[str, Any]) -> None:
-        """Parameters, buffers, optimizers, extras; the random generators last, so that nothing here moves them."""
-        for parameter, slot in self._state.parameters:
-            take_local(parameter).data.copy_(self._hosts[slot.index])
-        for module, name, kept in self._state.buffers:
-            module._buffers[name] = None if kept is None else self._put(module._buffers.get(name), kept)
-        for optimizer, (groups, state) in zip(optimizers, self._state.optimizers):
-            self._put_optimizer(optimizer, groups, state)
-        for name, saved in self._state.extras.items():
-            self._put_extra(extras[name], saved)
-        restore_random(self._state.rng)
-
-    def _put(self, live: Any, saved: Any) -> Any:
-        """What `saved` stands for; dicts and tensors of `live` are reused where they fit."""
-        if isinstance(saved, Slot):
-            host, device = self._hosts[saved.index], self._devices[saved.index]
-            if saved.mesh is None:
-                return self._put_tensor(live, host, device)
-            if is_dtensor(live) and MeshPlace.of(live) == saved.mesh:
-                self._put_tensor(take_local(live), host, device)
-                return live
-            return saved.mesh.make_whole(host.to(device, copy=True))
-        if isinstance(saved, dict):
-            return self._put_dict(live, saved)
-        if isinstance(saved, list | tuple):
-            fits = isinstance(live, list | tuple) and len(live) == len(saved)
-            return _remake(saved, [self._put(live[i] if fits else None, item) for i, item in enumerate(saved)])
-        return copy.deepcopy(saved, self._memo)
-
-    def _put_dict(self, live: Any, saved: dict[Any, Any], spare: Sequence[str] = ()) -> dict[Any, Any]:
-        made: dict[Any, Any] = live if isinstance(live, dict) else copy.copy(saved)
-        for key in [key for key in made if key not in saved and key not in spare]:
-            del made[key]
-        for key, item in saved.items():
-            made[key] = self._put(live.get(key) if made is live else None, item)
-        return made
-
-    def _put_tensor(self, live: Any, host: Tensor, device: torch.device) -> Tensor:
-        fits = (
-            isinstance(live, Tensor)
-            and (live.shape, live.dtype, live.device, live.layout) == (host.shape, host.dtype, device, host.layout)
-            and host.layout in (torch.strided, torch.sparse_coo)
-        )
-        if not fits:
-            return host.to(device, copy=True)
-        assert isinstance(live, Tensor)
-        if host.layout is not torch.strided:
-            return live.copy_(host)  # not through .data, whose indices are its own
-        if torch._debug_has_internal_overlap(live) == 1:  # expanded: cannot be written, and hardly ever changes
-            return live if torch.equal(live.cpu(), host) else host.to(device, copy=True)
-        live.data.copy_(host)
-        return live
-
-    def _put_optimizer(self, optimizer: torch.optim.Optimizer, groups: list[Any], state: list[Any]) -> None:
-        """Not by its own load_state_dict, which casts the state to the dtype of the parameters."""
-        for group, saved in zip(optimizer.param_groups, groups):
-            self._put_dict(group, saved, spare=("params",))
-        kept = {id(key) for key, _ in state}
-        for key in [key for key in optimizer.state if id(key) not in kept]:
-            del optimizer.state[key]
-        for key, saved in state:
-            optimizer.state[key] = self._put(optimizer.state.get(key), saved)
-
-    def _put_extra(self, extra: Any, saved: Any) -> None:
-        if isinstance(extra, torch.amp.GradScaler):
-            self._put_scaler(extra, saved)
-        elif isinstance(extra, nn.Module):  # copies into its own tensors, so that the host's can be given as they are
-            extra.load_state_dict(self._fill(saved))
-        else:
-            extra.load_state_dict(self._put(None, saved))
-
-    def _put_scaler(self, scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
-        for name, value in saved.items():
-            setattr(scaler, name, self._put(getattr(scaler, name), value))
-
-    def _fill(self, saved: Any) -> Any:
-        """The tree with the host's own tensors in it."""
-        if isinstance(saved, Slot):
-            host = self._hosts[saved.index]
-            return host if saved.mesh is None else saved.mesh.make_whole(host.to(self._devices[saved.index]))
-        if isinstance(saved, dict):
-            made = copy.copy(saved)
-            for key, item in saved.items():
-                made[key] = self._fill(item)
-            return made
-        if isinstance(saved, list | tuple):
-            return _remake(saved, [self._fill(item) for item in saved])
-        return copy.deepcopy(saved, self._memo)

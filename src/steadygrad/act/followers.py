@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from steadygrad.act.buffers import BufferKeeper
-from steadygrad.act.rates import Rates
 from steadygrad.config import Interval
 from steadygrad.errors import UsageError
 
@@ -19,11 +18,11 @@ class Followers:
     """Steps what was handed to Guard; what was not handed over stays the user's."""
 
     def __init__(
-        self, scheduler: Any, ema: Any, *, model: nn.Module, interval: Interval, buffers: BufferKeeper, rates: Rates
+        self, scheduler: Any, ema: Any, *, model: nn.Module, interval: Interval, buffers: BufferKeeper
     ) -> None:
         if scheduler is not None and not callable(getattr(scheduler, "step", None)):
             raise UsageError(f"the scheduler must have step(), got {type(scheduler).__name__}.")
-        self._scheduler, self._interval, self._buffers, self._rates = scheduler, interval, buffers, rates
+        self._scheduler, self._interval, self._buffers = scheduler, interval, buffers
         self._needs_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._update_ema = _find_update(ema, model)
 
@@ -33,8 +32,7 @@ class Followers:
         Judgement may come after the next forward has moved the buffers: the EMA copy sees them as the step left them.
         """
         if self._scheduler is not None and self._interval is Interval.STEP and not self._needs_metric:
-            with self._rates.around_scheduler():
-                self._scheduler.step()
+            self._scheduler.step()
         if self._update_ema is not None:
             with self._buffers.as_saved():
                 self._update_ema()
@@ -43,12 +41,11 @@ class Followers:
         """The epoch is over; `validation_loss` is its last finite one."""
         if self._scheduler is None:
             return
-        with self._rates.around_scheduler():
-            if self._needs_metric:
-                if validation_loss is not None:
-                    self._scheduler.step(validation_loss)
-            elif self._interval is Interval.EPOCH:
-                self._scheduler.step()
+        if self._needs_metric:
+            if validation_loss is not None:
+                self._scheduler.step(validation_loss)
+        elif self._interval is Interval.EPOCH:
+            self._scheduler.step()
 
 
 def _find_update(ema: Any, model: nn.Module) -> Callable[[], Any] | None:

@@ -72,10 +72,10 @@ class MicrobatchGate:
         numbers = None if m is None else self._transfer.send(m.packed).wait()
         if m is None or numbers is None or numbers[FOUND] == 0:
             _add_gradients(self._parameters, kept)
-            self._buffers.save()
+            self._buffers.begin(anew=True)  # the next microbatch goes back to here
             batches.losses.append(loss.detach())
             return None
-        self._buffers.restore()
+        self._buffers.put_back()
         for parameter, gradient in zip(self._parameters, kept):
             parameter.grad = gradient
         batches.num_dropped += 1

@@ -2,16 +2,22 @@
 
 `GradScaler.step` would overwrite the optimizer's `found_inf` with its own count, so its step is never called. After a
 step with overflowed gradients the scale backs off; after a non-finite *loss* the scaler does not hear of the step at
-all, since no scale would have helped.
+all, since no scale would have helped. Guards may share a scaler: whichever steps first moves the scale while gradients
+of the others still carry the old one, so each divides by the scale that its own backward was multiplied by.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from steadygrad.measure.stale import UsedMark
+
+_drivers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[ScalerDriver]] = weakref.WeakKeyDictionary()
 
 
 class ScalerDriver:
@@ -20,15 +26,31 @@ class ScalerDriver:
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._optimizers = list(optimizers)
+        self._carried: Tensor | None = None
+        self._waiting = UsedMark()  # gradients of the user's own backward, from before another guard moved the scale
+        self._waiting_scale: Tensor | None = None
+        if self._scaler is not None:
+            _drivers.setdefault(self._scaler, weakref.WeakSet()).add(self)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to run backward from."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        """The loss to run backward from; all microbatches of a step carry the scale of the first."""
+        if self._scaler is None:
+            return loss
+        if self._carried is not None:
+            return loss * self._carried.to(loss.device, non_blocking=True)
+        scaled = self._scaler.scale(loss)
+        scale = self._scaler._get_scale_async()
+        self._carried = None if scale is None else scale.clone()
+        return scaled
 
     @property
     def now(self) -> Tensor | None:
-        """The scale as it stands; None without a scaler, or before it has scaled anything."""
-        return None if self._scaler is None else self._scaler._get_scale_async()
+        """The scale of the step under way; None without a scaler, or before it has scaled anything."""
+        if self._scaler is None:
+            return None
+        if self._carried is not None:
+            return self._carried
+        return self._waiting_scale if self._waiting.is_there else self._scaler._get_scale_async()
 
     @property
     def factor(self) -> Tensor | None:
@@ -37,7 +59,7 @@ class ScalerDriver:
             return None
         scaled = [optimizer for optimizer in self._optimizers if not self._is_unscaled(optimizer)]
         if len(scaled) == len(self._optimizers):
-            return self._scaler._get_scale_async()
+            return self.now
         for optimizer in scaled:  # the user has unscaled some of them: one factor must hold for all
             self._scaler.unscale_(optimizer)
         return None
@@ -49,6 +71,7 @@ class ScalerDriver:
 
     def end_step(self) -> None:
         """The next gradients are scaled again. `GradScaler.update` says so too, but is not called after a bad loss."""
+        self._carried = self._waiting_scale = None
         if self._scaler is not None:
             for optimizer in self._optimizers:
                 self._scaler._per_optimizer_states.pop(id(optimizer), None)
@@ -60,6 +83,9 @@ class ScalerDriver:
         if scaler is None or scaler._get_scale_async() is None:
             return
         scale, growth = scaler._check_scale_growth_tracker("update")
+        for driver in _drivers[scaler]:
+            if driver is not self:
+                driver._note_waiting(scale)
         before = None if bad_loss is None else (scale.clone(), growth.clone())
         found = bad_gradient.float().to(scale.device).reshape(1)
         for optimizer in self._optimizers:
@@ -69,3 +95,10 @@ class ScalerDriver:
             ignore = bad_loss.to(scale.device)
             scale.copy_(torch.where(ignore, before[0], scale))
             growth.copy_(torch.where(ignore, before[1], growth))
+
+    def _note_waiting(self, scale: Tensor) -> None:
+        """Another guard is about to move the scale: gradients that wait for this one's step carry the present one."""
+        if self._carried is None:
+            held = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+            self._waiting.note([("", parameter) for parameter in held])
+            self._waiting_scale = scale.clone()

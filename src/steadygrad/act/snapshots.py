@@ -1,14 +1,17 @@
 """Snapshots: the whole training state -> copies in host memory -> the same state again, bit for bit.
 
-A snapshot holds parameters, buffers, optimizer state, whatever else was handed over (scheduler, scaler, EMA, clip
-state) and the random generators. Taking one never waits for the device: pinned blocks are reused, parameters and
-moments are copied on a side stream while the next forward runs, and whether all of it is finite is read later. One
-counts as good only when it is finite and enough healthy steps came after it; only a good one is ever put back.
-Memory is bounded. Gradients, the data position and the number of the step are not in here: they are the Guard's.
+A snapshot holds parameters, buffers, optimizer state and whatever else was handed over (scheduler, scaler, EMA, clip
+state). What the user keeps does not go back: the random generators, which would draw the same batches again, and the
+learning rates, unless their scheduler was handed over. Taking one never waits for the device: pinned blocks are
+reused, parameters and moments are copied on a side stream while the next forward runs, and whether all of it is finite
+is read later. One counts as good only when it is finite and enough healthy steps came after it; only a good one is
+ever put back. Memory is bounded. Gradients, the data position and the number of the step are not in here: they are the
+Guard's.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.arena import Arena, count_bytes, fits_a_block
-from steadygrad.act.capture import Collector, Restorer, Source, collect_state, settle_shards
+from steadygrad.act.capture import Collector, Source, State, collect_state, settle_shards
+from steadygrad.act.restore import Restorer
 from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 
+logger = logging.getLogger("steadygrad")
 MIN_EVERY = 10
 """Steps between two snapshots at the very start of a run."""
 DENSE_BYTES = 64 << 20
@@ -54,9 +59,13 @@ class Snapshots:
         extras: Mapping[str, Stateful] | None = None,
         config: SnapshotConfig | None = None,
         agree: Callable[[Sequence[int]], Collection[int]] | None = None,
+        owns_rate: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
     ) -> None:
-        """`agree`: on many ranks, of the steps that this rank could go back to those that all can."""
-        self._agree = agree
+        """`agree`: on many ranks, of the steps that this rank could go back to those that all can.
+
+        `owns_rate`: whether an optimizer writes its learning rate itself, which then goes back with its state.
+        """
+        self._agree, self._owns_rate = agree, owns_rate
         self._model, self._optimizers = model, list(optimizers)
         self._extras: dict[str, Any] = {name: extra for name, extra in (extras or {}).items() if extra is not None}
         self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, whoever refers to them
@@ -72,10 +81,13 @@ class Snapshots:
         self.initial: Snapshot | None = None
         """The state before the first step, kept as long as there is room for it."""
         self._were_finite: set[str] = set()
+        self._told: set[str] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
         self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
         """Why there are no snapshots; None when there are."""
+        self.misfits: list[str] = []
+        """What the last restore had to leave as it was."""
 
     # --- when -------------------------------------------------------------------------------------------------------
 
@@ -112,8 +124,7 @@ class Snapshots:
         if self.off is not None or self._in_trouble or not self._has_place():
             return False
         self.before_optimizer()
-        collector = Collector(self._shared)
-        state = collect_state(collector, self._model, self._optimizers, self._extras)
+        collector, state = self._collect()
         hosts = self._make_hosts(collector.sources)
         if hosts is None:
             return False
@@ -127,6 +138,15 @@ class Snapshots:
             self.initial = snapshot
         self._last_taken = step
         return True
+
+    def _collect(self) -> tuple[Collector, State]:
+        collector = Collector(self._shared)
+        state = collect_state(collector, self._model, self._optimizers, self._extras)
+        for what in collector.left_out:  # that of the start is a finding; state may also come later
+            if what not in self._told:
+                self._told.add(what)
+                logger.info("left out of snapshots, because it cannot be copied: %s", what)
+        return collector, state
 
     def before_optimizer(self) -> None:
         """The device, not the host, waits for copies under way before it goes on to change what is being copied."""
@@ -307,8 +327,10 @@ class Snapshots:
         self.before_optimizer()
         chosen.wait()
         settle_shards(self._model)
-        restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared)
-        restorer.restore(self._optimizers, self._extras)
+        # Rates belong to whoever schedules them; a scheduler that was left out of the snapshot has moved on with them.
+        settings = {id(o) for o in self._optimizers if "scheduler" in chosen.state.extras or self._owns_rate(o)}
+        restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared, settings=settings)
+        self.misfits = restorer.restore(self._optimizers, self._extras)
         for snapshot in self._ring[self._ring.index(chosen) + 1 :]:
             self._discard(snapshot)
         self._restored, self._in_trouble = chosen, False

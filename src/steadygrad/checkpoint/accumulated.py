@@ -1,4 +1,4 @@
-"""Microbatches of a step that is not made yet <-> plain state, with the buffers from before its first forward."""
+"""A step that is not made yet -> plain values -> the same step again: its microbatches, and the buffers before it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.capture import has_values
 from steadygrad.act.microbatches import Accumulated
 
 
 def gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: BufferKeeper) -> dict[str, Any]:
-    """Microbatches of a step that is not made yet, and the buffers from before its first forward."""
+    """The microbatches so far, and the buffers from before their first forward.
+
+    A program that runs backward by itself tells of no microbatch; that its forward was heard is enough.
+    """
+    before = {}
+    if buffers.has_begun:
+        with buffers.as_saved():
+            before = {name: b.detach().clone() for name, b in model.named_buffers() if has_values(b)}
     if accumulated.num == 0:
-        return {"num": 0}
-    with buffers.as_saved():
-        before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        return {"num": 0, "buffers": before}
     return {
         "num": accumulated.num,
         "num_dropped": accumulated.num_dropped,
@@ -30,10 +36,13 @@ def gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: Buff
 @torch.no_grad()
 def put_accumulated(saved: Mapping[str, Any], model: nn.Module, buffers: BufferKeeper) -> Accumulated:
     """The microbatches again; `buffers` learns what a skip of their step must go back to."""
-    live = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()} if saved["num"] else {}
-    _write(live, saved.get("buffers", {}))
-    buffers.refresh(everything=True)
-    _write(live, {name: now for name, (_, now) in live.items()})
+    buffers.forget()
+    before = saved.get("buffers", {})
+    if before:
+        live = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers() if has_values(buffer)}
+        _write(live, before)
+        buffers.begin()
+        _write(live, {name: now for name, (_, now) in live.items()})
     if not saved["num"]:
         return Accumulated()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

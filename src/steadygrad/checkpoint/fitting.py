@@ -15,9 +15,10 @@ logger = logging.getLogger("steadygrad")
 
 
 def find_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a state_dict has of tensors; parameters that have no shape yet are left out."""
+    """What a state_dict has of tensors; those without a shape yet (lazy) or without memory (meta) are left out."""
     state = model.state_dict()
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_lazy(value)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in tensors.items() if not is_lazy(value) and not value.is_meta}
 
 
 def compare_weights(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:

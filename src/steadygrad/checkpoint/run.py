@@ -22,6 +22,7 @@ from steadygrad.act.random_state import restore_random
 from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.finite import count_nonfinite
+from steadygrad.checkpoint.gather import gather_training, live_random
 from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
@@ -34,7 +35,7 @@ from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore
 from steadygrad.checkpoint.together import TOGETHER
-from steadygrad.checkpoint.training import gather_training, live_random, put_back
+from steadygrad.checkpoint.training import put_back
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Severity
@@ -227,6 +228,9 @@ class RunCheckpoints:
     ) -> Save:
         if self._stateless and self._last_saved is None:
             logger.warning("%s cannot be saved: it has no state_dict.", ", ".join(self._stateless))
+        for kept in state["optimizers"] if self._last_saved is None else ():
+            if "left_out" in kept:
+                logger.warning("%s when the run is resumed.", kept["left_out"])
         state |= {
             "guard": dict(guard),
             "given": self._given,

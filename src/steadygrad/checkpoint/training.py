@@ -1,148 +1,45 @@
-"""A live training -> one plain state -> the same training again, in another process.
+"""One plain state, as `gather` made it -> the live training again, in this process or another.
 
-What is gathered: weights and every buffer, optimizers, scheduler, scaler, EMA, random generators, gradients that are
-still accumulating. Parameters are known by name, so that a model that has changed is told tensor by tensor. Putting
-back goes through `act.capture.Restorer`, in place and without the casts of `Optimizer.load_state_dict`. Nothing is
-changed before everything was compared.
+Nothing is changed before everything was compared: names, shapes, dtypes, groups, the classes of the optimizers. Putting
+back goes through `act.restore.Restorer`, in place and without the casts of `Optimizer.load_state_dict`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from steadygrad.act.capture import Collector, Restorer, Slot, State, collect_state, settle_shards
+from steadygrad.act.capture import OptimizerState, Slot, State, has_own_state, settle_shards
+from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.fitting import compare_weights, find_weights
+from steadygrad.checkpoint.gather import (
+    DEQUE,
+    PARAMETER,
+    Optimizers,
+    each_parameter,
+    find_buffers,
+    find_device,
+    find_extra_state,
+    name_class,
+    name_parameters,
+)
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.refusals import MismatchError
 from steadygrad.measure.shards import MeshPlace, take_local
 
-Optimizers = Sequence[torch.optim.Optimizer]
-
-
-# --- gather -------------------------------------------------------------------------------------------------------
-
-
-def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of everything; its tensors are the live ones, to be copied before anything moves."""
-    collector = Collector([model, *optimizers, *extras.values()])
-    captured = collect_state(collector, model, optimizers, extras)
-    names = name_parameters(model, optimizers)
-    weights = find_weights(model)
-
-    def fill(tree: Any) -> Any:
-        return _fill(tree, collector)
-
-    return {
-        "model": weights,
-        # What a state_dict leaves out or calls otherwise: activation checkpointing drops the name of its wrapper there.
-        "other_parameters": {name: p for name, p in _each_parameter(model, optimizers) if name not in weights},
-        "other_buffers": {
-            name: buffer
-            for persistent in (True, False)
-            for name, _, _, buffer in _find_buffers(model, persistent=persistent)
-            if not persistent or name not in weights
-        },
-        "extra_state": {path: module.get_extra_state() for path, module in _find_extra_state(model)},
-        "optimizers": [
-            {
-                "groups": fill(groups),
-                "params": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
-                "state": {names[id(key)]: fill(value) for key, value in state if id(key) in names},
-            }
-            for optimizer, (groups, state) in zip(optimizers, captured.optimizers)
-        ],
-        "extras": {name: fill(tree) for name, tree in captured.extras.items()},
-        "gradients": {name: p.grad for name, p in _each_parameter(model, optimizers) if p.grad is not None},
-        "random": plain_random(captured.rng),
-    }
-
-
-def name_parameters(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
-    """id -> name, of the model's parameters and of those that only an optimizer holds."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    for i, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            for k, parameter in enumerate(group["params"]):
-                names.setdefault(id(parameter), f"optimizer {i} group {g} parameter {k}")
-    return names
-
-
-def _each_parameter(model: nn.Module, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
-    names = name_parameters(model, optimizers)
-    for parameter in (*model.parameters(), *_only_in_optimizers(model, optimizers)):
-        if not is_lazy(parameter):
-            yield names[id(parameter)], parameter
-
-
-def _only_in_optimizers(model: nn.Module, optimizers: Optimizers) -> list[Tensor]:
-    own = {id(p) for p in model.parameters()}
-    held = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
-    return [p for i, p in held.items() if i not in own]
-
-
-def _find_buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(full name, module, name, buffer) of the buffers that a state_dict has, or of those that it leaves out."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if (
-                buffer is not None
-                and not is_lazy(buffer)
-                and (name in module._non_persistent_buffers_set) is not persistent
-            ):
-                yield f"{path}.{name}" if path else name, module, name, buffer
-
-
-def _find_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield path, module
-
-
-def _fill(tree: Any, collector: Collector) -> Any:
-    """The tree with the live tensors in the place of their numbers."""
-    if isinstance(tree, Slot):
-        tensor = collector.sources[tree.index].tensor
-        return tensor if tree.mesh is None else tree.mesh.make_whole(tensor)
-    if isinstance(tree, dict):
-        return {key: _fill(value, collector) for key, value in tree.items()}
-    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
-        return type(tree)(_fill(item, collector) for item in tree)
-    return tree
-
-
-def _find_unsaved(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
-    """Weights that the checkpoint has under no name by which they could be put back."""
-    saved = {*state["model"], *state["other_parameters"]}
-    own = find_weights(model)  # these were compared already
-    return [
-        f"{name} is not in it under this name"
-        for name, _ in _each_parameter(model, optimizers)
-        if name not in saved and name not in own and not name.startswith("optimizer ")
-    ]
-
-
-def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Random generators with devices spelled as text."""
-    return {**state, "cuda": {str(device): generator for device, generator in state["cuda"].items()}}
-
-
-def live_random(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for `restore_random`; generators of devices that are not here are left out."""
-    here = {device: generator for device, generator in state["cuda"].items() if _find_device(device).type == "cuda"}
-    return {**state, "cuda": {torch.device(device): generator for device, generator in here.items()}}
-
-
 # --- compare ------------------------------------------------------------------------------------------------------
 
 
-def compare_training(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
+def compare_training(
+    state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]
+) -> list[str]:
     """What does not fit, each in a few words; empty when everything does."""
-    problems = compare_weights(find_weights(model), state["model"])
+    weights = find_weights(model)
+    problems = compare_weights(weights, state["model"]) + compare_dtypes(weights, state["model"])
     if len(state["optimizers"]) != len(optimizers):
         problems.append(f"{len(optimizers)} optimizers, saved were {len(state['optimizers'])}")
     problems += _find_unsaved(state, model, optimizers)
@@ -151,7 +48,32 @@ def compare_training(state: Mapping[str, Any], model: nn.Module, optimizers: Opt
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         if groups != kept["params"]:
             problems.append(f"optimizer {i} has other groups of parameters: {_compare_groups(groups, kept['params'])}")
+        if not _is_same_class(optimizer, kept):
+            problems.append(f"optimizer {i} is a {name_class(optimizer)}, saved was a {kept['class']}")
+    problems += [f"no state of the {name} was saved" for name in extras if name not in state["extras"]]
+    for name, extra in extras.items():
+        saved = state["extras"].get(name)
+        if isinstance(extra, nn.Module) and isinstance(saved, Mapping):
+            problems += [f"{name}: {problem}" for problem in compare_weights(find_weights(extra), saved)]
     return problems
+
+
+def compare_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
+    """Tensors of another dtype, in a few words each: copied over they would be rounded, and their moments not fit."""
+    return [
+        f"{name} is {_spell(tensor.dtype)}, saved was {_spell(saved[name].dtype)}"
+        for name, tensor in own.items()
+        if isinstance(saved.get(name), Tensor) and saved[name].dtype != tensor.dtype
+    ]
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_same_class(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> bool:
+    """Whether the saved state is of this class; older checkpoints do not say."""
+    return kept.get("class") in (None, name_class(optimizer))
 
 
 def _compare_groups(own: list[list[str]], saved: list[list[str]]) -> str:
@@ -161,6 +83,17 @@ def _compare_groups(own: list[list[str]], saved: list[list[str]]) -> str:
     added, gone = sorted(here - there), sorted(there - here)
     parts = [f"{what} {', '.join(names[:5])}" for what, names in (("new", added), ("gone", gone)) if names]
     return "; ".join(parts) or "in another order"
+
+
+def _find_unsaved(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
+    """Weights that the checkpoint has under no name by which they could be put back."""
+    saved = {*state["model"], *state["other_parameters"]}
+    own = find_weights(model)  # these were compared already
+    return [
+        f"{name} is not in it under this name"
+        for name, _ in each_parameter(model, optimizers)
+        if name not in saved and name not in own and not name.startswith("optimizer ")
+    ]
 
 
 # --- put back -----------------------------------------------------------------------------------------------------
@@ -192,6 +125,8 @@ class _Hosts:
             self.devices.append(device or self._find_device(tree))
             return Slot(len(self.tensors) - 1, MeshPlace.of(tree))
         if isinstance(tree, dict):
+            if DEQUE in tree:
+                return deque(self.number(tree[DEQUE], device), tree["maxlen"])
             return {key: self.number(value, device) for key, value in tree.items()}
         if isinstance(tree, list | tuple) and type(tree) is not torch.Size:
             return type(tree)(self.number(item, device) for item in tree)
@@ -218,7 +153,7 @@ class _Hosts:
     def _find_device(self, loaded: Tensor) -> torch.device:
         """A thing of its own on the host stays there; one on a device that the training has left goes along."""
         saved = self.name_device(loaded)
-        return _find_device(saved) if saved == "cpu" else self._moved.get(saved) or _find_device(saved)
+        return find_device(saved) if saved == "cpu" else self._moved.get(saved) or find_device(saved)
 
 
 @torch.no_grad()
@@ -227,8 +162,7 @@ def put_back(
 ) -> list[str]:
     """Write the state over the live training; returns what did not fit, or with `strict` raises MismatchError."""
     state = checkpoint.state
-    problems = compare_training(state, model, optimizers)
-    problems += [f"no state of the {name} was saved" for name in extras if name not in state["extras"]]
+    problems = compare_training(state, model, optimizers, extras)
     if problems and strict:
         raise MismatchError(
             f"{checkpoint.info.path} does not fit this training: {'; '.join(problems)}. Make model and optimizers as "
@@ -236,11 +170,13 @@ def put_back(
         )
     settle_shards(model)
     loaded = {**state["model"], **state["other_parameters"]}
-    live = dict(_each_parameter(model, optimizers))
+    live = dict(each_parameter(model, optimizers))
     hosts = _Hosts(checkpoint.devices, [(loaded[name], p) for name, p in live.items() if name in loaded])
     made = _number_state(state, model, optimizers, extras, hosts)
-    Restorer(made, hosts.tensors, hosts.devices, shared=()).restore(optimizers, extras)
-    for path, module in _find_extra_state(model):
+    restorer = Restorer(made, hosts.tensors, hosts.devices, shared=(), strict=strict)
+    problems += restorer.restore(optimizers, extras)
+    problems += [kept["left_out"] for kept in state["optimizers"] if "left_out" in kept]
+    for path, module in find_extra_state(model):
         if path in state["extra_state"]:
             module.set_extra_state(state["extra_state"][path])
     _put_gradients(state["gradients"], model, optimizers)
@@ -251,15 +187,15 @@ def _number_state(
     state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any], hosts: _Hosts
 ) -> State:
     saved = {**state["model"], **state["other_parameters"]}
-    parameters = dict(_each_parameter(model, optimizers))
+    parameters = dict(each_parameter(model, optimizers))
     fitting = {name: p for name, p in parameters.items() if name in saved and saved[name].shape == p.shape}
     buffers = {**state["model"], **state["other_buffers"]}
     return State(
         parameters=[(p, hosts.number(saved[name])) for name, p in fitting.items()],
         buffers=[
-            (module, name, hosts.number(buffers[full], take_local(live).device))
+            (module, name, hosts.number(buffers[full].to(live.dtype), take_local(live).device))
             for persistent in (True, False)
-            for full, module, name, live in _find_buffers(model, persistent=persistent)
+            for full, module, name, live in find_buffers(model, persistent=persistent)
             if full in buffers and buffers[full].shape == live.shape
         ],
         optimizers=[
@@ -267,7 +203,6 @@ def _number_state(
             for optimizer, kept in zip(optimizers, state["optimizers"])
         ],
         extras={name: hosts.number(tree) for name, tree in state["extras"].items() if name in extras},
-        rng=live_random(state["random"]),
     )
 
 
@@ -276,9 +211,13 @@ def _number_optimizer(
     kept: Mapping[str, Any],
     parameters: Mapping[str, tuple[Tensor, Tensor]],
     hosts: _Hosts,
-) -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
-    """Groups and state for the Restorer; of a group that was not saved the live settings."""
+) -> OptimizerState:
+    """Groups and state for the Restorer; the live settings of a group, or a class, that was not saved."""
     live = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    if not _is_same_class(optimizer, kept):
+        return OptimizerState(groups=live, state=[])
+    if "left_out" in kept:
+        return OptimizerState(groups=[{**group, **saved} for group, saved in zip(live, kept["groups"])], state=[])
     groups = [hosts.number(kept["groups"][i]) if i < len(kept["groups"]) else group for i, group in enumerate(live)]
     now, then = _find_device_stepped(optimizer.param_groups), any(_steps_on_device(g) for g in kept["groups"])
     state = []
@@ -287,7 +226,17 @@ def _number_optimizer(
             loaded, parameter = parameters[name]
             on_device = True if id(parameter) in now else False if then or hosts.name_device(loaded) == "cpu" else None
             state.append((parameter, hosts.number_state(value, loaded, parameter, step_on_device=on_device)))
-    return groups, state
+    named = {(PARAMETER, name): parameter for name, (_, parameter) in parameters.items()}
+    state += [(key, _find_keys(hosts.number(value), named)) for key, value in kept.get("other_state", {}).items()]
+    own = kept.get("own") if has_own_state(optimizer) else None
+    return OptimizerState(groups=groups, state=state, own=hosts.number(own))
+
+
+def _find_keys(tree: Any, named: Mapping[Any, Tensor]) -> Any:
+    """The tree with parameters in the place of their names."""
+    if not isinstance(tree, dict):
+        return tree
+    return {named.get(key, key): _find_keys(value, named) for key, value in tree.items()}
 
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
@@ -300,17 +249,7 @@ def _find_device_stepped(groups: Sequence[Mapping[str, Any]]) -> set[int]:
 
 
 def _put_gradients(gradients: Mapping[str, Tensor], model: nn.Module, optimizers: Optimizers) -> None:
-    for name, parameter in _each_parameter(model, optimizers):
+    for name, parameter in each_parameter(model, optimizers):
         saved = gradients.get(name)
         fits = saved is not None and saved.shape == parameter.shape
         parameter.grad = saved.to(parameter.device, copy=True) if fits and saved is not None else None
-
-
-def _find_device(saved: str) -> torch.device:
-    """The device of that name, or the nearest thing to it that is here."""
-    device = torch.device(saved)
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return device if (device.index or 0) < torch.cuda.device_count() else torch.device("cuda", 0)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadygrad.act.ear import Ear
 from steadygrad.config import DiagnoseConfig
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.effects import Effects
@@ -93,7 +92,7 @@ class Investigator:
         """When a loss is given and no function, what went into the model is all that can be replayed."""
         if hasattr(self._model, "_orig_mod"):  # compiled: a hook would become part of the graph
             return None
-        return self._model.register_forward_pre_hook(_Ear(self), prepend=True, with_kwargs=True)
+        return self._model.register_forward_pre_hook(Ear(self.hear), prepend=True, with_kwargs=True)
 
     def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called, by whomever."""
@@ -221,27 +220,6 @@ def tell_since_when(cause: Cause, given: Collection[str]) -> Cause:
     else:
         note = "It was finite before the first step."
     return dataclasses.replace(cause, note=f"{note} {cause.note}".strip())
-
-
-class _Ear:
-    """A hook that hears the model being called.
-
-    A copy of the model, or one that was pickled, gets a deaf one that needs nothing of this package: it formats three
-    arguments with no characters each, at a level that nobody listens to.
-    """
-
-    def __init__(self, listener: Investigator) -> None:
-        self._listener = weakref.ref(listener)
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        listener = self._listener()
-        if listener is not None:
-            listener.hear(model, args, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (logger.debug, "%.0s%.0s%.0s")
 
 
 def _name_kind(reading: Reading) -> str:

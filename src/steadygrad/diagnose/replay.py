@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from steadygrad.act.ear import all_deaf
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
@@ -49,7 +50,7 @@ def _replaying() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with all_deaf(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.disable(disabled)

@@ -37,7 +37,8 @@ _REPORTED = (
     *("outlier_input", "all_labels_masked", "dead_activation", "saturated_activation", "constant_output"),
     *("unregistered_layers", "silent_broadcast", "double_softmax", "anomaly_mode_left_on", "partial_overlap"),
     *("scaler_collapse", "frequent_clipping", "many_skips", "frequent_actions", "underflowing_epsilon"),
-    *("exception", "resumed", "checkpoint_failed", "asked_for"),
+    *("exception", "resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "asked_for"),
+    *("uncopied_state", "added_gradients", "dropped_gradients"),
 )
 
 KINDS: dict[str, Kind] = {

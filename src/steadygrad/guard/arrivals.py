@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.act.random_state import restore_random, unchanged_random
 from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.detect.own import split_facts
 from steadygrad.diagnose.capture import Capture
@@ -68,7 +67,6 @@ class Arrivals:
         if pending is None or pending.updates is not None or pending.looks.under_way:
             return
         if pending.ticket.ready:
-            self._moment.random = None  # nothing has been drawn since
             self.judge_pending()
 
     def judge(self, reading: Reading, looks: Looks, told: Told) -> None:
@@ -108,7 +106,7 @@ class Arrivals:
         """After a rollback, what was remembered of weights and buffers is no more."""
         rolled_back = self._parts.actor.take_rolled_back()
         if rolled_back:
-            self._parts.buffers.refresh(everything=True)
+            self._parts.buffers.forget()
             self._parts.lookout.forget()
             self._parts.edits.forget()
         return rolled_back
@@ -145,14 +143,13 @@ class Arrivals:
 
     def _replay(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
         """Replay the step, from the buffers that it began with."""
-        with self._parts.buffers.as_saved(), self._parts.own_gradients.looking_away():
+        buffers = self._parts.buffers
+        with buffers.as_saved(), buffers.unchanged(), self._parts.own_gradients.looking_away():
             cause = self._parts.investigator.investigate(captures, reading, findings)
         given = self._parts.lookout.given_nonfinite
         return cause if cause is None or given is None else tell_since_when(cause, given)
 
     def _take_snapshot(self, step: int) -> None:
-        """The state before `step`; judged late, that step's forward has already moved buffers and generators."""
-        with self._parts.buffers.as_saved(), unchanged_random(self._parts.devices):
-            if self._moment.random is not None:
-                restore_random(self._moment.random)
+        """The state before `step`; judged late, that step's forward has already moved the buffers."""
+        with self._parts.buffers.as_saved():
             self._parts.snapshots.take(step, self._parts.list_settings())

@@ -34,7 +34,7 @@ from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.asking import read_number, scale_setting
 from steadygrad.guard.keeping import Keeper
 from steadygrad.guard.leaving import Leaving
-from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.parts import Moment, Parts, foresee_uncopied
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.range_test import describe_test, find_lr
 from steadygrad.guard.rate_curve import RateCurve
@@ -112,7 +112,7 @@ class Guard:
         self._closed = False
         if not parts.off:
             show_findings()
-            for finding in foresee(parts.subjects):
+            for finding in (*foresee(parts.subjects), *foresee_uncopied(parts)):
                 parts.judgement.note(finding)
             parts.reflex.hint()
 
@@ -160,6 +160,7 @@ class Guard:
         self._moment.end_step()
         self._parts.investigator.take()
         self._parts.scaler.end_step()
+        self._parts.other_gradients.end_step()
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
@@ -398,6 +399,7 @@ class Guard:
                 steps=steps,
                 microbatches=microbatches,
             )
+        self._parts.buffers.forget()  # the forwards of the test have moved them, and they were put back
         self._parts.judgement.note(describe_test(self._moment.next_step, curve), write=True)
         return curve
 
@@ -462,8 +464,9 @@ class Guard:
             self._leaving.stop()
             if self._drive is not None:
                 self._drive.detach()
-            self._parts.rates.close()
             self._parts.own_gradients.close()
+            self._parts.buffers.close()
+            self._parts.other_gradients.close()
             self._parts.investigator.close()
             self._parts.checkpoints.close()
             self._keeper.tell_unsaved()

@@ -50,6 +50,10 @@ class Keeper:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Model and optimizer are loaded already: the buffers are copied from now."""
+        self._load(state)
+        self._parts.buffers.forget()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._arrivals.judge_pending()
         if not isinstance(state, Mapping) or state.get("version") != 1:
             found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else type(state).__name__
@@ -62,7 +66,6 @@ class Keeper:
         self._parts.actor.load_state_dict(state["actor"])
         self._parts.lookout.num_since = int(state["num_since_start"])
         self._moment.num_skipped_batches = int(state["num_skipped_batches"])
-        self._parts.buffers.refresh()
 
     def begin(self) -> None:
         """Before a step or a save: by now it is known which run this is."""
@@ -151,7 +154,7 @@ class Keeper:
         if resumed is None:
             return None
         self._parts.lookout.forget()
-        self.load_state_dict(resumed.guard)
+        self._load(resumed.guard)
         self._moment.batches = resumed.accumulated
         if self._moment.batches.num:  # inside a step: its beginning is over
             self._parts.lookout.begin()

@@ -6,8 +6,10 @@ list of parameters is made anew when the optimizer gets new ones.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from torch import Tensor, nn
 from steadygrad._version import __version__
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.capture import find_uncopied
 from steadygrad.act.followers import Followers
 from steadygrad.act.microbatches import Accumulated, MicrobatchGate
+from steadygrad.act.other_gradients import OtherGradients
 from steadygrad.act.rates import Rates
 from steadygrad.act.reflex import Reflex
 from steadygrad.act.scaler import ScalerDriver
@@ -32,6 +36,7 @@ from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.own import split_rules
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import UsageError
+from steadygrad.facts import Finding, Severity
 from steadygrad.guard.run_start import RunStart
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Meter, Transfer
@@ -63,8 +68,6 @@ class Moment:
     looks: Looks = field(default_factory=Looks)
     logged: dict[str, list[float | Tensor]] = field(default_factory=dict)
     """What `guard.log` was told, by name, a value for each microbatch that told one."""
-    random: dict[str, Any] | None = None
-    """The generators as they were before the step, where a snapshot of that moment is taken later."""
     num_skipped_batches: int = 0
     """Batches that `guard.batches` left out after a rollback."""
     validation_loss: float | None = None
@@ -117,12 +120,14 @@ class Parts:
         self.clipper = None if config.clip is None else build_clipper(config.clip)
         self.transfer = Transfer(slots=6)
         self.user_scaler, self.scaler = scaler, ScalerDriver(scaler, self.optimizers)
-        self.buffers = BufferKeeper(self.model)
+        self.buffers = BufferKeeper(nn.Module() if self.off else self.model, watch=not self.off)
+        self.other_gradients = OtherGradients(self.model, self.optimizers, watch=not self.off)
         self.rates = Rates(self.optimizers)
         self._watch_parameters()
         given = {"scheduler": scheduler, "scaler": scaler, "ema": ema}
         _check_extras(extras, taken=given)
         self.folder = None if run_dir is None else RunFolder(run_dir, locks=self.ranks.is_first and not self.off)
+        self.stateful = _keep_stateful({**given, **extras})
         self._build_judgement(given, sinks)
         self.checkpoints = RunCheckpoints(
             run_dir,
@@ -165,7 +170,6 @@ class Parts:
             model=self.model,
             interval=config.scheduler_interval,
             buffers=self.buffers,
-            rates=self.rates,
         )
         rules, own_rules = standard_rules(config.detect, clip_threshold=getattr(clip, "max_norm", None)), None
         if self.ranks.many:
@@ -177,6 +181,7 @@ class Parts:
             extras=_keep_stateful({**given, "clip": self.clipper, "detect": detector, "rates": self.rates}),
             config=config.snapshots,
             agree=self.ranks.find_common if self.ranks.many else None,
+            owns_rate=self.rates.is_written_by,
         )
         self.actor = Actor(config.policy, rates=self.rates, snapshots=self.snapshots, clipper=self.clipper)
         self.judgement = Judgement(
@@ -196,7 +201,7 @@ class Parts:
         comparison = Comparison(
             self.config.prove,
             PairedTest(self.model, self.optimizers, ranks=self.ranks),
-            aside=lambda: self.investigator.aside(),
+            aside=self._look_aside,
             rehearse=lambda steps, factor: self.rehearse(steps, factor),
         )
         references = References(self.model, self.snapshots, edits=lambda: self.edits, settings=self.list_settings)
@@ -208,6 +213,12 @@ class Parts:
             rate_factor=self.config.policy.start_lr_factor,
             exempt=self.config.policy.actions,
         )
+
+    @contextlib.contextmanager
+    def _look_aside(self) -> Iterator[None]:
+        """Around replays and trials: nothing of ours takes them for a step, and every buffer is put back."""
+        with self.investigator.aside(), self.buffers.unchanged():
+            yield
 
     def _watch_parameters(self) -> None:
         """Make what depends on the list of parameters."""
@@ -243,28 +254,20 @@ class Parts:
         self.own_gradients.close()
         self._watch_parameters()
 
-    def drop_gradients(self) -> None:
-        """What is there before a step that is ours from its forward on belongs to none of it."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad = None
-
     def zero_grad(self) -> None:
         """Let the gradients go."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def learning_rates(self) -> tuple[float, ...]:
-        """The rates of all groups as they are now; NaN of one that has none, as an optimizer that finds its own."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return tuple(float("nan" if (rate := group.get("lr")) is None else rate) for group in groups)
+        """The rates that the next step uses, of all groups; NaN for an optimizer that finds its own."""
+        return self.rates.learning_rates()
 
     def list_settings(self) -> tuple[tuple[float, float], ...]:
         """Learning rate and weight decay of every group, as a step would use them now."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return tuple((float(group.get("lr") or 0.0), float(group.get("weight_decay") or 0.0)) for group in groups)
+        decays = [float(group.get("weight_decay") or 0.0) * self.rates.weight_decay_factor for group in groups]
+        return tuple((0.0 if math.isnan(rate) else rate, decay) for rate, decay in zip(self.learning_rates(), decays))
 
     def _make_files(self) -> list[Sink]:
         """The files of the run directory, which `RunStart` opens when it is known which run this is."""
@@ -289,6 +292,22 @@ class Parts:
 def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:
     """What changes when parameters are added or exchanged, looked at in microseconds."""
     return [tuple(map(id, group["params"])) for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def foresee_uncopied(parts: Parts) -> list[Finding]:
+    """A warning before the first step, when something cannot be copied and neither rollback nor resume will know it."""
+    left_out = find_uncopied(parts.model, parts.optimizers, parts.stateful)
+    if not left_out:
+        return []
+    return [
+        Finding(
+            kind="uncopied_state",
+            severity=Severity.WARNING,
+            step=0,
+            message=f"left out of snapshots and checkpoints, because it cannot be copied: {', '.join(left_out)}",
+            advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
+        )
+    ]
 
 
 def _check_given(config: Any, scaler: Any, run_dir: Any) -> None:

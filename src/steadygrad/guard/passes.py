@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from steadygrad.act.precision import DTYPES
-from steadygrad.act.random_state import capture_random, unchanged_random
 from steadygrad.errors import UsageError
 from steadygrad.guard.arrivals import Arrivals
 from steadygrad.guard.parts import Moment, Parts
@@ -33,9 +32,11 @@ class Passes:
         parts = self._parts
         has_forward = callable(subject) and not isinstance(subject, Tensor)
         if self._moment.batches.num == 0:
-            parts.drop_gradients()  # of another loss that reaches these parameters too: a generator's, another guard's
+            self._settle_gradients(is_loss=not has_forward)
             if not parts.off:
-                self._begin_step(has_forward=has_forward)
+                self._begin_step()
+                if has_forward:  # what was called before is no part of this step
+                    parts.buffers.begin(anew=True)
         if not has_forward:
             if args or kwargs:
                 raise UsageError(
@@ -46,8 +47,8 @@ class Passes:
         with self._autocast():
             if parts.off:
                 return subject(*args, **kwargs)
-            if parts.actor.num_to_refuse:  # a result for the caller, and no trace of it
-                with torch.no_grad(), unchanged_random(parts.devices):
+            if parts.actor.num_to_refuse:  # a result for the caller; a batch that it draws is left out with it
+                with torch.no_grad():
                     return subject(*args, **kwargs)
             with self._watch(args, kwargs), parts.investigator.watch(subject, args, kwargs):
                 return subject(*args, **kwargs)
@@ -77,7 +78,8 @@ class Passes:
             yield
             return
         if self._moment.batches.num == 0:
-            self._begin_step(has_forward=True)
+            self._begin_step()
+            self._parts.buffers.begin()
         investigator = self._parts.investigator
         note = contextlib.nullcontext() if replay is None else investigator.watch(replay, args, kwargs)
         with self._watch(args, kwargs), note:
@@ -106,17 +108,18 @@ class Passes:
         finally:
             self._is_watching = False
 
-    def _begin_step(self, *, has_forward: bool) -> None:
+    def _settle_gradients(self, *, is_loss: bool) -> None:
+        finding = self._parts.other_gradients.settle(self._moment.next_step, is_loss=is_loss)
+        if finding is not None:
+            self._parts.judgement.note(finding)
+
+    def _begin_step(self) -> None:
         """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
         parts, step = self._parts, self._moment.next_step
-        if has_forward:
-            parts.buffers.refresh()
         if step == 0 and parts.snapshots.due(0):
-            parts.snapshots.take(0, parts.list_settings())
+            with parts.buffers.as_saved():  # the forward of a loss that is given has moved them
+                parts.snapshots.take(0, parts.list_settings())
         parts.lookout.begin()
-        # Judged late, a snapshot of this moment is taken when the generators have moved on.
-        is_late = self._arrivals.pending is not None and parts.snapshots.due(step)
-        self._moment.random = capture_random(parts.devices) if is_late else None
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._parts.config.autocast is None:

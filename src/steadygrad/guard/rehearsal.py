@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from steadygrad.act.capture import Collector, Restorer, collect_state
+from steadygrad.act.capture import Collector, collect_state
+from steadygrad.act.random_state import capture_random, restore_random
+from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.position import find_generators
 from steadygrad.checkpoint.workers import copy_loader
 from steadygrad.config import DiagnoseConfig, GuardConfig, Policy, ProveConfig, SnapshotConfig
@@ -56,11 +58,12 @@ class Rehearsal:
             self._state = collect_state(collector, model, self.optimizers, self._extras)
             self._hosts = [source.tensor.to("cpu", copy=True) for source in collector.sources]
         self._devices = [source.tensor.device for source in collector.sources]
+        self._random = capture_random({p.device for p in model.parameters()})
 
     @property
     def random(self) -> Mapping[str, Any]:
         """The random generators as they were."""
-        return self._state.rng
+        return self._random
 
     @contextlib.contextmanager
     def attempt(self, config: GuardConfig, scaler: torch.amp.GradScaler | None = None) -> Iterator[Any]:
@@ -92,6 +95,7 @@ class Rehearsal:
         with torch.no_grad():
             restorer = Restorer(self._state, self._hosts, self._devices, shared=self._shared)
             restorer.restore(self.optimizers, self._extras)
+        restore_random(self._random)
 
     def _set_gradients_aside(self) -> list[tuple[Tensor, Tensor | None]]:
         held = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]

@@ -88,7 +88,8 @@ class Stepper:
         measure_updates = self._updates_are_due(facts["step"])
         if measure_updates:
             parts.updates.before()
-        parts.reflex.step_on_device(m, carried)
+        with parts.rates.held():
+            parts.reflex.step_on_device(m, carried)
         parts.edits.after_optimizer()
         self._arrivals.pending = pending = Pending(m, parts.transfer.send(m.packed, after=complete), facts, looks)
         parts.lookout.after_optimizer(facts["step"], looks)
@@ -123,10 +124,11 @@ class Stepper:
             parts.reflex.skip_on_host()
             parts.buffers.restore()
         else:
-            parts.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
+            with parts.rates.held():
+                parts.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
             parts.edits.after_optimizer()
             if repaired is None:
-                parts.buffers.save()
+                parts.buffers.accept()
             else:  # gradients can be repaired; statistics that saw a bad batch cannot
                 parts.buffers.restore()
             parts.lookout.after_optimizer(reading.step, looks)
@@ -194,7 +196,6 @@ class Stepper:
         """The last moment before a weight can change; the learning rates that it will change with."""
         self._parts.snapshots.before_optimizer()
         self._parts.edits.before_optimizer(self._moment.next_step - 1)
-        self._parts.rates.before_step()
         return self._parts.learning_rates()
 
     def _updates_are_due(self, step: int) -> bool:

@@ -363,7 +363,8 @@ class Trainer:
 
     @property
     def _learning_rate(self) -> float:
-        return float(self._optimizers[0].param_groups[0]["lr"])
+        factor = 1.0 if self.guard is None else self.guard.stats()["learning_rate_factor"] or 1.0
+        return float(self._optimizers[0].param_groups[0]["lr"]) * factor
 
     def monitor_training_health(self) -> dict[str, bool]:
         """Whether model, gradients, losses and parameters are finite now, and all of it."""

@@ -121,7 +121,7 @@ class Watch:
         """The model, or a part of it, is called for training."""
         if not self._has_begun:  # the first microbatch: what moved since the last step was moved by somebody else
             self._has_begun = True
-            self._buffers.refresh()
+            self._buffers.begin(anew=True)
         if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
             return  # called with what another model has made: that graph is gone when there is something to replay
         self._looks.batch = (args, kwargs)
@@ -178,7 +178,7 @@ class Watch:
         if skipped and not _is_search(reading):
             self._buffers.restore()
         else:
-            self._buffers.save()
+            self._buffers.accept()
         if not skipped:
             self._lookout.after_optimizer(reading.step, looks)
         self._step += 1
@@ -212,7 +212,8 @@ class Watch:
 
     def _diagnose(self, reading: Reading) -> Cause | None:
         """Before the step is made: while observing, the weights are good for the last time."""
-        cause = self._investigator.investigate(self._investigator.take(), reading, ())
+        with self._buffers.unchanged():
+            cause = self._investigator.investigate(self._investigator.take(), reading, ())
         return None if cause is None or cause.kind == "error" else _tell_limits(cause)
 
     # --- around the steps -------------------------------------------------------------------------------------------
@@ -236,16 +237,13 @@ class Watch:
             self._judgement = self._open_judgement([name for name, _ in named])
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
-        rates = Rates([self.optimizer])
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
         recorder = Recorder([*self._open_run(names), self._terminal])
         judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
-            followers=Followers(
-                None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers, rates=rates
-            ),
-            actor=Actor(self._config.policy, rates=rates, snapshots=snapshots),
+            followers=Followers(None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers),
+            actor=Actor(self._config.policy, rates=Rates([self.optimizer]), snapshots=snapshots),
             recorder=recorder,
         )
         # When the optimizer goes, or the script ends. None of these may hold the optimizer.

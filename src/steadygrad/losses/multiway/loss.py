@@ -86,8 +86,9 @@ def multiway_contrastive(
     else:
         tables = [build_permuted(batch, m, generator) for m in chosen]
         sums = [table.logsumexp(1) for table in tables]
-    # log(exp(sum of negatives) + exp(positive)) - positive
-    losses = torch.nn.functional.softplus(torch.stack(sums, 1) - positives[:, None])
+    # log(exp(sum of negatives) + exp(positive)) - positive; softplus would cut at 20, which is 2e-9 off
+    excess = torch.stack(sums, 1) - positives[:, None]
+    losses = torch.logaddexp(excess, torch.zeros_like(excess))
     if label_smoothing:
         average = average_fibres if negatives == "fibre" else average_combinations
         means = torch.stack([average(batch, m, positives) for m in chosen], 1)

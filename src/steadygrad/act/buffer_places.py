@@ -1,0 +1,208 @@
+"""Buffers of a model, one by one and in packs: what stood in a place, a copy of it, and how it is put back.
+
+What a forward wrote into is written back, what it replaced is replaced back: a tensor that came in meanwhile may be
+the user's own batch, and is never written to. Writes go through `.data`, so that no graph that is still alive sees a
+version change.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence, Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from steadygrad.measure.shards import is_dtensor
+from steadygrad.measure.states import is_statistic
+
+Where = tuple[nn.Module, str]
+Key = tuple[int, str]
+"""A module's id, and the name of a buffer."""
+find_kind = operator.attrgetter("shape", "dtype", "device")
+
+
+def walk(
+    model: nn.Module, odd: Set[Key]
+) -> tuple[set[nn.Module], list[Where], list[Tensor], list[tuple[Where, Tensor | None]]]:
+    """The modules of a model, and its buffers as they are now: where, which, and the `odd` or absent ones apart.
+
+    Runs at every step, and named_buffers() takes three times as long.
+    """
+    where, tensors, apart = [], [], []
+    stack: list[nn.Module | None] = [model]
+    seen: set[nn.Module] = set()
+    while stack:
+        module = stack.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        stack.extend(module._modules.values())
+        for name, buffer in module._buffers.items():
+            if buffer is None or (odd and (id(module), name) in odd):
+                apart.append(((module, name), buffer))
+            else:
+                where.append((module, name))
+                tensors.append(buffer)
+    return seen, where, tensors, apart
+
+
+def look_up(module: nn.Module, name: str) -> Tensor | None:
+    """The buffer of that name. The `_buffers` of a scripted module is no dict."""
+    buffers = module._buffers
+    return buffers[name] if name in buffers else None  # noqa: SIM401
+
+
+class Place(NamedTuple):
+    """One buffer: where it lives, what stood there, and a copy of that."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor | None
+    copy: Tensor | None
+
+    @property
+    def now(self) -> Tensor | None:
+        """What stands there now."""
+        return look_up(self.module, self.name)
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Place:
+        """The place as it is now."""
+        tensor = look_up(module, name)
+        return cls(module, name, tensor, None if tensor is None else tensor.detach().clone())
+
+    def put_back(self) -> None:
+        """As it was: by replacing where it was replaced, in place otherwise."""
+        now, tensor, copy = self.now, self.tensor, self.copy
+        if now is None or tensor is None or copy is None:
+            setattr(self.module, self.name, tensor)
+        elif now is not tensor:
+            if not (is_cache(self.module, self.name) and now.shape != copy.shape and is_finite(now)):
+                self.module._buffers[self.name] = tensor if are_equal(tensor, copy) else copy.clone()
+        elif find_kind(tensor) != find_kind(copy):
+            tensor.data = copy.clone()  # resized, or its storage exchanged
+        elif is_writable(tensor):
+            tensor.data.copy_(copy)
+        elif not are_equal(tensor, copy):
+            self.module._buffers[self.name] = copy.clone()
+
+    def select(self, found: Tensor) -> None:
+        """The same when `found` is 1, decided on the device where that can be."""
+        now, tensor, copy = self.now, self.tensor, self.copy
+        if now is None and tensor is None:
+            return
+        if (
+            now is None
+            or copy is None
+            or now.requires_grad
+            or find_kind(now) != find_kind(copy)
+            or not is_writable(now)
+        ):
+            if bool(found):
+                self.put_back()
+            return
+        chosen = torch.where(found.to(copy.device).bool(), copy, now)
+        if now is tensor:
+            tensor.data.copy_(chosen)
+        else:
+            self.module._buffers[self.name] = chosen
+
+
+class Pack:
+    """Buffers of one device and dtype: copies are views into one flat tensor, so that a select is one launch."""
+
+    def __init__(self, where: list[Where], tensors: list[Tensor]) -> None:
+        self._where, self.tensors, self._shapes = where, tensors, [tensor.shape for tensor in tensors]
+        self.saved = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        self.fresh = torch.empty_like(self.saved)
+        sizes = [tensor.numel() for tensor in tensors]
+        self.saved_views = [v.view(t.shape) for v, t in zip(self.saved.split(sizes), tensors)]
+        self.fresh_views = [v.view(t.shape) for v, t in zip(self.fresh.split(sizes), tensors)]
+        self.places = [Place(*at, t, v) for at, t, v in zip(where, tensors, self.saved_views)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the same tensors stand there still, in the same shapes."""
+        is_same = all(look_up(*at) is tensor for at, tensor in zip(self._where, self.tensors))
+        return is_same and [tensor.shape for tensor in self.tensors] == self._shapes
+
+    def read(self, into: list[Tensor]) -> None:
+        """Copy the buffers into these."""
+        with torch.no_grad():
+            torch._foreach_copy_(into, self.tensors)
+
+    def is_finite(self) -> bool:
+        """Whether the same tensors stand there, and hold numbers only; waits for a device."""
+        if not self.is_whole:
+            return False
+        self.read(self.fresh_views)
+        return bool(self.fresh.isfinite().all())
+
+    def write(self, values: list[Tensor]) -> None:
+        """Write these into the buffers."""
+        torch._foreach_copy_([tensor.data for tensor in self.tensors], values)
+
+
+def drop_new(modules: Iterable[nn.Module], known: Set[Where], odd: Set[Key]) -> None:
+    """Take out buffers that a forward has registered; a cache with finite numbers may stay."""
+    for module in modules:
+        for name, buffer in list(module._buffers.items()):
+            may_stay = buffer is None or (is_cache(module, name) and is_finite(buffer))
+            if not may_stay and (module, name) not in known and (id(module), name) not in odd:
+                delattr(module, name)
+
+
+def name_bad(model: nn.Module, places: Sequence[Place]) -> dict[str, int]:
+    """Those that were finite and are not now, by name, with the number of their bad elements. Host memory only."""
+    bad = {(place.module, place.name): num for place in places if (num := _count_bad(place))}
+    return {
+        f"{prefix}.{name}" if prefix else name: num
+        for prefix, module in (model.named_modules() if bad else ())
+        for (owner, name), num in bad.items()
+        if owner is module
+    }
+
+
+def _count_bad(place: Place) -> int:
+    """An infinity counts only among the statistics of a norm: elsewhere masks and log-priors are made of it."""
+    now, before = place.now, place.copy
+    if now is None or before is None or not now.is_floating_point() or now.device.type != "cpu":
+        return 0
+    if not is_finite(before):
+        return 0
+    return int((~now.isfinite() if is_statistic(place.name) else now.isnan()).sum())
+
+
+def is_cache(module: nn.Module, name: str) -> bool:
+    """Whether it is made again from other things: rotary tables that grow with the longest sequence."""
+    return name in module._non_persistent_buffers_set
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Whether its elements can be written one by one."""
+    if is_lazy(tensor):
+        return False
+    plain = tensor.layout is torch.strided and not is_dtensor(tensor) and not tensor.is_meta
+    return plain and not tensor.is_inference() and torch._debug_has_internal_overlap(tensor) != 1
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every element is a number; waits for a device."""
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def are_equal(left: Tensor, right: Tensor) -> bool:
+    """Whether both are alike in kind and in every element; waits for a device."""
+    return (
+        find_kind(left) == find_kind(right)
+        and left.layout == right.layout == torch.strided
+        and torch.equal(left, right)
+    )
+
+
+def find_version(tensor: Tensor) -> int:
+    """How often it was changed, as far as torch counts; inference tensors do not."""
+    return -1 if tensor.is_inference() else tensor._version

@@ -1,0 +1,374 @@
+"""After a bad step every buffer is what it was before the bad forward, whoever had changed it before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad import Guard, GuardConfig
+from steadygrad.act import buffers as module_of_keeper
+from steadygrad.act.buffers import BufferKeeper
+
+NAN = float("nan")
+FORMS = ("function", "loss", "backward")
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+class Training:
+    """A model, its guard, and a step in one of the three forms."""
+
+    def __init__(self, model: nn.Module, form: str = "function", *, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.model, self.form, self.dtype = model, form, dtype
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)  # 70,000 inputs at once would diverge
+        self.guard = Guard(model, self.optimizer, config=GuardConfig(clip=None))
+
+    def step(self, *, bad: bool = False, size: int = 16) -> None:
+        x = torch.randn(size, 8, dtype=self.dtype)
+        if bad:
+            x[0, 0] = NAN
+        if self.form == "function":
+            self.guard.step(lambda x: self.model(x).square().mean(), x)
+        elif self.form == "loss":
+            self.guard.step(self.model(x).square().mean())
+        else:
+            self.model(x).square().mean().backward()
+            self.guard.step()
+            self.optimizer.zero_grad()
+        assert self.guard.last is not None
+        assert self.guard.last.skipped is bad
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def look(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+
+    def assert_a_bad_step_leaves_no_trace(self) -> None:
+        before, ids = self.look(), {name: id(buffer) for name, buffer in self.model.named_buffers()}
+        self.step(bad=True)
+        after = self.look()
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            assert value.dtype == after[name].dtype
+            assert torch.equal(value, after[name]), name
+        assert ids == {name: id(buffer) for name, buffer in self.model.named_buffers()}
+        assert self.guard.stats()["num_rollbacks"] == 0
+
+
+def make_normed() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+class OwnNorm(nn.Module):
+    """Statistics that `F.batch_norm` writes without a version change."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(size))
+        self.register_buffer("running_var", torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.running_mean, self.running_var, training=self.training)
+
+
+class Keeps(nn.Module):
+    """Does something with its input in a buffer."""
+
+    kept: Tensor | None
+
+    def __init__(
+        self, kept: Tensor | None, change: Callable[[Keeps, Tensor], None], *, persistent: bool = True
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.register_buffer("kept", kept, persistent=persistent)
+        self._change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._change(self, x)
+        return self.linear(x)
+
+
+def keep_mean(module: Keeps, x: Tensor) -> None:
+    module.kept = x.mean(0) if module.kept is None else 0.9 * module.kept + 0.1 * x.mean(0)
+
+
+def grow(module: Keeps, x: Tensor) -> None:
+    assert module.kept is not None
+    module.kept = torch.cat([module.kept, x[:1]])
+
+
+def resize(module: Keeps, x: Tensor) -> None:
+    assert module.kept is not None
+    module.kept.data = torch.cat([module.kept.data, x[:1]])
+
+
+def expand(module: Keeps, x: Tensor) -> None:
+    module.kept = x.mean().detach().expand(4, 4)
+
+
+# --- what the user changes between steps -----------------------------------------------------------------------------
+
+
+def load_other(model: nn.Module) -> None:
+    model.load_state_dict({k: v + 1 if "running" in k else v for k, v in model.state_dict().items()})
+
+
+def load_assigned(model: nn.Module) -> None:
+    model.load_state_dict({k: v.clone() + ("running" in k) for k, v in model.state_dict().items()}, assign=True)
+
+
+def reset(model: nn.Module) -> None:
+    model[1].reset_running_stats()  # type: ignore[index, operator]
+
+
+def update_statistics(model: nn.Module) -> None:
+    torch.optim.swa_utils.update_bn([torch.randn(16, 8) + 3 for _ in range(4)], model)
+    model.train()
+
+
+def validate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    model.train()
+    reset(model)
+
+
+def overwrite(model: nn.Module) -> None:
+    model[1].running_mean.data.fill_(3.0)  # type: ignore[index, union-attr]
+
+
+@every_form
+@pytest.mark.parametrize("change", [load_other, reset, update_statistics, validate, overwrite])
+def test_a_skip_goes_back_to_what_the_user_has_put_in(form: str, change: Callable[[nn.Module], None]) -> None:
+    training = Training(make_normed(), form)
+    training.steps(3)
+    change(training.model)
+    training.assert_a_bad_step_leaves_no_trace()
+    training.step()
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+@every_form
+def test_a_forward_without_gradients_that_is_part_of_the_step_is_undone_too(form: str) -> None:
+    training = Training(make_normed(), form)
+    training.steps(2)
+    before = training.look()
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = training.model(x)  # in training mode, as a target network's often is
+        return (training.model(x) - target).square().mean()
+
+    x = torch.full((16, 8), NAN)
+    if form == "function":
+        training.guard.step(loss, x)
+    elif form == "loss":
+        training.guard.step(loss(x))
+    else:
+        loss(x).backward()
+        training.guard.step()
+    assert all(torch.equal(before[name], value) for name, value in training.look().items())
+
+
+# --- buffers that come later, or are other ones ----------------------------------------------------------------------
+
+
+@every_form
+@pytest.mark.parametrize("steps_between", [0, 3])
+def test_a_module_that_came_later_is_kept(form: str, steps_between: int) -> None:
+    training = Training(nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 1)), form)
+    training.steps(3)
+    training.model[1] = nn.BatchNorm1d(8)  # type: ignore[operator]
+    training.steps(steps_between)
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+@every_form
+@pytest.mark.parametrize("size", [8, 70_000], ids=["small", "large"])
+def test_statistics_that_first_move_in_a_bad_step_are_kept(form: str, size: int) -> None:
+    training = Training(nn.Sequential(nn.Linear(8, size), OwnNorm(size), nn.Linear(size, 1)), form)
+    training.model[1].eval()  # type: ignore[index]
+    training.step()
+    training.model[1].train()  # type: ignore[index]
+    training.assert_a_bad_step_leaves_no_trace()
+    training.steps(2)
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+@every_form
+def test_another_dtype_is_kept(form: str) -> None:
+    training = Training(make_normed(), form)
+    training.steps(2)
+    training.model.double()
+    training.dtype = torch.float64
+    training.steps(1)
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        pytest.param(None, keep_mean, id="filled later"),
+        pytest.param(torch.zeros(8), keep_mean, id="replaced"),
+        pytest.param(torch.zeros(1, 8), grow, id="grown"),
+        pytest.param(torch.zeros(1, 8), resize, id="resized"),
+        pytest.param(torch.zeros(4, 4), expand, id="expanded"),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_what_a_forward_replaces_or_resizes_is_put_back(
+    form: str, kept: Tensor | None, change: Callable[[Keeps, Tensor], None], steps: int
+) -> None:
+    training = Training(Keeps(None if kept is None else kept.clone(), change), form)
+    training.steps(steps)
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+def test_a_buffer_registered_by_a_bad_forward_is_gone_again() -> None:
+    def register(module: Keeps, x: Tensor) -> None:
+        if not hasattr(module, "scale"):
+            module.register_buffer("scale", x.std())
+
+    training = Training(Keeps(None, register))
+    training.step(bad=True)
+    assert not hasattr(training.model, "scale")
+    training.step()
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+def test_a_module_made_by_a_bad_forward_stays_whole() -> None:
+    def make(module: Keeps, _x: Tensor) -> None:
+        if not hasattr(module, "norm"):
+            module.norm = nn.BatchNorm1d(8)
+
+    training = Training(Keeps(None, make))
+    training.step(bad=True)
+    assert isinstance(training.model.norm.running_mean, Tensor)  # type: ignore[union-attr]
+
+
+def test_a_cache_that_has_grown_stays_grown() -> None:
+    """Rotary tables: a Python attribute says how long the table is, and a shorter one would be indexed past its end."""
+
+    def lengthen(module: Keeps, x: Tensor) -> None:
+        if len(x) > module.longest:  # type: ignore[operator]
+            module.longest = len(x)  # type: ignore[assignment]
+            module.kept = torch.arange(len(x), dtype=torch.float32)
+
+    model = Keeps(torch.zeros(1), lengthen, persistent=False)
+    model.longest = 1  # type: ignore[assignment]
+    training = Training(model)
+    training.step()
+    training.step(bad=True, size=32)
+    assert model.kept is not None
+    assert len(model.kept) == model.longest == 32
+
+
+# --- never through an alias ------------------------------------------------------------------------------------------
+
+
+@every_form
+def test_a_module_that_keeps_its_input_costs_no_data(form: str) -> None:
+    def keep(module: Keeps, x: Tensor) -> None:
+        module.kept = x
+
+    model = Keeps(torch.zeros(8, 8), keep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = Guard(model, optimizer)
+    data = torch.randn(6, 8, 8)
+    data[2, 0, 0] = data[3, 1, 1] = NAN
+    given = data.clone()
+    for x in data:
+        if form == "function":
+            guard.step(lambda x: model(x).square().mean(), x)
+        elif form == "loss":
+            guard.step(model(x).square().mean())
+        else:
+            model(x).square().mean().backward()
+            guard.step()
+            optimizer.zero_grad()
+    assert guard.stats()["num_skipped"] == 2
+    assert torch.equal(data.nan_to_num(7e7), given.nan_to_num(7e7))
+
+
+# --- guards and copies beside each other -----------------------------------------------------------------------------
+
+
+def test_two_guards_on_one_model_do_not_undo_each_others_steps() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"norm": nn.BatchNorm1d(8), "a": nn.Linear(8, 1), "b": nn.Linear(8, 1)})
+    model.forward = lambda x, head: model[head](model["norm"](x))  # type: ignore[method-assign, assignment]
+    guards = {
+        head: Guard(model, torch.optim.SGD([*model[head].parameters(), *model["norm"].parameters()], lr=1e-3))
+        for head in "ab"
+    }
+    for _ in range(3):
+        guards["a"].step(model(torch.randn(16, 8), "a").square().mean())
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        guards["b"].step(model(torch.full((16, 8), NAN), "b").square().mean())
+        assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+def test_a_copy_of_a_guarded_model_is_nobodys() -> None:
+    training = Training(make_normed(), "loss")
+    twin = copy.deepcopy(training.model)
+    twin(torch.full((4, 8), NAN))
+    assert not training.guard._parts.buffers.has_begun
+
+
+def test_large_tables_are_not_copied_until_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_of_keeper, "MOST_BYTES", 0)
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(300, 300))
+    model.register_buffer("mask", torch.zeros(8))
+    keeper = BufferKeeper(model)
+    keeper.begin()
+    assert [place.name for place in keeper._singles] == []
+    model.table.add_(1)  # type: ignore[operator]
+    keeper.accept()
+    keeper.begin()
+    model.table.add_(1)  # type: ignore[operator]
+    keeper.restore()
+    assert torch.equal(model.table, torch.ones(300, 300))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("change", [keep_mean, expand, grow], ids=lambda change: change.__name__)
+def test_a_select_decides_as_a_restore_does(found: float, change: Callable[[Keeps, Tensor], None]) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), Keeps(torch.zeros(1, 8) if change is grow else None, change))
+    keeper = BufferKeeper(model)
+    for flag in (0.0, 0.0, found):
+        keeper.begin()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model(torch.randn(4, 8))
+        after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        keeper.select(torch.tensor(flag))
+        wanted: dict[str, Any] = before if flag else after
+        assert wanted.keys() == dict(model.named_buffers()).keys()
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, wanted[name])
+
+
+@every_form
+def test_buffers_on_meta_are_nothing_to_keep(form: str) -> None:
+    model = make_normed()
+    model.side = nn.BatchNorm1d(3, device="meta")
+    training = Training(model, form)
+    training.model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign, assignment]
+    training.steps(2)
+    before = {k: v.clone() for k, v in model[1].named_buffers()}
+    training.step(bad=True)
+    assert all(torch.equal(before[k], v) for k, v in model[1].named_buffers())
