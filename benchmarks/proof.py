@@ -1,7 +1,7 @@
 """What does the paired test cost, and who pays it? A GPT that learns, left alone, given other data, and harmed.
 
 GPT-2 124M, T=1024, bf16 autocast, eager, fused AdamW on CUDA; a small GPT in fp32 on the CPU. Three runs of the same
-training: nothing happens; from one step on the data are others; the embeddings are multiplied by 20 through `.data`. For
+training: nothing happens; from one step on the data are others; the learning rate is 300 times too high for twelve steps. For
 each: how many tests were made, what one took in milliseconds and in steps of this run, the memory peak of a test over
 that of training, and whether the test left every weight as it was.
 
@@ -25,7 +25,7 @@ from models import GPT, SHAPES
 from steadygrad import Guard
 from steadygrad.prove.comparison import Comparison
 
-STORIES = ("nothing happens", "other data", "embeddings x 20")
+STORIES = ("nothing happens", "other data", "rate x 300 for a while")
 
 
 class Stopwatch:
@@ -97,10 +97,11 @@ def make_batch(step: int, story: str, at: int, size: tuple[int, int, int], devic
 def run(story: str, device: str, *, quick: bool) -> dict[str, Any]:
     """One run of the training."""
     name, context, heads, batch = ("GPT-2 124M", 1024, 12, 16) if device == "cuda" else ("tiny", 64, 4, 8)
-    num_steps, at = (120, 70) if quick else (320, 200)
+    num_steps, at = (120, 70) if quick else (500, 360)
     torch.manual_seed(0)
     model = GPT(*SHAPES[name], heads=heads, context=context).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4 if device == "cuda" else 3e-3, fused=True)
+    rate = 6e-4 if device == "cuda" else 3e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     guard = Guard(model, optimizer)
     watch = Stopwatch(model, device)
 
@@ -111,8 +112,8 @@ def run(story: str, device: str, *, quick: bool) -> dict[str, Any]:
     times, losses = [], []
     with watch.running():
         for step in range(num_steps):
-            if story == "embeddings x 20" and step == at:
-                model.tokens.weight.data *= 20
+            raised = story == "rate x 300 for a while" and at <= step < at + 12
+            optimizer.param_groups[0]["lr"] = rate * (300 if raised else 1)
             ids = make_batch(step, story, at, (batch, context, SHAPES[name][2]), device)
             watch._synchronise()
             start = time.perf_counter()
