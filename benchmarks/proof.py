@@ -1,7 +1,7 @@
 """What does the paired test cost, and who pays it? A GPT that learns, left alone, given other data, and harmed.
 
 GPT-2 124M, T=1024, bf16 autocast, eager, fused AdamW on CUDA; a small GPT in fp32 on the CPU. Three runs of the same
-training: nothing happens; from one step on the data are others; the learning rate is 300 times too high for twelve steps. For
+training: nothing happens; from one step on the data are others; the rate is 300 times too high for twelve steps. For
 each: how many tests were made, what one took in milliseconds and in steps of this run, the memory peak of a test over
 that of training, and whether the test left every weight as it was.
 

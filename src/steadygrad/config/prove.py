@@ -31,8 +31,8 @@ class ProveConfig:
     rate_steps: int = 40
     """... and the steps for which the lower one is tried."""
     budget_share: float = 0.01
-    """Share of a run's steps that all tests together may cost, counted as three forwards a step."""
-    first_budget: int = 64
+    """Share of a run's steps that all tests together may cost; a forward of a test counts as a step."""
+    first_budget: int = 128
     """Steps that tests may cost at the start of a run, before that share amounts to anything."""
     max_bytes: int = 256 << 20
     """Batches held for a test, all together; larger ones are kept in host memory, or fewer of them."""

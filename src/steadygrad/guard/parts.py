@@ -204,7 +204,13 @@ class Parts:
             aside=self._look_aside,
             rehearse=lambda steps, factor: self.rehearse(steps, factor),
         )
-        references = References(self.model, self.snapshots, edits=lambda: self.edits, settings=self.list_settings)
+        references = References(
+            self.model,
+            self.snapshots,
+            edits=lambda: self.edits,
+            settings=self.list_settings,
+            maximises=self._maximises,
+        )
         return Prover(
             self.config.prove,
             comparison=comparison,
@@ -213,6 +219,9 @@ class Parts:
             rate_factor=self.config.policy.start_lr_factor,
             exempt=self.config.policy.actions,
         )
+
+    def _maximises(self) -> bool:
+        return any(group.get("maximize") for optimizer in self.optimizers for group in optimizer.param_groups)
 
     @contextlib.contextmanager
     def _look_aside(self) -> Iterator[None]:

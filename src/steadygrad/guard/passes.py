@@ -48,7 +48,8 @@ class Passes:
             if parts.off:
                 return subject(*args, **kwargs)
             if parts.actor.num_to_refuse:  # a result for the caller; a batch that it draws is left out with it
-                with torch.no_grad():
+                # With gradients where that can be: the function may ask for some. DDP would wait for a backward.
+                with torch.set_grad_enabled(not parts.ranks.many):
                     return subject(*args, **kwargs)
             with self._watch(args, kwargs), parts.investigator.watch(subject, args, kwargs):
                 return subject(*args, **kwargs)

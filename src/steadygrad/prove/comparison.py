@@ -77,15 +77,15 @@ class Comparison:
 
         return self._try(step, run)
 
-    def compare_rate(self, steps: Sequence[HeldStep], factor: float, step: int) -> Proof:
-        """Would a lower rate have come further on the same batches, from the initial weights?"""
+    def compare_rate(self, steps: Sequence[HeldStep], factor: float, step: int, *, first: float) -> Proof:
+        """Would a lower rate have come further on the same batches, from the initial weights? `first`: their loss."""
 
         def run() -> Proof:
             num = 2 * self._config.num_batches
             self._test.cost += len(steps) + 4
             lower = self._rehearse(steps, factor)[-num:]
             now = [one.loss for one in steps[-num:]]
-            answer = Answer.DAMAGED if is_rate_too_high(now, lower, config=self._config) else Answer.UNHARMED
+            answer = Answer.DAMAGED if is_rate_too_high(now, lower, first, config=self._config) else Answer.UNHARMED
             return Proof(answer=answer, step=step, reference=0, now=tuple(now), then=tuple(lower), rate_factor=factor)
 
         return self._try(step, run)

@@ -39,9 +39,7 @@ MAX_ROUNDS = 4
 """Tests of one suspicion that heals so slowly that each is better than the last."""
 HEALING = 0.5
 """Share of the excess of the test before below which the weights are healing by themselves."""
-MAX_UNPROVEN = 3
-"""Spikes without a proof that are warnings; a run that has more of them is one whose loss does that."""
-SPIKE_COST = 3.0
+SPIKE_COST = 4.0
 """Training steps that the test of one batch takes, about: two forwards, and the weights out and in again."""
 
 
@@ -67,8 +65,6 @@ class Memory:
 
     cost: float = 0.0
     first_losses: list[float] = field(default_factory=list)
-    num_unproven: int = 0
-    num_unharmed: int = 0
 
 
 class Prover:
@@ -205,7 +201,7 @@ class Prover:
         captures = case.held.captures[-self._config.num_batches :]
         if len(captures) < NUM_QUICK:
             return _tell_unknown(step, "no batch of these steps is known", PASS_FUNCTION)
-        if not self._may_spend(step, 2 * len(captures) / 3 + 4):
+        if not self._may_spend(step, 2 * len(captures) + 4):
             return _tell_unknown(step, f"the budget of {self._config.budget_share:.0%} of all steps is spent")
         try:
             reference = self._references.find(case.finding)
@@ -218,9 +214,12 @@ class Prover:
     def _try_rate(self, case: Case, step: int) -> Proof:
         steps, advised = case.held.steps, case.finding.evidence.get("lr_factor")
         factor = float(advised) if isinstance(advised, int | float) and 0 < advised < 1 else self._rate_factor
+        if self._references.is_rate_falling:
+            return _tell_unknown(step, "the schedule lowers the learning rate by itself")
         if len(steps) < 4 * self._config.num_batches or not self._may_spend(step, len(steps) + 4):
             return _tell_unknown(step, "a lower rate could not be tried on enough batches")
-        return self._comparison.compare_rate(steps, factor, step)
+        first = next(iter(self._memory.first_losses), math.nan)
+        return self._comparison.compare_rate(steps, factor, step, first=first)
 
     def _conclude(self, finding: Finding, proof: Proof) -> Finding:
         if proof.answer is not Answer.DAMAGED:
@@ -234,13 +233,8 @@ class Prover:
     def _answer_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Finding:
         proof = self._prove_spike(finding, step, captures)
         self._memory.cost += self._comparison.take_cost()
-        memory = self._memory
-        if proof.answer is Answer.UNHARMED:
-            memory.num_unharmed += 1
-        elif proof.answer is Answer.UNKNOWN:
-            memory.num_unproven += 1
-            is_usual = memory.num_unproven > MAX_UNPROVEN or memory.num_unharmed > 0 or not proof.remedy
-            finding = dataclasses.replace(finding, severity=Severity.INFO if is_usual else finding.severity)
+        if proof.answer is Answer.UNKNOWN:
+            finding = dataclasses.replace(finding, severity=Severity.INFO)  # one step, and nothing shows that it hurt
         return report_spike(finding, proof)
 
     def _prove_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Proof:

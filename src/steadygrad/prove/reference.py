@@ -22,6 +22,9 @@ from steadygrad.prove.paired import CannotTestError
 RAISED = 1.5
 """Times the rate, or the weight decay, of a reference beyond which its weights are no fair comparison."""
 
+FALLING = 0.99
+"""Share of its first value below which a rate is on its way down."""
+
 Settings = tuple[tuple[float, float], ...]
 """Learning rate and weight decay of each group."""
 
@@ -36,11 +39,15 @@ class References:
         *,
         edits: Callable[[], EditWatch],
         settings: Callable[[], Settings],
+        maximises: Callable[[], bool],
     ) -> None:
+        self._maximises = maximises
         self._model, self._snapshots, self._edits, self._settings = model, snapshots, edits, settings
 
     def find(self, finding: Finding) -> Snapshot:
         """The newest fair reference; raises CannotTestError where there is none. Every rank makes this call."""
+        if self._maximises():
+            raise CannotTestError("the optimizer maximises what it is given, so a rising number is no harm")
         changed = self._edits().last
         good = [s for s in self._snapshots.list_good() if s.step <= finding.step]
         fair = [s for s in good if s.step >= (changed or 0) and self._fits(s) and self._is_fair(s)]
@@ -61,6 +68,13 @@ class References:
         initial = self._snapshots.initial
         usable = initial is not None and self._edits().last is None and self._fits(initial)
         return initial if usable else None
+
+    @property
+    def is_rate_falling(self) -> bool:
+        """Whether the program lowers its rate by itself: a high one at the start is then a part of its schedule."""
+        first = () if self._snapshots.initial is None else self._snapshots.initial.settings
+        now, then = (max((rate for rate, _ in some), default=0.0) for some in (self._settings(), first))
+        return now < FALLING * then
 
     def find_way_back(self, finding: Finding) -> int:
         """The newest verified state from before the trouble; the start when the rate was too high from there on."""

@@ -14,6 +14,8 @@ from steadygrad.config import ProveConfig
 
 AHEAD = 0.8
 """Share of batches on which a lower rate must be ahead: 13 of 16 are so by chance once in a hundred times."""
+LEARNT = 0.3
+"""Share of its first loss below which a run has learnt something, however its first steps went."""
 NOTABLE = 0.01
 """Share of what was learnt below which harm is none: memorised data jump from 1e-14 to 1e-5 and back."""
 
@@ -43,9 +45,10 @@ def is_damaged(now: Sequence[float], then: Sequence[float], first: Sequence[floa
 
 def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
     """Whether one step did harm worth a warning; `began_at` is the loss that the run began with, NaN if unknown."""
-    if not is_worse(now, then, ratio=config.ratio):
+    if not is_worse(now, then, ratio=2 * config.ratio):  # one batch alone is noisier than eight
         return False
-    return not find_excess(now, then) < NOTABLE * abs(began_at - _mean(then))
+    share = NOTABLE if min(then) > 0 else config.share  # without a ratio to go by
+    return not find_excess(now, then) < share * abs(began_at - _mean(then))
 
 
 def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
@@ -55,17 +58,20 @@ def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config:
     return _mean(now) - _mean(first) >= config.excess * abs(_mean(first))
 
 
-def is_rate_too_high(now: Sequence[float], lower: Sequence[float], *, config: ProveConfig) -> bool:
+def is_rate_too_high(now: Sequence[float], lower: Sequence[float], first: float, *, config: ProveConfig) -> bool:
     """Whether a lower rate, started from nothing on the same batches, is clearly ahead of the run.
 
-    Both sides train, so single small batches may go either way: it must be ahead on four of five, and in the mean.
+    Both sides train, so single small batches may go either way: it must be ahead on four of five, and in the mean. A
+    run that has come down from `first`, its very first loss, by itself needs nobody.
     """
     if len(now) < 2 or not all(map(math.isfinite, lower)):
         return False
     if not all(map(math.isfinite, now)):
         return True
     num_ahead = sum(b < a for a, b in zip(now, lower))
-    return num_ahead >= AHEAD * len(now) and find_excess(now, lower) >= config.lead * abs(_mean(now))
+    if _mean(now) < LEARNT * first or num_ahead < AHEAD * len(now):
+        return False
+    return find_excess(now, lower) >= config.lead * abs(_mean(now))
 
 
 def find_excess(now: Sequence[float], then: Sequence[float]) -> float:
