@@ -40,7 +40,9 @@ def is_damaged(now: Sequence[float], then: Sequence[float], first: Sequence[floa
     if any(map(math.isnan, first)):
         return True
     learnt = _mean(first) - _mean(then)
-    return learnt > 0 and _mean(now) - _mean(then) >= config.share * learnt
+    if learnt <= 0:  # new data, of which the earlier weights knew nothing: compare with having learnt nothing
+        return is_worse(now, first, ratio=config.ratio)
+    return _mean(now) - _mean(then) >= config.share * learnt
 
 
 def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
