@@ -64,7 +64,7 @@ def test_the_defaults_are_those_of_the_seed() -> None:
         ("_handle_training_instability", ["issue_type"]),
         ("_get_gradient_norm", []),
         ("save_checkpoint", ["path", "include_optimizer=True"]),
-        ("load_checkpoint", ["path"]),
+        ("load_checkpoint", ["path", "trust=False"]),
         ("monitor_training_health", []),
         ("get_training_stats", []),
         ("train", ["train_loader", "val_loader=None"]),

@@ -18,7 +18,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from steadygrad import FixedNorm, GuardConfig
+from steadygrad import FixedNorm, GuardConfig, OutlierClip
 from steadygrad.cli import main
 from steadygrad.config.plain import build
 from steadygrad.recipes.catalogue import find_recipe
@@ -219,7 +219,7 @@ def test_a_script_is_tuned_and_everything_is_written(script: str, capsys: pytest
     assert "lr: 10 -> " in told
     values = yaml.safe_load(Path("out/tuned.yaml").read_text())
     assert 0 < values["lr"] < 1.0
-    assert GuardConfig.from_dict(values["guard"]).clip == FixedNorm()
+    assert GuardConfig.from_dict(values["guard"]).clip == OutlierClip()
     assert Path("out/tune.png").read_bytes().startswith(b"\x89PNG")
     page = Path("out/tune.html").read_text()
     assert "<h2>Evidence</h2>" in page

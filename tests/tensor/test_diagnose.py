@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import random
 from typing import Any
 
@@ -464,15 +465,16 @@ def test_a_failure_that_does_not_come_back_points_at_the_hardware() -> None:
 
 
 def test_a_step_that_keeps_changing_is_told_to_be_so() -> None:
-    model, calls = linear(), []
+    model = linear()
+
+    def chance() -> float:
+        return 1.0 + int.from_bytes(os.urandom(2)) / 65536  # from no generator that a replay could put back
 
     def step(x: Tensor) -> Tensor:
-        calls.append(1)
-        return break_at_zero(model, x) * len(calls)
+        return break_at_zero(model, x) * chance()
 
     def healthy(x: Tensor) -> Tensor:
-        calls.append(1)
-        return model(x).mean() * len(calls)
+        return model(x).mean() * chance()
 
     cause, unrepeated = (
         diagnose(step, bad_batch()),

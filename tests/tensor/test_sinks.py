@@ -98,7 +98,7 @@ def test_tensorboard_has_incidents_as_text_and_counts_actions(tmp_path: Path) ->
 
     events = read_events(tmp_path)
     kinds = {incident.finding.kind for incident in truth.incidents}
-    assert {"nonfinite_loss", "nonfinite_gradient"} <= kinds
+    assert "nonfinite_loss" in kinds
     assert set(events.Tags()["tensors"]) == {f"incidents/{kind}/text_summary" for kind in kinds}
     [told] = events.Tensors("incidents/nonfinite_loss/text_summary")
     text = told.tensor_proto.string_val[0].decode()
@@ -240,6 +240,8 @@ def test_a_validation_loss_reaches_every_tracker_and_a_sink_of_ones_own_may_do_w
     assert (events[0].step, events[0].value) == (2, 0.25)
     assert (2, {"health/validation_loss": 0.25}) in logger.values
     lines = [json.loads(line) for line in (tmp_path / "run" / "validations.jsonl").read_text().splitlines()]
+    runs = {line.pop("run") for line in lines}
+    assert len(runs) == 1
     assert lines == [{"step": 2, "epoch": 0, "loss": 0.25}, {"step": 3, "epoch": 0, "loss": "nan"}]
     assert "validation step=3 epoch=0 loss=NaN" in (tmp_path / "run" / "train.log").read_text()
 

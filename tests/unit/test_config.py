@@ -24,6 +24,7 @@ from steadygrad import (
     GuardConfig,
     Incident,
     MeasureConfig,
+    OutlierClip,
     Policy,
     Precision,
     RecordConfig,
@@ -37,6 +38,7 @@ NAN, INF = math.nan, math.inf
 
 STRATEGIES: list[ClipStrategy] = [
     FixedNorm(max_norm=0.5),
+    OutlierClip(ratio=5.0, window=64, warmup=16),
     ClipValue(value=0.25),
     ZClip(alpha=0.9, z=3.0, warmup=7, max_norm=None, eps=1e-5),
     AutoClip(percentile=25.0, window=64),
@@ -246,9 +248,9 @@ def test_settings_are_compared_by_value_and_changed_by_replacing() -> None:
         dataclasses.replace(FixedNorm(), max_norm=-1.0)
 
 
-def test_the_default_clips_by_norm_one_and_skips() -> None:
+def test_the_default_clips_outliers_and_skips() -> None:
     config = GuardConfig()
-    assert config.clip == FixedNorm(max_norm=1.0)
+    assert config.clip == OutlierClip(ratio=10.0)
     assert config.on_nonfinite is Action.SKIP
     assert config.sanitize_value == 0.0
     assert config.drop_bad_microbatches is False
@@ -401,10 +403,8 @@ def test_a_value_out_of_range_is_told_with_its_place() -> None:
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}, {"kind": None}, {"kind": "agc"}, {"kind": 3}])
 def test_a_strategy_without_a_known_kind_is_told_the_kinds(clip: dict[str, Any]) -> None:
     message = refuse({"clip": clip})
-    assert (
-        f"clip.kind: must be one of fixed_norm, value, zclip, autoclip, adaptive_unit, adagc, got {clip.get('kind')!r}"
-        in message
-    )
+    kinds = "fixed_norm, outliers, value, zclip, autoclip, adaptive_unit, adagc"
+    assert f"clip.kind: must be one of {kinds}, got {clip.get('kind')!r}" in message
 
 
 @pytest.mark.parametrize("clip", ["zclip", 1.0, ["zclip"], True])

@@ -34,7 +34,7 @@ def train(case: Case) -> Guard:
     with contextlib.suppress(TrainingHalted):  # a weight that cannot be healed ends the run
         for batch in training.batches:
             training.guarded_step(guard, batch)
-        guard.flush()
+        guard.close()  # a suspicion that is still open is reported then
     return guard
 
 

@@ -44,7 +44,9 @@ class Terminal:
         self._told[finding.kind] += 1
         if self._told[finding.kind] > SHOWN:
             return
-        self.say(f"step {finding.step}: {finding.message} ({incident.outcome.message})")
+        self.say(f"{finding.when}: {finding.message} ({incident.outcome.message})")
+        if incident.also:
+            self.say(f"  also: {'; '.join(other.message for other in incident.also)}")
         if incident.cause is not None and incident.cause is not self._cause:
             self._cause = incident.cause  # of all findings of its step
             self.say(str(incident.cause))

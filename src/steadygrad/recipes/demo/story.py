@@ -116,7 +116,7 @@ class Comparison:
     @property
     def guarded_survived(self) -> bool:
         """Whether no weight was ever bad, each fault was answered, and it has gone on learning after the faults."""
-        kinds = {incident.finding.kind for incident in self.incidents}
+        kinds = {finding.kind for incident in self.incidents for finding in incident.findings}
         return (
             self.guarded.weights_are_finite
             and self.guarded.first_bad_weight is None

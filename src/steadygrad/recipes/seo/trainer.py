@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.act.sanitize import handle_nan_inf
+from steadygrad.config import GuardConfig, Policy
 from steadygrad.facts import Action, StepRecord
 from steadygrad.measure.check import check_nan_inf
 from steadygrad.recipes.seo.config import UltraOptimizedConfig
@@ -49,6 +50,7 @@ class UltraOptimizedSEOTrainer(Trainer):
     def __init__(
         self, model: UltraOptimizedSEOMetricsModule, config: UltraOptimizedConfig | None = None, **options: Any
     ) -> None:
+        options.setdefault("guard_config", GuardConfig(policy=Policy.eager()))  # the document's own correction table
         super().__init__(model, config if config is not None else UltraOptimizedConfig(), **options)
 
     # --- the training -----------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class UltraOptimizedSEOTrainer(Trainer):
             logger.info(f"{issue_type}: the weight decay is {self._weight_decay:.4g}, and is not raised any further")
             return
         logger.info(line)
-        before = self._param_groups[0][key]
+        before = self._find_setting(key)
         reason = f"{issue_type} from one epoch to the next"
         if self.guard is None:
             for group in self._param_groups:
@@ -160,7 +162,7 @@ class UltraOptimizedSEOTrainer(Trainer):
             self.guard.scale_lr(factor, reason)
         else:
             self.guard.scale_weight_decay(factor, reason)
-        self._tell(f"   {line}: {before:.4g} -> {self._param_groups[0][key]:.4g}")
+        self._tell(f"   {line}: {before:.4g} -> {self._find_setting(key):.4g}")
 
     def _was_answered(self, key: str) -> bool:
         """Whether the Guard has seen to it since the epoch before this one ended."""
@@ -176,7 +178,15 @@ class UltraOptimizedSEOTrainer(Trainer):
 
     @property
     def _weight_decay(self) -> float:
-        return float(max(group["weight_decay"] for group in self._param_groups))
+        return self._find_setting("weight_decay")
+
+    def _find_setting(self, key: str) -> float:
+        """Rate or weight decay as a step uses it: the Guard holds its factor only while the optimizer steps."""
+        own = float(max(group[key] for group in self._param_groups))
+        if self.guard is None:
+            return own
+        factor = self.guard.stats()["learning_rate_factor" if key == "lr" else "weight_decay_factor"]
+        return own * float(1.0 if factor is None else factor)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
