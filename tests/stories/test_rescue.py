@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import make_damage_stories
 from torch import nn
 from trainings import (
     Recurrent,
@@ -164,6 +165,32 @@ def test_an_rnn_that_starts_unstable_is_named_and_clipping_brings_it_home() -> N
     assert {f.kind for f in guarded.guard.findings} >= story.finds
     assert min(f.step for f in guarded.guard.findings if f.kind == "exploding_gradient") == 0
     assert {i.outcome.action for i in guarded.guard.incidents} <= {Action.NONE, Action.CLIP}
+
+
+# --- damage that stays finite -----------------------------------------------------------------------------------------
+
+DAMAGE = {story.name: story for change in (False, True) for story in make_damage_stories(with_data_change=change)}
+# One for each way in which harm is found; benchmarks/rescue.py tells them all.
+FOUND_BY = {
+    "rate x 30 for 40 steps, AdamW": "the second look, once the rate is back",
+    "embedding rows permuted": "a spike that hurt the weights, and they stay hurt",
+    "BatchNorm scales x 20": "a jump that stays",
+    "attention matrices x 20, new data": "the same steps made again from earlier weights",
+}
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_finite_damage_is_proven_and_undone_by_the_defaults(name: str) -> None:
+    story = DAMAGE[name]
+    clean = train_plain(story.clean)
+    assert story.train_plain().loss > 1.5 * clean.loss
+
+    guarded = story.train_guarded(clip=GuardConfig().clip)
+
+    assert guarded.loss < 1.12 * clean.loss
+    assert guarded.guard is not None
+    (back,) = [i for i in guarded.guard.incidents if i.outcome.action is Action.ROLLBACK]
+    assert back.finding.evidence["proof"] == "damaged"
 
 
 # --- healthy controls ------------------------------------------------------------------------------------------------

@@ -25,13 +25,26 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.05), nn.Linear(32, 1))
 
 
+def make_mortal() -> nn.Module:
+    """Once its first bias is far below zero no unit is ever active again: it loses little by that, and for good."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+
 class Loop:
     """A regression that learns, with a place for whatever happens to it."""
 
-    def __init__(self, *, config: GuardConfig | None = None, model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        config: GuardConfig | None = None,
+        model: nn.Module | None = None,
+        rate: float = 1e-2,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.model = make_model() if model is None else model
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=rate)
         self.guard = Guard(self.model, self.optimizer, config=config or GuardConfig(clip=None), **options)
 
     def make_batch(self, step: int, *, targets_moved: bool = False) -> tuple[Tensor, Tensor]:
@@ -46,6 +59,10 @@ class Loop:
         """As bad memory does it: no version counter moves. At this rate it would take hundreds of steps to heal."""
         self.model[-1].weight.data *= 100  # type: ignore[union-attr, operator, index]
 
+    def kill_units(self) -> None:
+        """Worse than before, yet not as bad as the old weights are on new data; and nothing is learnt any more."""
+        self.model[0].bias.data -= 1000  # type: ignore[union-attr, operator, index]
+
     def find(self, kind: str) -> list[Finding]:
         return [finding for finding in self.guard.findings if finding.kind == kind]
 
@@ -56,6 +73,7 @@ def train(
     *,
     harm: bool = True,
     targets_move_at: int = STEPS,
+    turn_at: int = STEPS,
     num_steps: int = STEPS,
 ) -> Loop:
     for number in range(num_steps):
@@ -64,7 +82,8 @@ def train(
         if step is not None:
             step(loop, number)
         else:
-            loop.guard.step(loop.loss, *loop.make_batch(number, targets_moved=number >= targets_move_at))
+            x, y = loop.make_batch(number, targets_moved=number >= targets_move_at)
+            loop.guard.step(loop.loss, x, -y if number >= turn_at else y)
     loop.guard.flush()
     return loop
 
@@ -103,6 +122,63 @@ def test_a_change_of_the_data_is_reported_and_changes_nothing() -> None:
         assert torch.equal(value, loop.model.state_dict()[name]), name
 
 
+def test_harm_is_found_although_the_data_changed_at_the_same_step() -> None:
+    """Earlier weights lose as much on the new data; trained on it as the run was, they are soon far ahead."""
+    loop = Loop(model=make_mortal(), rate=5e-2)
+    loop.harm = loop.kill_units  # type: ignore[method-assign]
+    train(loop, turn_at=HARM)
+
+    (incident,) = [i for i in loop.guard.incidents if i.outcome.action is Action.ROLLBACK]
+    assert incident.finding.evidence["rate_factor"] == 1
+    assert "made again from the weights of step" in incident.finding.message
+    assert incident.outcome.after["step"] <= HARM
+
+
+def test_new_data_that_must_be_learnt_is_no_harm_and_the_second_try_leaves_no_trace() -> None:
+    plain = Loop(enabled=False)
+    for number in range(STEPS):
+        x, y = plain.make_batch(number)
+        plain.guard.step(plain.loss, x, -y if number >= HARM else y)
+
+    loop = train(Loop(), harm=False, turn_at=HARM)
+
+    (finding,) = loop.find("loss_explosion")
+    assert (finding.severity, finding.evidence["proof"]) == (Severity.INFO, Answer.UNHARMED)
+    assert finding.evidence["rate_factor"] == 1
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, loop.model.state_dict()[name]), name
+
+
+def test_after_a_second_try_earlier_weights_are_still_a_reference() -> None:
+    """The try trains in place and puts back, which moves every version counter: that was not the program."""
+
+    def step(loop: Loop, number: int) -> None:
+        if number == 2 * HARM:
+            loop.harm()
+        x, y = loop.make_batch(number)
+        loop.guard.step(loop.loss, x, -y if number >= HARM else y)
+
+    loop = train(Loop(), step, harm=False, num_steps=2 * HARM + 60)
+    assert [f.evidence["proof"] for f in loop.find("loss_explosion")] == [Answer.UNHARMED, Answer.DAMAGED]
+
+
+def test_harm_by_a_raised_rate_is_found_once_the_rate_is_back() -> None:
+    """While it is raised the schedule stands, and only weights worse than the initial ones would count."""
+
+    def step(loop: Loop, number: int) -> None:
+        loop.optimizer.param_groups[0]["lr"] = 1e-1 if HARM <= number < HARM + 30 else 5e-2
+        if number == HARM:
+            loop.kill_units()
+        loop.guard.step(loop.loss, *loop.make_batch(number))
+
+    loop = train(Loop(model=make_mortal(), rate=5e-2), step, harm=False, num_steps=HARM + 100)
+
+    (incident,) = [i for i in loop.guard.incidents if i.outcome.action is Action.ROLLBACK]
+    assert incident.finding.acted_at is not None
+    assert incident.finding.acted_at > HARM + 30
+    assert incident.finding.evidence["reference_step"] > 0
+
+
 def test_a_steady_run_never_pays_for_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_comparisons(monkeypatch)
     train(Loop(), harm=False)
@@ -112,7 +188,7 @@ def test_a_steady_run_never_pays_for_a_test(monkeypatch: pytest.MonkeyPatch) -> 
 def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the comparisons that are made from now on."""
     made: list[str] = []
-    for name in ("compare", "compare_batch", "compare_rate"):
+    for name in ("compare", "compare_batch", "compare_rate", "compare_fresh"):
         method = getattr(Comparison, name)
 
         def counted(self: Comparison, *args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
@@ -152,14 +228,20 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-@pytest.mark.parametrize("name", ["compare", "compare_batch"])
+@pytest.mark.parametrize("name", ["compare", "compare_batch", "compare_fresh"])
 def test_a_test_leaves_everything_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, tests, method = Loop(), [], getattr(Comparison, name)
+    if name == "compare_fresh":
+        loop = Loop(model=make_mortal(), rate=5e-2)
+        loop.harm = loop.kill_units  # type: ignore[method-assign]
 
     def watched(self: Comparison, *args: Any, **kwargs: Any) -> Any:
         before = take_everything(loop)
         proof = method(self, *args, **kwargs)
-        assert_same(before, take_everything(loop))
+        after = take_everything(loop)
+        if name == "compare_fresh":  # it trains, which no counter of torch's forgets
+            before.pop("versions"), after.pop("versions")
+        assert_same(before, after)
         tests.append(proof)
         return proof
 
@@ -168,7 +250,8 @@ def test_a_test_leaves_everything_as_it_was(name: str, monkeypatch: pytest.Monke
             noise = random.random() + numpy.random.random() + float(torch.rand(()))
             return F.mse_loss(loop.model(x + 1e-3 * noise), y)
 
-        loop.guard.step(fn, *loop.make_batch(number))
+        x, y = loop.make_batch(number)
+        loop.guard.step(fn, x, -y if number >= HARM and name == "compare_fresh" else y)
 
     monkeypatch.setattr(Comparison, name, watched)
     train(loop, step)

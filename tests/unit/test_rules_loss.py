@@ -219,6 +219,18 @@ def test_a_slow_rise_that_loses_half_of_the_progress_is_divergence() -> None:
     assert 400 <= steps[0] <= 432
 
 
+def test_a_jump_that_stays_is_divergence_although_nothing_rises_any_more() -> None:
+    """Too wild for eight in a row above ten times the level, and falling: neither an explosion nor a rise."""
+    r = random.Random(0)
+    hurt: Callable[[int], float] = lambda t: (6.0 if t % 2 else 1.0) * (1 - (t - 400) / 1000)  # noqa: E731
+    facts = [reading(t, r.uniform(0.2, 0.4) if t < 400 else hurt(t)) for t in range(700)]
+
+    (found,) = findings_of(rule_named("divergence"), [*(reading(t, 1.5) for t in range(-64, 0)), *facts])
+
+    assert 384 <= found.step <= 416
+    assert "far above its best for 64 steps" in found.message
+
+
 def test_a_slow_rise_after_the_learning_rate_was_raised_is_none() -> None:
     loss: Callable[[int], float] = lambda t: 3.0 - t / 200 if t < 400 else min(2.5, 1.0 + (t - 400) / 200)  # noqa: E731
 

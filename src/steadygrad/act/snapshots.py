@@ -11,6 +11,7 @@ Guard's.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -337,14 +338,16 @@ class Snapshots:
         return chosen.step
 
     @torch.no_grad()
-    def load_initial(self) -> None:
-        """Put the state before the first step in place, for somebody who puts everything back afterwards."""
-        assert self.initial is not None
+    def load(self, snapshot: Snapshot) -> None:
+        """Put weights, buffers, optimizers and the loss scaler in place, for somebody who puts them back afterwards.
+
+        Schedules, averages and our own histories stay as they are: a trial is no part of the run.
+        """
         self.before_optimizer()
-        self.initial.wait()
-        Restorer(self.initial.state, self.initial.hosts, self.initial.devices, shared=self._shared).restore(
-            self._optimizers, self._extras
-        )
+        snapshot.wait()
+        extras = {name: extra for name, extra in snapshot.state.extras.items() if name == "scaler"}
+        state = dataclasses.replace(snapshot.state, extras=extras)
+        Restorer(state, snapshot.hosts, snapshot.devices, shared=self._shared).restore(self._optimizers, self._extras)
 
     def _choose(self, *, older: bool) -> Snapshot | None:
         good = self._keep_common([s for s in self._ring if s.good])

@@ -30,6 +30,8 @@ class ProveConfig:
     """Where a learning rate looks too high: by how much of the run's loss a lower one must be ahead of it."""
     rate_steps: int = 40
     """... and the steps for which the lower one is tried."""
+    fresh_ratio: float = 1.5
+    """Where the data has changed: by which factor earlier weights, trained on the same batches, must be ahead."""
     budget_share: float = 0.01
     """Share of a run's steps that all tests together may cost; a forward of a test counts as a step."""
     first_budget: int = 128

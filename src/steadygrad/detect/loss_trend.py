@@ -25,6 +25,8 @@ FIRST, START = 4, 100
 """Losses that a run begins with, and steps in which the loss is compared with them."""
 CLIMBED = 3.0
 """Times the first losses that the usual one is when the history has climbed along."""
+USUAL_NOISES, OWN_NOISES = 8.0, 2.0
+"""Standard errors of a block's median that a rise must come to: of the usual one, and of the block's own."""
 ADVICE = "Lower the learning rate or lengthen the warm-up, clip gradients, and look at what changed at this step."
 
 
@@ -44,6 +46,7 @@ class LossExplosion(Remembering):
         "_epoch_loss",
         "_level",
         "_told_at",
+        "_began",
         "_since",
         "_first",
         "_rise",
@@ -58,7 +61,7 @@ class LossExplosion(Remembering):
         self._epoch_loss: float | None = None
         self._recovery_steps, self._recovery_ratio = config.loss.recovery_steps, config.loss.recovery_ratio
         self._level: float | None = None  # the loss before an explosion that was told and is being watched
-        self._told_at = 0
+        self._told_at = self._began = 0
         self._first: list[float] = []  # the losses that the run began with
         self._rise = Streak()
         self._since: deque[float] = deque(maxlen=config.loss.explosion_patience)
@@ -91,7 +94,7 @@ class LossExplosion(Remembering):
             return None
         start = self._rise.start
         self._rise.feed(step, False)
-        self._level, self._told_at = began_at, step
+        self._level, self._told_at, self._began = began_at, step, start
         self._since.clear()
         return self._tell(start, began_at, loss)
 
@@ -105,7 +108,7 @@ class LossExplosion(Remembering):
             yield Finding(
                 kind="unrecovered_loss",
                 severity=Severity.ERROR,
-                step=step,
+                step=self._began,
                 message=f"the loss was {level:.6g}, exploded, and {step - self._told_at} steps later is {now:.6g}",
                 advice="Go back to the weights from before, and find out what happened at that step.",
                 evidence={"before": level, "now": now},
@@ -134,7 +137,7 @@ class LossExplosion(Remembering):
         if self._streak.feed(reading.step, True) >= self._patience * (2 if few else 1):
             if not few or self._agree(usual):
                 yield self._tell(self._streak.start, usual, median(sorted(self._high)))
-                self._level, self._told_at = usual, reading.step
+                self._level, self._told_at, self._began = usual, reading.step, self._streak.start
                 self._since.clear()
             self._history.clear()  # the new normal, until the next one
             self._history.extend(self._high)
@@ -169,7 +172,7 @@ class LossExplosion(Remembering):
         if before is not None and before > 0 and loss > self._ratio * before:
             yield self._tell(fact.step, before, loss)
             if self._level is None:
-                self._level, self._told_at = before, fact.step
+                self._level, self._told_at, self._began = before, fact.step, fact.step
                 self._since.clear()
 
     def _tell(self, step: int, before: float, after: float) -> Finding:
@@ -184,15 +187,16 @@ class LossExplosion(Remembering):
 
 
 class Divergence(Remembering):
-    """The loss rises block after block, and half of the progress is lost.
+    """The loss rises block after block, or has jumped and stays there, and half of the progress is lost.
 
     Numbers: four blocks of 16 in a row rise by chance once in 120, so the rise must also be eight standard errors, a
-    tenth of the level, and half of the way from the start to the best. While the learning rate is above what it was at
-    the best block, the loss must be above where it started: a restart raises it, and that is meant.
+    tenth of the level, and half of the way from the start to the best; a jump must be all that in each of four blocks.
+    While the learning rate is above what it was at the best block, the loss must be above where it started: a restart
+    raises it, and that is meant.
     """
 
     name = "divergence"
-    memory = ("_blocks", "_noises", "_last", "_first", "_best", "_best_rate", "_rising", "_episode")
+    memory = ("_blocks", "_noises", "_last", "_first", "_best", "_best_rate", "_rising", "_high", "_episode")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.loss
@@ -202,7 +206,7 @@ class Divergence(Remembering):
         self._first: float | None = None
         self._best = math.inf
         self._best_rate = math.inf
-        self._rising = Streak()
+        self._rising, self._high = Streak(), Streak()
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
@@ -219,14 +223,18 @@ class Divergence(Remembering):
             self._first = level
         if level < self._best:
             self._best, self._best_rate = level, fact.learning_rate or math.inf
-        active = length >= self._config.divergence_blocks and self._is_far(level, fact.learning_rate)
+        is_far = self._is_far(level, fact.learning_rate)
+        stays = self._high.feed(self._blocks.start, is_far)
+        active = is_far and (length >= self._config.divergence_blocks or stays >= self._config.divergence_blocks)
         if self._episode.tell(fact.step, active):
+            rises = length >= self._config.divergence_blocks
+            num_steps = (length if rises else stays) * self._config.block
+            been = "has been rising" if rises else "has been far above its best"
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING,
-                step=self._rising.start,
-                message=f"the loss has been rising for {length * self._config.block} steps, from {self._best:.4g} to "
-                f"{level:.4g}",
+                step=self._rising.start if rises else self._high.start,
+                message=f"the loss {been} for {num_steps} steps, from {self._best:.4g} to {level:.4g}",
                 advice=ADVICE,
                 evidence={"best": self._best, "level": level, "first": self._first, "num_blocks": length},
             )
@@ -234,8 +242,9 @@ class Divergence(Remembering):
     def _is_far(self, level: float, rate: float | None) -> bool:
         assert self._first is not None
         rise, progress = level - self._best, max(0.0, self._first - self._best)
-        noise = max(self._blocks.noise, median(sorted(self._noises)))  # one block's own may be small by chance
-        enough = max(8.0 * noise, 0.1 * abs(self._best), self._config.divergence_share * progress)
+        # One block's own noise may be small by chance; where a run has been hurt it is large.
+        noise = max(USUAL_NOISES * median(sorted(self._noises)), OWN_NOISES * self._blocks.noise)
+        enough = max(noise, 0.1 * abs(self._best), self._config.divergence_share * progress)
         restarted = rate is not None and rate > 1.5 * self._best_rate
         return rise > enough and (not restarted or level > self._first)
 

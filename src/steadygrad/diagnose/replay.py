@@ -43,7 +43,7 @@ def is_replaying() -> bool:
 
 
 @contextlib.contextmanager
-def _replaying() -> Iterator[None]:
+def replaying() -> Iterator[None]:
     """Inside, `is_replaying()` holds, and what the function prints or logs is dropped: it has said so already."""
     global _num_replays
     _num_replays += 1
@@ -146,7 +146,7 @@ class Step:
         kept = Kept(self.model, [leaf for _, leaf in self.named_leaves], self.random)
         autocast = contextlib.nullcontext() if self.autocast is None else self.autocast.enter()
         with (
-            _replaying(),
+            replaying(),
             kept() as keeper,
             autocast,
             on_one_device(self.wrappers),

@@ -40,7 +40,7 @@ class Proof:
     first: float | None = None
     """Mean loss of the initial weights on these batches, where it was measured."""
     rate_factor: float | None = None
-    """The earlier losses are those of the initial weights trained on the same batches with this share of the rate."""
+    """The earlier losses are those of the earlier weights trained on the same batches with this share of the rate."""
     reason: str = ""
     """Why there is no answer."""
     remedy: str = ""
@@ -62,12 +62,13 @@ class Proof:
             return f"no proof that the weights were harmed: {self.reason}"
         num = len(self.now)
         on = "on this batch" if num == 1 else f"on the last {num} batches"
-        if self.rate_factor is not None:
-            return (
-                f"{on} the run loses {self.mean_now:.4g}; made again from the initial weights with "
-                f"{self.rate_factor:.3g} of the learning rate, the same steps lose {self.mean_then:.4g}"
-            )
         start = "the initial weights" if self.reference == 0 else f"the weights of step {self.reference}"
+        if self.rate_factor is not None:
+            rate = "" if self.rate_factor == 1 else f" with {self.rate_factor:.3g} of the learning rate"
+            return (
+                f"{on} the run loses {self.mean_now:.4g}; made again from {start}{rate}, the same steps lose "
+                f"{self.mean_then:.4g}"
+            )
         return f"{on} {start} lose {self.mean_then:.4g}, those of now {self.mean_now:.4g}"
 
     def to_evidence(self) -> dict[str, int | float | str | Sequence[int | float | str]]:

@@ -38,7 +38,7 @@ from steadygrad.guard.parts import Moment, Parts, foresee_uncopied
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.range_test import describe_test, find_lr
 from steadygrad.guard.rate_curve import RateCurve
-from steadygrad.guard.rate_trial import try_lower_rate
+from steadygrad.guard.second_try import make_again
 from steadygrad.guard.stepping import Stepper
 from steadygrad.measure.foresee import foresee
 from steadygrad.measure.joining import join_uneven
@@ -99,7 +99,7 @@ class Guard:
         weakref.finalize(self, parts.checkpoints.close)
         if parts.rank_file is not None:
             weakref.finalize(self, parts.rank_file.close)
-        parts.rehearse = functools.partial(try_lower_rate, parts, Guard)
+        parts.rehearse = functools.partial(make_again, parts, Guard)
         if parts.start is not None:
             weakref.finalize(self, parts.start.close)
         self._moment = Moment()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,7 @@ from steadygrad.measure.stale import StaleWatch, UsedMark
 from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.prove import Prover
-from steadygrad.prove.comparison import Comparison
-from steadygrad.prove.held import HeldStep
+from steadygrad.prove.comparison import Comparison, Rehearse
 from steadygrad.prove.paired import PairedTest
 from steadygrad.prove.reference import References
 from steadygrad.record import Recorder, RunDirectory, Sink
@@ -107,7 +106,7 @@ class Parts:
         enabled: bool,
     ) -> None:
         _check_given(config, scaler, run_dir)
-        self.rehearse: Callable[[Sequence[HeldStep], float], list[float]]
+        self.rehearse: Rehearse
         """Set by the Guard: steps made again from the initial weights at a lower rate."""
         self.config = config
         self.off = not enabled or is_switched_off()
@@ -202,7 +201,7 @@ class Parts:
             self.config.prove,
             PairedTest(self.model, self.optimizers, ranks=self.ranks),
             aside=self._look_aside,
-            rehearse=lambda steps, factor: self.rehearse(steps, factor),
+            rehearse=lambda steps, start, factor: self.rehearse(steps, start, factor),
         )
         references = References(
             self.model,

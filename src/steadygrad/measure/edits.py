@@ -7,9 +7,10 @@ counter, and neither does a write through `.data`. Two reads of a counter for ea
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class EditWatch:
 
     def before_optimizer(self, step: int) -> bool:
         """Whether the weights were changed since the last step of ours."""
-        if self._versions is None or self._versions == tuple(map(_read_version, self._parameters)):
+        if not self._is_changed:
             return False
         self.last = step
         self._recent.append(step)
@@ -41,6 +42,18 @@ class EditWatch:
     def after_optimizer(self) -> None:
         """Our own step is over: this is what the counters are."""
         self._versions = tuple(map(_read_version, self._parameters))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the weights are changed by us and put back: that is nobody's will."""
+        was_changed = self._is_changed
+        yield
+        if self._versions is not None and not was_changed:
+            self.after_optimizer()
+
+    @property
+    def _is_changed(self) -> bool:
+        return self._versions is not None and self._versions != tuple(map(_read_version, self._parameters))
 
     def forget(self) -> None:
         """The weights were put back by us: the counters start anew with the next step."""

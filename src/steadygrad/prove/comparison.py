@@ -21,6 +21,7 @@ from steadygrad.prove.paired import CannotTestError, PairedTest
 from steadygrad.prove.rule import (
     find_excess,
     is_damaged,
+    is_held_back,
     is_hit,
     is_rate_too_high,
     is_worse,
@@ -35,8 +36,10 @@ NOISE = 0.05
 
 Aside = Callable[[], contextlib.AbstractContextManager[Any]]
 """Around replays: no hook of ours hears of them."""
-Rehearse = Callable[[Sequence[HeldStep], float], list[float]]
-"""Losses of steps made again from the initial weights with a share of the learning rate."""
+Rehearse = Callable[[Sequence[HeldStep], Snapshot, float], list[float]]
+"""Losses of steps made again from a snapshot with a share of the present learning rate."""
+Rule = Callable[[Sequence[float], Sequence[float]], bool]
+"""Losses of the run, losses of the same steps made again -> whether the run was harmed."""
 
 
 class Comparison:
@@ -77,16 +80,35 @@ class Comparison:
 
         return self._try(step, run)
 
-    def compare_rate(self, steps: Sequence[HeldStep], factor: float, step: int, *, first: float) -> Proof:
+    def compare_rate(
+        self, steps: Sequence[HeldStep], initial: Snapshot, factor: float, step: int, *, first: float
+    ) -> Proof:
         """Would a lower rate have come further on the same batches, from the initial weights? `first`: their loss."""
+        return self._compare_again(
+            steps, initial, factor, step, lambda now, lower: is_rate_too_high(now, lower, first, config=self._config)
+        )
 
+    def compare_fresh(self, steps: Sequence[HeldStep], reference: Snapshot, step: int) -> Proof:
+        """Would earlier weights have come further on the same batches, at the same rate?"""
+        return self._compare_again(
+            steps, reference, 1.0, step, lambda now, fresh: is_held_back(now, fresh, config=self._config)
+        )
+
+    def _compare_again(self, steps: Sequence[HeldStep], start: Snapshot, factor: float, step: int, rule: Rule) -> Proof:
         def run() -> Proof:
             num = 2 * self._config.num_batches
             self._test.cost += len(steps) + 4
-            lower = self._rehearse(steps, factor)[-num:]
+            again = self._rehearse(steps, start, factor)[-num:]
             now = [one.loss for one in steps[-num:]]
-            answer = Answer.DAMAGED if is_rate_too_high(now, lower, first, config=self._config) else Answer.UNHARMED
-            return Proof(answer=answer, step=step, reference=0, now=tuple(now), then=tuple(lower), rate_factor=factor)
+            answer = Answer.DAMAGED if rule(now, again) else Answer.UNHARMED
+            return Proof(
+                answer=answer,
+                step=step,
+                reference=start.step,
+                now=tuple(now),
+                then=tuple(again),
+                rate_factor=factor,
+            )
 
         return self._try(step, run)
 

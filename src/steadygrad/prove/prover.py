@@ -15,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from steadygrad.act.snapshot import Snapshot
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.config import ProveConfig
 from steadygrad.diagnose.capture import Capture
@@ -39,6 +41,10 @@ MAX_ROUNDS = 4
 """Tests of one suspicion that heals so slowly that each is better than the last."""
 HEALING = 0.5
 """Share of the excess of the test before below which the weights are healing by themselves."""
+SAME_EVENT = 128
+"""Steps after an answer in which what another rule says about the steps before it is no news."""
+RECENT = 64
+"""Losses whose median is the usual one."""
 SPIKE_COST = 4.0
 """Training steps that the test of one batch takes, about: two forwards, and the weights out and in again."""
 
@@ -51,12 +57,30 @@ class Case:
     held: HeldSteps
     begins_at: int
     """The first step whose batch is collected."""
-    tries_rate: bool = False
-    """A lower rate is tried on the steps that are held."""
+    is_reported: bool = False
+    """The step itself was reported when it happened: only harm that lasts is news."""
+    trial: Snapshot | None = None
+    """The steps that are held are made again from here."""
     previous: Proof | None = None
     num_rounds: int = 0
     num_skipped: int = 0
     """Steps in a row that were not finite."""
+    since: int = 0
+    """The first step that any rule says something against: weights are good only before it."""
+
+    def __post_init__(self) -> None:
+        self.since = self.finding.step
+
+    def join(self, other: Finding) -> None:
+        """Another rule about the same event, which is reported once, by the rule that saw it first."""
+        self.since = min(self.since, other.step)
+        if self.is_reported:  # so far only its first step was
+            self.finding, self.is_reported = other, False
+
+    @property
+    def trouble(self) -> Finding:
+        """The finding, from where the trouble may have begun."""
+        return dataclasses.replace(self.finding, step=self.since)
 
 
 @dataclass(slots=True)
@@ -87,7 +111,9 @@ class Prover:
         self._config, self._comparison, self._references = config, comparison, references
         self._snapshots, self._rate_factor, self._exempt = snapshots, rate_factor, frozenset(exempt)
         self._case: Case | None = None
-        self._was_answered = False
+        self._answered_at = -1  # the step after which the last answer was given
+        self._put_off: Finding | None = None  # until the rate is back where a fair comparison can be made
+        self._recent: deque[float] = deque(maxlen=RECENT)  # losses while nothing was suspected
         self._memory = Memory()
         # A quarter of the bound: they are held before anything is suspected.
         self._start: HeldSteps | None = HeldSteps(wanted=config.rate_steps, max_bytes=config.max_bytes // 4)
@@ -99,7 +125,7 @@ class Prover:
 
     def drop(self) -> None:
         """The training was put back or loaded: whatever was suspected is gone."""
-        self._case, self._was_answered = None, False
+        self._case, self._answered_at, self._put_off = None, -1, None
         self._snapshots.is_held = False
 
     def close(self, reason: str) -> Finding | None:
@@ -119,24 +145,38 @@ class Prover:
         for finding in findings:
             if finding.kind in self._exempt or not _is_suspicion(finding):
                 kept.append(finding)
-            elif finding.kind == "unrecovered_loss" and self._was_answered:
-                continue  # the explosion that it speaks of was tested: this is the same event
+            elif finding.step <= self._answered_at and step <= self._answered_at + SAME_EVENT:
+                continue  # another rule about what was tested
             elif self._case is None:
-                self._case = Case(finding, self._hold(), begins_at=step + 1)
-                self._snapshots.is_held = True
-            elif finding.step < self._case.finding.step:
-                self._case.finding = finding  # one event, reported once, from where it began
+                self._open(finding, step)
+            else:
+                self._case.join(finding)
         return kept
 
     def answer(self, reading: Reading, findings: Sequence[Finding], captures: Sequence[Capture]) -> list[Finding]:
         """After a step: `findings` less those held back, and with those that have an answer now."""
-        self._note_start(reading, captures)
+        self._note(reading, captures)
         out = []
         for finding in self.sift(findings, reading.step):
             is_tested = _is_spike(finding) and finding.kind not in self._exempt
             out.append(self._answer_spike(finding, reading.step, captures) if is_tested else finding)
+        self._take_up(reading.step)
         concluded = self._advance(reading, captures)
         return out if concluded is None else [*out, concluded]
+
+    def _open(self, finding: Finding, step: int, *, is_reported: bool = False) -> None:
+        self._case = Case(finding, self._hold(), begins_at=step + 1, is_reported=is_reported)
+        self._snapshots.is_held = True
+
+    def _take_up(self, step: int) -> None:
+        """What was put off is tested once the rate is back; what can no longer be compared with is forgotten."""
+        if self._put_off is None or self._case is not None:
+            return
+        if self._references.find_fair(self._put_off) is not None:
+            self._open(self._put_off, step, is_reported=True)
+            self._put_off = None
+        elif not self._references.is_waiting(self._put_off):
+            self._put_off = None
 
     def _advance(self, reading: Reading, captures: Sequence[Capture]) -> Finding | None:
         """Collect this step for the open suspicion, and test when enough are there."""
@@ -148,18 +188,21 @@ class Prover:
             case.held.add(captures, reading.loss)
         if case.num_skipped >= self._config.num_batches:
             return self.close("the steps since are not finite")
-        concluded = self._try(case, reading.step) if case.held.is_complete else None
-        if concluded is not None:
-            self.drop()
-            self._was_answered = True
-        return concluded
+        proof = self._try(case, reading.step) if case.held.is_complete else None
+        if proof is None:
+            return None
+        self.drop()
+        self._answered_at = reading.step
+        return self._conclude(case, proof)
 
     def _hold(self) -> HeldSteps:
         return HeldSteps(wanted=self._config.num_batches, max_bytes=self._config.max_bytes)
 
-    def _note_start(self, reading: Reading, captures: Sequence[Capture]) -> None:
-        """The first losses; and the first batches, as long as the rate may turn out to be too high."""
+    def _note(self, reading: Reading, captures: Sequence[Capture]) -> None:
+        """First and recent losses; and the first batches, as long as the rate may turn out to be too high."""
         usable = not reading.skipped and reading.loss is not None and math.isfinite(reading.loss)
+        if usable and self._case is None:
+            self._recent.append(float(reading.loss or 0.0))
         if usable and len(self._memory.first_losses) < NUM_FIRST:
             self._memory.first_losses.append(float(reading.loss or 0.0))
         if self._start is None:
@@ -172,29 +215,43 @@ class Prover:
 
     # --- one suspicion ----------------------------------------------------------------------------------------------
 
-    def _try(self, case: Case, step: int) -> Finding | None:
-        """Test once; the finding with its proof, or None while the answer is still open."""
-        is_trial = case.tries_rate
-        proof = self._try_rate(case, step) if is_trial else self._prove(case, step)
+    def _try(self, case: Case, step: int) -> Proof | None:
+        """Test once; None while the answer is still open."""
+        proof = self._prove(case, step) if case.trial is None else self._make_again(case, case.trial, step)
         self._memory.cost += self._comparison.take_cost()
         case.num_rounds += 1
-        if proof.answer is Answer.UNHARMED and case.finding.kind == "rate_too_high" and not is_trial:
-            # No worse than having learnt nothing is no praise: would a lower rate have done better on these batches?
+        if proof.answer is Answer.UNHARMED and case.trial is None:
+            # Where earlier weights do badly too, no worse is no praise: would they have learnt more since?
+            case.trial = self._find_trial(case, proof)
+            if case.trial is None:
+                return proof
             self._prepare_trial(case)
             return self._try(case, step) if case.held.is_complete else None
-        if proof.answer is not Answer.DAMAGED or is_trial:
-            return self._conclude(case.finding, proof)
+        if proof.answer is not Answer.DAMAGED or case.trial is not None:
+            return proof
         before, case.previous = case.previous, proof
         if before is not None and _is_lasting(before, proof):
-            return self._conclude(case.finding, proof)
+            return proof
         if case.num_rounds >= MAX_ROUNDS:  # each time better than the last: it heals
-            return self._conclude(case.finding, dataclasses.replace(proof, answer=Answer.UNHARMED))
+            return dataclasses.replace(proof, answer=Answer.UNHARMED)
         case.held, case.begins_at = self._hold(), step + 1 + self._config.patience
         return None
 
+    def _find_trial(self, case: Case, proof: Proof) -> Snapshot | None:
+        """Where the steps that are held are made again from; None: the question is answered."""
+        if case.finding.kind == "rate_too_high":
+            return self._references.initial
+        usual = statistics.median(self._recent) if self._recent else math.nan
+        is_new = proof.mean_then > (self._config.ratio * usual if usual > 0 else usual)  # data, or an objective
+        may_spend = self._may_spend(proof.step, self._config.rate_steps + self._allowance(proof.step) / 2)
+        if not (is_new and may_spend) or case.previous is not None:
+            return None
+        return self._references.find_fair(case.trouble)
+
     def _prepare_trial(self, case: Case) -> None:
-        case.tries_rate, case.held.wanted = True, self._config.rate_steps
-        if self._start is not None and len(self._start.steps) > len(case.held.steps):
+        case.held.wanted = self._config.rate_steps
+        is_start = case.finding.kind == "rate_too_high" and self._start is not None
+        if is_start and self._start is not None and len(self._start.steps) > len(case.held.steps):
             case.held = self._start  # from the very first step on, so fewer more are needed
 
     def _prove(self, case: Case, step: int) -> Proof:
@@ -204,29 +261,36 @@ class Prover:
         if not self._may_spend(step, 2 * len(captures) + 4):
             return _tell_unknown(step, f"the budget of {self._config.budget_share:.0%} of all steps is spent")
         try:
-            reference = self._references.find(case.finding)
+            reference = self._references.find(case.trouble)
         except CannotTestError as error:
             return _tell_unknown(step, error.reason, error.remedy)
         return self._comparison.compare(
             reference, captures, step, initial=self._references.initial, began_at=self._began_at
         )
 
-    def _try_rate(self, case: Case, step: int) -> Proof:
-        steps, advised = case.held.steps, case.finding.evidence.get("lr_factor")
-        factor = float(advised) if isinstance(advised, int | float) and 0 < advised < 1 else self._rate_factor
-        if self._references.is_rate_falling:
+    def _make_again(self, case: Case, reference: Snapshot, step: int) -> Proof:
+        """Would the same steps have come further from earlier weights, or at a lower rate from the initial ones?"""
+        steps, is_rate = case.held.steps, case.finding.kind == "rate_too_high"
+        if is_rate and self._references.is_rate_falling:
             return _tell_unknown(step, "the schedule lowers the learning rate by itself")
         if len(steps) < 4 * self._config.num_batches or not self._may_spend(step, len(steps) + 4):
-            return _tell_unknown(step, "a lower rate could not be tried on enough batches")
+            return _tell_unknown(step, "the steps could not be made again on enough batches")
+        if not is_rate:
+            return self._comparison.compare_fresh(steps, reference, step)
+        advised = case.finding.evidence.get("lr_factor")
+        factor = float(advised) if isinstance(advised, int | float) and 0 < advised < 1 else self._rate_factor
         first = next(iter(self._memory.first_losses), math.nan)
-        return self._comparison.compare_rate(steps, factor, step, first=first)
+        return self._comparison.compare_rate(steps, reference, factor, step, first=first)
 
-    def _conclude(self, finding: Finding, proof: Proof) -> Finding:
-        if proof.answer is not Answer.DAMAGED:
-            return report_answer(finding, proof)
-        factor = self._references.find_factor(finding)
-        self._snapshots.condemn(self._references.find_way_back(finding))
-        return report_answer(finding, proof, lr_factor=factor)
+    def _conclude(self, case: Case, proof: Proof) -> Finding | None:
+        finding = case.finding
+        if proof.answer is Answer.DAMAGED:
+            factor = self._references.find_factor(case.trouble)
+            self._snapshots.condemn(self._references.find_way_back(case.trouble))
+            return report_answer(finding, proof, lr_factor=factor)
+        if self._references.find_fair(case.trouble) is None and self._references.is_waiting(case.trouble):
+            self._put_off = case.trouble
+        return None if case.is_reported else report_answer(finding, proof)
 
     # --- spikes -----------------------------------------------------------------------------------------------------
 
@@ -235,6 +299,8 @@ class Prover:
         self._memory.cost += self._comparison.take_cost()
         if proof.answer is Answer.UNKNOWN:
             finding = dataclasses.replace(finding, severity=Severity.INFO)  # one step, and nothing shows that it hurt
+        elif proof.answer is Answer.DAMAGED:
+            self._open(_suspect_lasting(finding), step, is_reported=True)
         return report_spike(finding, proof)
 
     def _prove_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Proof:
@@ -283,6 +349,18 @@ def _is_suspicion(finding: Finding) -> bool:
 
 def _is_spike(finding: Finding) -> bool:
     return finding.kind in SPIKES and finding.severity is not Severity.INFO
+
+
+def _suspect_lasting(spike: Finding) -> Finding:
+    """A step that hurt the weights: if they stay hurt, that is another finding than the spike."""
+    what = spike.message.partition(", ")[0]
+    return dataclasses.replace(
+        spike,
+        kind="unrecovered_loss",
+        severity=Severity.ERROR,
+        message=f"{what}, and the weights have not recovered",
+        advice="Find out what happened at that step: its batch, the rate, or a weight that something overwrote.",
+    )
 
 
 def _is_lasting(before: Proof, now: Proof) -> bool:

@@ -48,19 +48,30 @@ class References:
         """The newest fair reference; raises CannotTestError where there is none. Every rank makes this call."""
         if self._maximises():
             raise CannotTestError("the optimizer maximises what it is given, so a rising number is no harm")
-        changed = self._edits().last
-        good = [s for s in self._snapshots.list_good() if s.step <= finding.step]
-        fair = [s for s in good if s.step >= (changed or 0) and self._fits(s) and self._is_fair(s)]
-        if fair and finding.kind != "rate_too_high":
-            return fair[-1]
+        fair = None if finding.kind == "rate_too_high" else self.find_fair(finding)
+        if fair is not None:
+            return fair
         initial = self.initial
         if initial is not None:
             return initial
+        changed = self._edits().last
         if changed is not None:
             raise CannotTestError(
                 f"the program changed the weights itself before step {changed}, and nothing verified is newer"
             )
         raise CannotTestError(f"there are no earlier weights to compare with ({self._snapshots.describe()})")
+
+    def find_fair(self, finding: Finding) -> Snapshot | None:
+        """The newest verified weights from before the trouble, unless something presses harder on the present ones."""
+        return next((s for s in reversed(self._list_before(finding)) if self._is_fair(s)), None)
+
+    def is_waiting(self, finding: Finding) -> bool:
+        """Whether there are such weights, which only the raised rate or weight decay makes unfair."""
+        return finding.kind != "rate_too_high" and not self._maximises() and bool(self._list_before(finding))
+
+    def _list_before(self, finding: Finding) -> list[Snapshot]:
+        since = self._edits().last or 0
+        return [s for s in self._snapshots.list_good() if since <= s.step <= finding.step and self._fits(s)]
 
     @property
     def initial(self) -> Snapshot | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from steadygrad.config import ProveConfig
 
 AHEAD = 0.8
-"""Share of batches on which a lower rate must be ahead: 13 of 16 are so by chance once in a hundred times."""
+"""Share of batches on which a second try must be ahead: 13 of 16 are so by chance once in a hundred times."""
 LEARNT = 0.3
 """Share of its first loss below which a run has learnt something, however its first steps went."""
 NOTABLE = 0.01
@@ -63,17 +63,30 @@ def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config:
 def is_rate_too_high(now: Sequence[float], lower: Sequence[float], first: float, *, config: ProveConfig) -> bool:
     """Whether a lower rate, started from nothing on the same batches, is clearly ahead of the run.
 
-    Both sides train, so single small batches may go either way: it must be ahead on four of five, and in the mean. A
-    run that has come down from `first`, its very first loss, by itself needs nobody.
+    A run that has come down from `first`, its very first loss, by itself needs nobody.
     """
     if len(now) < 2 or not all(map(math.isfinite, lower)):
         return False
     if not all(map(math.isfinite, now)):
         return True
-    num_ahead = sum(b < a for a, b in zip(now, lower))
-    if _mean(now) < LEARNT * first or num_ahead < AHEAD * len(now):
+    if _mean(now) < LEARNT * first or not _leads(now, lower):
         return False
     return find_excess(now, lower) >= config.lead * abs(_mean(now))
+
+
+def is_held_back(now: Sequence[float], fresh: Sequence[float], *, config: ProveConfig) -> bool:
+    """Whether earlier weights, trained on the same batches, are far ahead of the run: the data is not to blame then.
+
+    Only a going back that pays for what it costs: losses that may be negative have no such ratio, and prove nothing.
+    """
+    if not all(v > 0 for v in fresh) or not _leads(now, fresh):
+        return False
+    return _mean(now) >= config.fresh_ratio * _mean(fresh)
+
+
+def _leads(now: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the other side is ahead on nearly every batch; both train, so single small batches may go either way."""
+    return sum(b < a or not math.isfinite(a) for a, b in zip(now, other)) >= AHEAD * len(now)
 
 
 def find_excess(now: Sequence[float], then: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
-"""A learning rate that looks too high -> the losses of a lower one, from the initial weights and on the same batches.
+"""Steps that were made -> their losses when they are made again from earlier weights, or at a lower rate.
 
-The run's own recent steps are made again from where the run began, at the lower rate, and everything is put back bit
-for bit. Costs as many training steps as are tried, so it is asked for only when the first steps of a run look harmful.
+The run's own steps are trained on once more from a snapshot of it, and everything is put back bit for bit. Costs as
+many training steps as are tried, so it is asked for only on suspicion.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from steadygrad.act.random_state import restore_random
+from steadygrad.act.snapshot import Snapshot
 from steadygrad.diagnose.effects import Effects
+from steadygrad.diagnose.replay import replaying
 from steadygrad.guard.parts import Parts
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal
 from steadygrad.prove.held import HeldStep
 from steadygrad.prove.paired import CannotTestError
 
 
-def try_lower_rate(parts: Parts, make_guard: MakeGuard, steps: Sequence[HeldStep], factor: float) -> list[float]:
-    """The loss of each step, made from the initial weights with `factor` of the present learning rate."""
+def make_again(
+    parts: Parts, make_guard: MakeGuard, steps: Sequence[HeldStep], start: Snapshot, factor: float
+) -> list[float]:
+    """The loss of each step, made from the state of `start` with `factor` of the present learning rate."""
     if parts.ranks.many:
-        raise CannotTestError("a lower rate is not tried on many ranks")
+        raise CannotTestError("steps are not made again on many ranks")
     last = steps[-1].captures[-1]
     effects = Effects(last.fn, last.args, last.kwargs)
     if effects.obstacle is not None:
@@ -34,9 +38,9 @@ def try_lower_rate(parts: Parts, make_guard: MakeGuard, steps: Sequence[HeldStep
         extras={"scaler": parts.user_scaler},
     )
     try:
-        with rehearsal.attempt(parts.config, parts.user_scaler) as guard:
+        with parts.edits.aside(), replaying(), rehearsal.attempt(parts.config, parts.user_scaler) as guard:
             rates = parts.learning_rates()
-            parts.snapshots.load_initial()
+            parts.snapshots.load(start)
             _set_rates(parts, [rate * factor for rate in rates])
             return [_step(guard, step) for step in steps]
     finally:
