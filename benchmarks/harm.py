@@ -1,12 +1,13 @@
 """What does a Guard do to trainings that are healthy? Every scenario of tests/healthy, plain and guarded, side by side.
 
 A run is harmed when a Guard skips, changes a rate, rolls back or halts, or when its weights, losses or side effects are
-not the plain run's to the bit. With a clip they cannot be: then only actions, halts and missed aims count, and the last
-column has the loss relative to the plain run's. `warned` counts runs with a finding of severity warning or worse.
+not the plain run's to the bit. `warned` counts runs with a finding of severity warning or worse. Twice: with the policy
+that acts at the first symptom, as guides to training advise, and with the default, which acts on proof. No clipping.
 
-    python benchmarks/harm.py [--seeds N] [--only NAME] [--config none|default|fixed1] [--quick]
+    python benchmarks/harm.py [--seeds N] [--only NAME] [--clip none|default|fixed1] [--quick]
 
-Writes results/harm.json (harm_default.json, harm_fixed1.json); exit code 1 when a run was harmed.
+With a clip the bits cannot be equal: then only actions, halts and missed aims count, and nothing is written. Exit code 1
+when the default harmed a run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import statistics
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,19 +30,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from healthy.catalogue import SCENARIOS
 from healthy.scenario import Ending, Scenario
-from steadygrad import FixedNorm, GuardConfig
+from steadygrad import FixedNorm, GuardConfig, Policy
 
-CONFIGS = {
-    "none": GuardConfig(clip=None),
-    "default": GuardConfig(),
-    "fixed1": GuardConfig(clip=FixedNorm(max_norm=1.0)),
-}
+CLIPS = {"none": None, "default": GuardConfig().clip, "fixed1": FixedNorm(max_norm=1.0)}
+POLICIES = {"at_once": Policy.eager(), "on_proof": Policy()}
 QUICK = ("class_incremental", "gan_of_two_guards", "counts_its_calls", "bf16_model")
 
 
-def compare(scenario: Scenario, seed: int, config: GuardConfig) -> dict[str, Any]:
-    """Run one scenario both ways and say what the Guard did to it."""
-    plain, guarded = scenario.train(seed=seed), scenario.train(seed=seed, config=config)
+def compare(scenario: Scenario, seed: int, plain: Ending, config: GuardConfig) -> dict[str, Any]:
+    """Run one scenario on a Guard and say what that did to it."""
+    guarded = scenario.train(seed=seed, config=config)
     differences = guarded.compare(plain) if config.clip is None else guarded.shortfalls
     return {
         "name": scenario.name,
@@ -107,28 +106,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each scenario")
     parser.add_argument("--only", help="scenarios with this in their names; nothing is written")
-    parser.add_argument("--config", choices=CONFIGS, default="none", help="how the Guard clips")
+    parser.add_argument(
+        "--clip", choices=CLIPS, default="none", help="how the Guard clips; otherwise nothing is written"
+    )
     parser.add_argument("--quick", action="store_true", help="four scenarios, nothing written")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
     warnings.simplefilter("ignore")
     logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
-    runs = []
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in POLICIES}
     for scenario in choose(arguments.only, arguments.quick):
         for seed in range(arguments.seeds):
-            runs.append(compare(scenario, seed, CONFIGS[arguments.config]))
-            print(describe(runs[-1]), flush=True)
-    if not runs:
+            plain = scenario.train(seed=seed)
+            for name, policy in POLICIES.items():
+                config = GuardConfig(clip=CLIPS[arguments.clip], policy=policy)
+                runs[name].append(compare(scenario, seed, plain, config))
+                print(f"{name:<9}{describe(runs[name][-1])}", flush=True)
+    if not runs["on_proof"]:
         parser.error(f"no scenario has {arguments.only!r} in its name")
-    summary = summarise(runs)
-    counts = (
-        f"{count} {name.removeprefix('num_').replace('_', ' ')}" for name, count in summary.items() if "num_" in name
-    )
-    print(", ".join(counts), f"(clip: {arguments.config})")
-    name = "harm" if arguments.config == "none" else f"harm_{arguments.config}"
-    partly = arguments.quick or arguments.only is not None
-    print("written:", write_results(name, {"summary": summary, "runs": runs}, quick=partly))
-    return int(summary["num_harmed"] > 0)
+    told = {name: {"summary": summarise(those), "rules": count_rules(those)} for name, those in runs.items()}
+    for name, one in told.items():
+        counts = (f"{count} {word.removeprefix('num_')}" for word, count in one["summary"].items() if "num_" in word)
+        print(f"{name:<9}" + ", ".join(counts).replace("_", " "), one["rules"])
+    partly = arguments.quick or arguments.only is not None or arguments.clip != "none"
+    print("written:", write_results("harm", told, quick=partly))
+    return int(told["on_proof"]["summary"]["num_harmed"] > 0)
+
+
+def count_rules(runs: list[dict[str, Any]]) -> dict[str, int]:
+    """In how many runs each rule acted."""
+    acted = Counter(kind for run in runs for kind in {word.split()[1] for word in run["actions"]})
+    return dict(sorted(acted.items()))
 
 
 if __name__ == "__main__":

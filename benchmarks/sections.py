@@ -87,7 +87,7 @@ def render_more_of_peers(results: Results) -> str:
 
 
 def render_rescue(results: Results) -> str:
-    ways = [*RESCUERS, "own policy", "own policy, clip=None"]
+    ways = [*RESCUERS, "own policy", "Guard, clip at 1.0"]
     rows = [
         [f"{story}{'*' if told['own_policy'] else ''}", *(show_runs(told[way]) for way in ways)]
         for story, told in results.items()
@@ -96,6 +96,36 @@ def render_rescue(results: Results) -> str:
     counts = [str(sum(is_saved(run) for told in results.values() for run in told[way])) for way in ways]
     rows.append([f"**within 1.1 of the clean loss, of {num}**", *(f"**{count}**" for count in counts)])
     return render_table(["", *ways], rows)
+
+
+def render_harm(results: Results) -> str:
+    """How many healthy runs were changed, and by which rules."""
+    ways = {"at_once": "acting at once (`Policy.eager()`)", "on_proof": "acting on proof (default)"}
+    told = [results[way] for way in ways]
+    rows = [[f"runs {word}", *(str(one["summary"][f"num_{word}"]) for one in told)] for word in HARMS]
+    kinds = sorted({kind for one in told for kind in one["rules"]})
+    rows += [[f"acted on by `{kind}`", *(str(one["rules"].get(kind, 0)) for one in told)] for kind in kinds]
+    return render_table([f"of {told[0]['summary']['num_runs']} healthy runs", *ways.values()], rows)
+
+
+HARMS = ("harmed", "halted", "warned")
+
+
+def render_damage(results: Results) -> str:
+    """Every story in each way, then how often each rule found the damage."""
+    stories, ways = results["stories"], ["unguarded", "acting at once", "Guard"]
+    rows = [[name, *(show_runs(told[way]) for way in ways)] for name, told in stories.items()]
+    num = sum(len(told["Guard"]) for told in stories.values())
+    counts = [str(sum(is_saved(run) for told in stories.values() for run in told[way])) for way in ways]
+    rows.append([f"**within 1.1 of the clean loss, of {num}**", *(f"**{count}**" for count in counts)])
+    kinds = sorted({kind for told in stories.values() for way in ways for run in told[way] for kind in run["rules"]})
+    rows += [[f"acted on by `{kind}`", *(str(count_runs(stories, way, kind)) for way in ways)] for kind in kinds]
+    return render_table(["", *ways], rows)
+
+
+def count_runs(stories: Results, way: str, kind: str) -> int:
+    """Runs in which a rule acted."""
+    return sum(kind in run["rules"] for told in stories.values() for run in told[way])
 
 
 def show_runs(runs: list[dict[str, Any]]) -> str:
@@ -282,6 +312,9 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
     "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
     "Rescue": ("rescue.py", {"rescue": render_rescue}),
+    "Damage that stays finite": ("damage.py", {"damage": render_damage}),
+    "Healthy trainings, left alone": ("harm.py", {"harm": render_harm}),
+    "What a proof costs": ("proof.py", {"proof_cuda": render_proof, "proof_cpu": render_proof}),
     "Learning rates that train": (
         "lr_sensitivity.py",
         {"lr_sensitivity_cuda": render_lr_sensitivity, "lr_sensitivity_cpu": render_lr_sensitivity},
