@@ -210,6 +210,7 @@ class Parts:
             edits=lambda: self.edits,
             settings=self.list_settings,
             maximises=self._maximises,
+            ranks=self.ranks,
         )
         return Prover(
             self.config.prove,
@@ -217,6 +218,7 @@ class Parts:
             references=references,
             snapshots=self.snapshots,
             rate_factor=self.config.policy.start_lr_factor,
+            ranks=self.ranks,
             exempt=self.config.policy.actions,
         )
 

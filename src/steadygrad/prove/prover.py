@@ -7,7 +7,8 @@
     answer                   damaged: the policy acts; unharmed or unknown: it is reported, and nothing is done
 
 A steady healthy run never gets here. While a suspicion is open no snapshot is taken and none becomes good: what was
-taken in trouble proves nothing. Tests are counted against a budget in steps, the same on all ranks.
+taken in trouble proves nothing. Tests are counted against a budget in steps, the same on all ranks. Whether a suspicion
+is opened or answered depends only on what all ranks know: each step of an open one begins with an exchange.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from steadygrad.config import ProveConfig
 from steadygrad.diagnose.capture import Capture
 from steadygrad.facts import Answer, Finding, Proof, Reading, Severity
 from steadygrad.facts.kinds import find_kind
+from steadygrad.measure.ranks import Ranks
 from steadygrad.prove.comparison import NUM_QUICK, Comparison
 from steadygrad.prove.held import HeldSteps
 from steadygrad.prove.paired import PASS_FUNCTION, CannotTestError
@@ -78,6 +80,7 @@ class Prover:
         references: References,
         snapshots: Snapshots,
         rate_factor: float,
+        ranks: Ranks,
         exempt: Collection[str] = (),
     ) -> None:
         """`rate_factor`: what is tried where a rule does not say how much too high the rate is.
@@ -86,11 +89,12 @@ class Prover:
         """
         self._config, self._comparison, self._references = config, comparison, references
         self._snapshots, self._rate_factor, self._exempt = snapshots, rate_factor, frozenset(exempt)
+        self._ranks = ranks
         self._case: Case | None = None
         self._was_answered = False
         self._memory = Memory()
-        # A quarter of the bound: they are held before anything is suspected.
-        self._start: HeldSteps | None = HeldSteps(wanted=config.rate_steps, max_bytes=config.max_bytes // 4)
+        # A quarter of the bound: they are held before anything is suspected. On many ranks no lower rate is tried.
+        self._start = None if ranks.many else HeldSteps(wanted=config.rate_steps, max_bytes=config.max_bytes // 4)
 
     @property
     def is_open(self) -> bool:
@@ -143,9 +147,12 @@ class Prover:
         case = self._case
         if case is None or reading.step < case.begins_at:
             return None
+        if self._ranks.why_apart is not None:
+            return self.close(self._ranks.why_apart)
         case.num_skipped = case.num_skipped + 1 if reading.skipped else 0
         if not reading.skipped and reading.loss is not None and case.held is not self._start:
             case.held.add(captures, reading.loss)
+        case.held.wanted = self._ranks.find_least(case.held.wanted)  # one may have no room, or no batch to run again
         if case.num_skipped >= self._config.num_batches:
             return self.close("the steps since are not finite")
         concluded = self._try(case, reading.step) if case.held.is_complete else None
@@ -179,6 +186,8 @@ class Prover:
         self._memory.cost += self._comparison.take_cost()
         case.num_rounds += 1
         if proof.answer is Answer.UNHARMED and case.finding.kind == "rate_too_high" and not is_trial:
+            if self._ranks.many:
+                return self._conclude(case.finding, _tell_unknown(step, "a lower rate is not tried on many ranks"))
             # No worse than having learnt nothing is no praise: would a lower rate have done better on these batches?
             self._prepare_trial(case)
             return self._try(case, step) if case.held.is_complete else None
@@ -208,7 +217,7 @@ class Prover:
         except CannotTestError as error:
             return _tell_unknown(step, error.reason, error.remedy)
         return self._comparison.compare(
-            reference, captures, step, initial=self._references.initial, began_at=self._began_at
+            reference, captures, step, initial=self._references.find_initial(), began_at=self._began_at
         )
 
     def _try_rate(self, case: Case, step: int) -> Proof:
@@ -238,7 +247,9 @@ class Prover:
         return report_spike(finding, proof)
 
     def _prove_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Proof:
-        if not captures:
+        if self._ranks.why_apart is not None:
+            return _tell_unknown(step, self._ranks.why_apart)
+        if not self._ranks.find_least(len(captures)):
             return _tell_unknown(step, "this step's batch is not known", PASS_FUNCTION)
         if self._case is not None or not self._may_spend(step, SPIKE_COST + self._allowance(step) / 2):
             return _tell_unknown(step, "it was not tested")  # half of the budget is left for what may be acted on

@@ -16,6 +16,7 @@ from steadygrad.act.snapshot import Snapshot
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.facts import Finding
 from steadygrad.measure.edits import EditWatch
+from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.shards import take_local
 from steadygrad.prove.paired import CannotTestError
 
@@ -40,20 +41,23 @@ class References:
         edits: Callable[[], EditWatch],
         settings: Callable[[], Settings],
         maximises: Callable[[], bool],
+        ranks: Ranks,
     ) -> None:
-        self._maximises = maximises
+        self._maximises, self._ranks = maximises, ranks
         self._model, self._snapshots, self._edits, self._settings = model, snapshots, edits, settings
 
     def find(self, finding: Finding) -> Snapshot:
         """The newest fair reference; raises CannotTestError where there is none. Every rank makes this call."""
         if self._maximises():
             raise CannotTestError("the optimizer maximises what it is given, so a rising number is no harm")
-        changed = self._edits().last
+        changed = max((step for step in self._ranks.gather(self._edits().last) if step is not None), default=None)
         good = [s for s in self._snapshots.list_good() if s.step <= finding.step]
         fair = [s for s in good if s.step >= (changed or 0) and self._fits(s) and self._is_fair(s)]
+        common = self._ranks.find_common([s.step for s in fair])  # shards are not alike, nor need rates be
+        fair = [s for s in fair if s.step in common]
         if fair and finding.kind != "rate_too_high":
             return fair[-1]
-        initial = self.initial
+        initial = self.find_initial()
         if initial is not None:
             return initial
         if changed is not None:
@@ -62,12 +66,11 @@ class References:
             )
         raise CannotTestError(f"there are no earlier weights to compare with ({self._snapshots.describe()})")
 
-    @property
-    def initial(self) -> Snapshot | None:
-        """The weights before the first step, unless the program has replaced them since."""
+    def find_initial(self) -> Snapshot | None:
+        """The weights before the first step, unless the program has replaced them since. Every rank makes this call."""
         initial = self._snapshots.initial
         usable = initial is not None and self._edits().last is None and self._fits(initial)
-        return initial if usable else None
+        return initial if all(self._ranks.gather(usable)) else None
 
     @property
     def is_rate_falling(self) -> bool:
