@@ -1,9 +1,9 @@
 """Damage that stays finite: what becomes of a training whose weights, moments, rate or data are hurt in mid-run?
 
 Thirteen stories of tests/stories/damage.py, and the same with other data from that very step on, for the clean run too.
-Each unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on one with every default, which acts on
-proof. A cell shows the held-out loss relative to the clean run's of the same seed, in the middle and the worst of the
-seeds, and the steps lost. Below: the rules that acted, in how many runs.
+Each unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on one with every default, which acts
+on proof. A cell shows the held-out loss relative to the clean run's of the same seed, in the middle and the worst of
+the seeds, and the steps lost. Below: the rules that acted, in how many runs.
 Run `python benchmarks/damage.py`, with `--quick` for three stories and one seed; writes results/damage.json.
 """
 

@@ -6,8 +6,8 @@ that acts at the first symptom, as guides to training advise, and with the defau
 
     python benchmarks/harm.py [--seeds N] [--only NAME] [--clip none|default|fixed1] [--quick]
 
-With a clip the bits cannot be equal: then only actions, halts and missed aims count, and nothing is written. Exit code 1
-when the default harmed a run.
+With a clip the bits cannot be equal: then only actions, halts and missed aims count, and nothing is written. Exit code
+1 when the default harmed a run.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each scenario")
     parser.add_argument("--only", help="scenarios with this in their names; nothing is written")
-    parser.add_argument(
-        "--clip", choices=CLIPS, default="none", help="how the Guard clips; otherwise nothing is written"
-    )
+    parser.add_argument("--clip", choices=CLIPS, default="none", help="how the Guard clips")
     parser.add_argument("--quick", action="store_true", help="four scenarios, nothing written")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits

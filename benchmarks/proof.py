@@ -25,6 +25,7 @@ from models import GPT, SHAPES
 from steadygrad import Guard
 from steadygrad.prove.comparison import Comparison
 
+WHAT = {"compare_batch": "one batch", "compare": "the weights", "compare_fresh": "40 steps again"}
 STORIES = ("nothing happens", "other data", "rate x 300 for a while")
 
 
@@ -38,7 +39,7 @@ class Stopwatch:
     @contextlib.contextmanager
     def running(self) -> Any:
         """Inside, comparisons are timed."""
-        plain = {name: getattr(Comparison, name) for name in ("compare", "compare_batch")}
+        plain = {name: getattr(Comparison, name) for name in WHAT}
         for name, method in plain.items():
             setattr(Comparison, name, self._wrap(name, method))
         try:
@@ -59,7 +60,7 @@ class Stopwatch:
             test_peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
             self.tests.append(
                 {
-                    "what": "batch" if name == "compare_batch" else "weights",
+                    "what": WHAT[name],
                     "answer": proof.answer.value,
                     "milliseconds": seconds * 1e3,
                     "weights_untouched": same,

@@ -194,6 +194,22 @@ def render_diagnosis(results: Results) -> str:
     return render_table(["", "milliseconds", "steps", "memory"], rows)
 
 
+def render_proof(results: Results) -> str:
+    """Each test that a run paid for; a run without any has one line."""
+    rows = []
+    for story, told in results.items():
+        step = f"{told['step_milliseconds']:.1f} (mean {told['mean_step_milliseconds']:.1f})"
+        tests = told["tests"] or [None]
+        rows += [[story, step, *(["no test", "", "", ""] if test is None else show_test(test))] for test in tests]
+    return render_table(["run", "step, ms", "test", "milliseconds", "steps", "memory"], rows)
+
+
+def show_test(test: Results) -> list[str]:
+    """'weights: damaged', its milliseconds, how many steps that is, its memory peak over training's."""
+    memory = "" if test["memory_ratio"] is None else f"{test['memory_ratio']:.2f}"
+    return [f"{test['what']}: {test['answer']}", f"{test['milliseconds']:.0f}", f"{test['steps']:.1f}", memory]
+
+
 def render_checkpoint(results: Results) -> str:
     plain = results["torch_save_median_seconds"]
     rows = [["torch.save, fsynced: all of it stall", f"{plain:.3f}", "1.00"]]

@@ -12,6 +12,7 @@ FAMILIES = (
     "rl",
     "rl_worlds",
     "rl_policies",
+    "rl_programs",
     "adversarial",
     "continual",
     "self_supervised",

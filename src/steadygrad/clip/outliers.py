@@ -1,9 +1,13 @@
 """OutlierClip: scale the gradients of a step only when their norm is many times what is usual in this run.
 
-The usual norm is the median of the last `window` healthy ones, kept on the host: each step's norm arrives there anyway,
-and the threshold goes into the measuring kernel as a plain number, so that clipping costs no launch and no wait. A
-step's threshold knows the norms up to the second last step, no matter how fast the device is: equal runs clip alike.
-Until `warmup` norms are known nothing is clipped.
+Usual is what all but one in 32 of the last `window` healthy norms stayed below. Not their median: where episodes grow
+longer, or a new term comes in, norms rise a hundredfold within steps and swing by more than ten times the median, and
+all of it is training. An outlier says nothing about what is usual; only when `warmup` of them have come, more than went
+by in between, are they what is usual now.
+
+The norms are kept on the host: each step's arrives there anyway, and the threshold goes into the measuring kernel as a
+plain number, so that clipping costs no launch and no wait. A step's threshold knows the norms up to the second last
+step, no matter how fast the device is: equal runs clip alike. Until `warmup` norms are known nothing is clipped.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from steadygrad.measure import Measurement
 NO_LIMIT = 3e38
 """Above every norm, and still a float32: infinity would make the coefficient of an infinite norm NaN."""
 
+RARE = 32
+"""One in so many norms may be an outlier; of an actor-critic's, whose largest are a hundred times the median, none."""
+
 
 class OutlierClipper:
-    """The last norms in order of time and of size, and one that is too new to be counted."""
+    """The last usual norms in order of time and of size, outliers since, and one that is too new to be counted."""
 
     edits_gradients = False
 
@@ -34,6 +41,7 @@ class OutlierClipper:
         self._settings = settings
         self._norms: deque[float] = deque()
         self._sorted: list[float] = []
+        self._outliers: deque[float] = deque()
         self._newest: tuple[int, float] | None = None
         self.constant_norm: float | None = NO_LIMIT
 
@@ -55,6 +63,13 @@ class OutlierClipper:
         self._newest = (step, norm) if 0 < norm < math.inf else None
 
     def _admit(self, norm: float) -> None:
+        if norm > self._find_threshold():
+            self._outliers.append(norm)
+            if len(self._outliers) >= self._settings.warmup:
+                self._norms, self._sorted, self._outliers = self._outliers, sorted(self._outliers), deque()
+            return
+        if self._outliers:
+            self._outliers.popleft()
         self._norms.append(norm)
         bisect.insort(self._sorted, norm)
         if len(self._norms) > self._settings.window:
@@ -63,16 +78,19 @@ class OutlierClipper:
     def _find_threshold(self) -> float:
         if len(self._norms) < self._settings.warmup:
             return NO_LIMIT
-        return min(NO_LIMIT, self._settings.ratio * self._sorted[len(self._sorted) // 2])
+        num = len(self._sorted)
+        return min(NO_LIMIT, self._settings.ratio * self._sorted[num - 1 - num // RARE])
 
     def state_dict(self) -> dict[str, Any]:
         """The norms; empty before the first step."""
         newest = {} if self._newest is None else {"newest": list(self._newest)}
-        return {"norms": list(self._norms), **newest} if self._norms or newest else {}
+        outliers = {"outliers": list(self._outliers)} if self._outliers else {}
+        return {"norms": list(self._norms), **outliers, **newest} if self._norms or newest else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them back."""
         self._norms = deque(float(norm) for norm in state.get("norms", ()))
         self._sorted = sorted(self._norms)
+        self._outliers = deque(float(norm) for norm in state.get("outliers", ()))
         newest = state.get("newest")
         self._newest = None if newest is None else (int(newest[0]), float(newest[1]))

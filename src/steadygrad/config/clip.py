@@ -39,9 +39,9 @@ class OutlierClip:
     kind: ClassVar[str] = "outliers"
 
     ratio: float = 10.0
-    """Times the running median of the norm above which a step is clipped, and to which."""
+    """Times the usual norm above which a step is clipped, and to which. Usual: all but 1 in 32 were smaller."""
     window: int = 128
-    """Healthy steps whose norms make up the median."""
+    """Healthy steps whose norms say what is usual."""
     warmup: int = 32
     """Healthy steps before anything is clipped."""
 

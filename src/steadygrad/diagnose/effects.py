@@ -73,6 +73,8 @@ _OUTSIDE = (
 _TRACKERS = ("wandb", "mlflow", "comet_ml", "neptune", "tensorboardX", "trackio", "aim", "clearml", "swanlab")
 """Packages that send what they are given to a tracker; so does torch.utils.tensorboard."""
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
+_SYNC_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
+"""Attributes of DistributedDataParallel that a replay itself switches, and puts back."""
 
 
 class Effects:
@@ -150,8 +152,8 @@ class Effects:
         ]
         if fn.__dict__:
             self._look_at_container(fn.__dict__, fn.__name__)
-        if _is_library(fn.__code__.co_filename):
-            return
+        if _is_library(fn.__code__.co_filename) or (fn.__module__ or "").partition(".")[0] in _OPAQUE_PACKAGES:
+            return  # wherever it is installed: `is_replaying` reads a counter of ours, which is not to be put back
         used = _list_names(fn.__code__)
         for name in used:
             if name in fn.__globals__:
@@ -166,7 +168,7 @@ class Effects:
 
     def _look_at_module(self, module: nn.Module, name: str) -> None:
         held = {key: value for key, value in vars(module).items() if key != "training"}
-        self._undo.append(functools.partial(_put_back, vars(module), dict(vars(module))))
+        self._undo.append(functools.partial(_put_back_attributes, module, dict(vars(module))))
         for key in _MODULE_DICTS:
             inner = held.pop(key, {})
             self._undo.append(functools.partial(_put_back, inner, dict(inner)))
@@ -243,6 +245,11 @@ def _put_back(thing: Any, before: Any) -> bool:
         thing.clear()
         (thing.extend if isinstance(thing, deque) else thing.update)(before)
     return True
+
+
+def _put_back_attributes(module: nn.Module, before: dict[str, Any]) -> bool:
+    present = {name: vars(module)[name] for name in _SYNC_FLAGS if name in vars(module)}
+    return _put_back(vars(module), {**before, **present})
 
 
 def _put_back_cell(cell: types.CellType, value: Any) -> bool:

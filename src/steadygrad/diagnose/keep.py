@@ -24,6 +24,9 @@ from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.diagnose.calls import find_tensors, read_signature
 from steadygrad.diagnose.lineage import find_storages
 
+GATHERING = "fsdp"
+"""Where the ops live that fill FSDP2's gathered weights. It empties them itself: a copy would double the model."""
+
 
 class StorageKeeper:
     """Is shown each call before and after it is made; copies what the call will change."""
@@ -35,7 +38,7 @@ class StorageKeeper:
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Copy the storages from before the replay that this call changes."""
         signature = read_signature(func)
-        if not signature.is_mutable:
+        if not signature.is_mutable or func.namespace == GATHERING:
             return
         for argument, value in signature.name_arguments(args, kwargs):
             if argument.is_written:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from steadygrad.act.capture import settle_shards
 from steadygrad.act.ear import all_deaf
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.effects import Effects
@@ -109,8 +110,9 @@ class Step:
     """No backward from a loss that is not finite: whether the step fails is known then."""
     forward_only: bool = False
     """No backward at all: only the loss is wanted."""
-    without_grad: bool = False
-    """No graph is built: sharded modules expect a backward after a forward that has one."""
+    sharded: bool = False
+    """FSDP2 holds the weights: no graph is built, since it expects a backward after a forward that has one, and the
+    weights that the forward gathered are let go."""
     together: nn.parallel.DistributedDataParallel | None = None
     """Replayed on all ranks at once: collectives of the forward are made, gradients and buffers are not exchanged."""
     effects: Effects | None = None
@@ -152,20 +154,27 @@ class Step:
             on_one_device(self.wrappers),
             on_one_rank(self.alone or self.together),
             undone(self.optimizers),
-            torch.set_grad_enabled(not self.without_grad),
+            torch.set_grad_enabled(not self.sharded),
         ):
             run = Run(keeper=keeper)
             outside: list[tuple[Tensor, Tensor | None]] = []
             try:
                 with observe(keeper, observer, alone=self.alone is not None):
                     self._run(run, outside)
+                self._settle()
                 yield run
             finally:
                 for leaf, grad in outside:
                     leaf.grad = grad
+                self._settle()
                 if self.effects is not None:
                     self.effects.undo()
                 run.forget()  # an output of the size of a vocabulary must not live through the next replay
+
+    def _settle(self) -> None:
+        """Before anybody compares or puts back what modules hold: gathered weights stand where the shards belong."""
+        if self.sharded and self.model is not None:
+            settle_shards(self.model)
 
     def _run(self, run: Run, outside: list[tuple[Tensor, Tensor | None]]) -> None:
         try:

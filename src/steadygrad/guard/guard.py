@@ -270,10 +270,12 @@ class Guard:
         """Around a loop in which ranks may run out of data at different steps, in the place of `ddp.join()`.
 
         A rank without data keeps the others company until all are done, and then takes over their weights. Only for
-        DistributedDataParallel. While it is open nothing is rolled back.
+        DistributedDataParallel. While it is open nothing is rolled back and nothing is proven; nor is it proven
+        afterwards, where the ranks have made different numbers of steps.
         """
         with join_uneven(self._parts.ranks):
             yield
+        self._parts.ranks.note_steps(self._moment.next_step)
 
     @property
     def findings(self) -> list[Finding]:

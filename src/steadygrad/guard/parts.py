@@ -209,6 +209,7 @@ class Parts:
             edits=lambda: self.edits,
             settings=self.list_settings,
             maximises=self._maximises,
+            ranks=self.ranks,
         )
         return Prover(
             self.config.prove,
@@ -216,6 +217,7 @@ class Parts:
             references=references,
             snapshots=self.snapshots,
             rate_factor=self.config.policy.start_lr_factor,
+            ranks=self.ranks,
             exempt=self.config.policy.actions,
         )
 

@@ -59,6 +59,7 @@ class Ranks:
         """Set when this rank was sent a signal; the others hear of it with the next step."""
         self.is_joining = False
         """Inside `guard.join()`: a rank that has no more data only shadows the others."""
+        self._is_uneven = False
         self._layouts: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         self.watch(named)
         self._device = _find_device(group, named)
@@ -264,6 +265,22 @@ class Ranks:
         values: list[Any] = [None] * self.num
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    @property
+    def why_apart(self) -> str | None:
+        """Why what needs every rank must not be begun; None when it may. The same on all ranks that train."""
+        if self.is_joining:
+            return "a rank may have no more data"
+        return "the ranks have made different numbers of steps" if self._is_uneven else None
+
+    def note_steps(self, num_steps: int) -> None:
+        """After `guard.join()`: ranks that made fewer steps have seen less, and may come to other conclusions."""
+        self._is_uneven |= len(set(self.gather(num_steps))) > 1
+
+    def find_least(self, value: int) -> int:
+        """The smallest of all ranks."""
+        least: int = min(self.gather(value))
+        return least
 
     def take_mean(self, value: float) -> float:
         """The mean of all ranks."""

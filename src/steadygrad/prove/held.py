@@ -47,8 +47,8 @@ class HeldSteps:
 
     @property
     def captures(self) -> list[Capture]:
-        """The last microbatch of each step."""
-        return [step.captures[-1] for step in self.steps]
+        """The last microbatch of each step; of no more steps than are wanted, which may be fewer on another rank."""
+        return [step.captures[-1] for step in self.steps[: self.wanted]]
 
     @property
     def is_complete(self) -> bool:

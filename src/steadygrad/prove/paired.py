@@ -2,16 +2,18 @@
 
 Forwards only, with the random numbers, autocast and modes of the step itself. The earlier weights are copied over the
 present ones in place, through host memory, and the present ones are put back bit for bit: no second copy of the model
-is ever on the device. On many ranks all take part, each with its own batches, and all get the same means.
+is ever on the device. On many ranks all take part, each with its own batches, and all get the same means; what one of
+them runs into is raised on all, after each single step, so that none waits for a forward that another does not make.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,8 @@ from steadygrad.diagnose.replay import Step
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.shards import is_dtensor, take_local
 
+T = TypeVar("T")
+logger = logging.getLogger("steadygrad")
 CHOOSING = ("multinomial", "bernoulli", "normal", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 """Ops that draw from a distribution which the weights may have made: a policy that chooses its own data."""
 PASS_FUNCTION = "To get a proof, pass the step as a function that gets its batch as an argument: guard.step(fn, batch)."
@@ -52,20 +56,28 @@ class PairedTest:
     def prepare(self, captures: Sequence[Capture]) -> list[Step]:
         """The steps that can be run again; raises where that would do harm. Every rank makes this call."""
         self._draws.clear()
-        try:
-            steps, refused = self._prepare(captures), None
-        except CannotTestError as error:
-            steps, refused = [], (error.reason, error.remedy)
-        self._refuse_together(refused)
-        return steps
+        return self._agree(lambda: self._prepare(captures), lambda _: None)[0]
 
-    def _refuse_together(self, refused: tuple[str, str] | None) -> None:
-        """Raise on every rank what one of them ran into: all test, or none."""
-        told = next((one for one in self._ranks.gather(refused) if one is not None), None)
-        if told is not None:
-            raise CannotTestError(*told)
+    def _agree(self, make: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
+        """What `make` returned, and what all ranks tell of theirs. Raises on every rank what one of them ran into."""
+        made, told, refused = None, None, None
+        try:
+            made = make()
+            told = tell(made)
+        except CannotTestError as error:
+            refused = error.reason, error.remedy
+        except Exception as error:  # raised on this rank alone, it would leave the others waiting
+            logger.error("the paired test failed, training goes on: %r", error)
+            refused = f"the test failed with {error!r:.120}", ""
+        answers = self._ranks.gather((told, refused))
+        refusal = next((one for _, one in answers if one is not None), None)
+        if refusal is not None:
+            raise CannotTestError(*refusal)
+        assert made is not None
+        return made, [one for one, _ in answers]
 
     def _prepare(self, captures: Sequence[Capture]) -> list[Step]:
+        settle_shards(self.model)  # gathered weights would be noted as what the modules hold
         if any(capture.is_model_call for capture in captures):
             raise CannotTestError("only the model's call is known, not how its loss is computed", PASS_FUNCTION)
         changed = next((names for capture in captures if (names := capture.find_changes())), ())
@@ -81,7 +93,7 @@ class PairedTest:
             dataclasses.replace(
                 Step.of(capture),
                 forward_only=True,
-                without_grad=any(is_dtensor(p) for p in self.model.parameters()),
+                sharded=any(is_dtensor(p) for p in self.model.parameters()),
                 together=self._ddp,
                 optimizers=self._optimizers,
                 effects=effects,
@@ -92,12 +104,11 @@ class PairedTest:
 
     def measure(self, steps: Sequence[Step], first: int = 0) -> list[float]:
         """The mean loss over all ranks of each step under the weights as they are now; `first`: the first's number."""
-        try:
-            losses, refused = [self._run(step, first + i) for i, step in enumerate(steps)], None
-        except CannotTestError as error:
-            losses, refused = [math.nan] * len(steps), (error.reason, error.remedy)
-        self._refuse_together(refused)
-        return [sum(values) / len(values) for values in zip(*self._ranks.gather(losses))]
+        means = []
+        for number, step in enumerate(steps, first):
+            _, losses = self._agree(functools.partial(self._run, step, number), float)
+            means.append(sum(losses) / len(losses))
+        return means
 
     def _run(self, step: Step, number: int) -> float:
         self.cost += 1  # a forward whose every op is watched takes as long as a training step, about
@@ -124,22 +135,28 @@ class PairedTest:
     def under(self, snapshot: Snapshot) -> Iterator[None]:
         """Inside, parameters and buffers are those of the snapshot."""
         self.cost += 2
-        snapshot.wait()
-        settle_shards(self.model)
-        pairs = list(_pair(snapshot))
-        # Pinned where that is faster: torch keeps such blocks, so that only the first test waits for them.
-        present = [torch.empty_like(live, device="cpu", pin_memory=live.is_cuda) for live, _ in pairs]
+        pairs, _ = self._agree(lambda: self._make_room(snapshot), lambda _: None)
         try:
-            for (live, host), kept in zip(pairs, present):
+            for live, host, kept in pairs:
                 kept.copy_(live, non_blocking=True)  # ordered by the stream, as the two copies back are
                 live.copy_(host, non_blocking=True)
             yield
         finally:
             settle_shards(self.model)
-            for (live, _), kept in zip(pairs, present):
+            for live, _, kept in pairs:
                 live.copy_(kept, non_blocking=True)
-            if any(live.is_cuda for live, _ in pairs):
+            if any(live.is_cuda for live, _, _ in pairs):
                 torch.cuda.synchronize()  # the host blocks are free to go when this returns
+
+    def _make_room(self, snapshot: Snapshot) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Live tensors, what takes their place, and room for them meanwhile."""
+        snapshot.wait()
+        settle_shards(self.model)
+        # Pinned where that is faster: torch keeps such blocks, so that only the first test waits for them.
+        return [
+            (live, host, torch.empty_like(live, device="cpu", pin_memory=live.is_cuda))
+            for live, host in _pair(snapshot)
+        ]
 
 
 def _find_storages(model: nn.Module) -> set[int]:

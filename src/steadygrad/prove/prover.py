@@ -7,7 +7,8 @@
     answer                   damaged: the policy acts; unharmed or unknown: it is reported, and nothing is done
 
 A steady healthy run never gets here. While a suspicion is open no snapshot is taken and none becomes good: what was
-taken in trouble proves nothing. Tests are counted against a budget in steps, the same on all ranks.
+taken in trouble proves nothing. Tests are counted against a budget in steps, the same on all ranks. Whether a suspicion
+is opened or answered depends only on what all ranks know: each step of an open one begins with an exchange.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from steadygrad.config import ProveConfig
 from steadygrad.diagnose.capture import Capture
 from steadygrad.facts import Answer, Finding, Proof, Reading, Severity
 from steadygrad.facts.kinds import find_kind
+from steadygrad.measure.ranks import Ranks
 from steadygrad.prove.comparison import NUM_QUICK, Comparison
 from steadygrad.prove.held import HeldSteps
 from steadygrad.prove.paired import PASS_FUNCTION, CannotTestError
@@ -41,6 +43,8 @@ MAX_ROUNDS = 4
 """Tests of one suspicion that heals so slowly that each is better than the last."""
 HEALING = 0.5
 """Share of the excess of the test before below which the weights are healing by themselves."""
+LOOK_EVERY = 8
+"""Steps between two looks whether the rate is back, each an exchange between the ranks."""
 SAME_EVENT = 128
 """Steps after an answer in which what another rule says about the steps before it is no news."""
 RECENT = 64
@@ -102,6 +106,7 @@ class Prover:
         references: References,
         snapshots: Snapshots,
         rate_factor: float,
+        ranks: Ranks,
         exempt: Collection[str] = (),
     ) -> None:
         """`rate_factor`: what is tried where a rule does not say how much too high the rate is.
@@ -110,13 +115,14 @@ class Prover:
         """
         self._config, self._comparison, self._references = config, comparison, references
         self._snapshots, self._rate_factor, self._exempt = snapshots, rate_factor, frozenset(exempt)
+        self._ranks = ranks
         self._case: Case | None = None
         self._answered_at = -1  # the step after which the last answer was given
         self._put_off: Finding | None = None  # until the rate is back where a fair comparison can be made
         self._recent: deque[float] = deque(maxlen=RECENT)  # losses while nothing was suspected
         self._memory = Memory()
-        # A quarter of the bound: they are held before anything is suspected.
-        self._start: HeldSteps | None = HeldSteps(wanted=config.rate_steps, max_bytes=config.max_bytes // 4)
+        # A quarter of the bound: they are held before anything is suspected. On many ranks no lower rate is tried.
+        self._start = None if ranks.many else HeldSteps(wanted=config.rate_steps, max_bytes=config.max_bytes // 4)
 
     @property
     def is_open(self) -> bool:
@@ -170,7 +176,7 @@ class Prover:
 
     def _take_up(self, step: int) -> None:
         """What was put off is tested once the rate is back; what can no longer be compared with is forgotten."""
-        if self._put_off is None or self._case is not None:
+        if self._put_off is None or self._case is not None or step % LOOK_EVERY:
             return
         if self._references.find_fair(self._put_off) is not None:
             self._open(self._put_off, step, is_reported=True)
@@ -183,9 +189,12 @@ class Prover:
         case = self._case
         if case is None or reading.step < case.begins_at:
             return None
+        if self._ranks.why_apart is not None:
+            return self.close(self._ranks.why_apart)
         case.num_skipped = case.num_skipped + 1 if reading.skipped else 0
         if not reading.skipped and reading.loss is not None and case.held is not self._start:
             case.held.add(captures, reading.loss)
+        case.held.wanted = self._ranks.find_least(case.held.wanted)  # one may have no room, or no batch to run again
         if case.num_skipped >= self._config.num_batches:
             return self.close("the steps since are not finite")
         proof = self._try(case, reading.step) if case.held.is_complete else None
@@ -221,6 +230,9 @@ class Prover:
         self._memory.cost += self._comparison.take_cost()
         case.num_rounds += 1
         if proof.answer is Answer.UNHARMED and case.trial is None:
+            if self._ranks.many:  # no step is made again there
+                is_rate = case.finding.kind == "rate_too_high"
+                return _tell_unknown(step, "a lower rate is not tried on many ranks") if is_rate else proof
             # Where earlier weights do badly too, no worse is no praise: would they have learnt more since?
             case.trial = self._find_trial(case, proof)
             if case.trial is None:
@@ -240,7 +252,7 @@ class Prover:
     def _find_trial(self, case: Case, proof: Proof) -> Snapshot | None:
         """Where the steps that are held are made again from; None: the question is answered."""
         if case.finding.kind == "rate_too_high":
-            return self._references.initial
+            return self._references.find_initial()
         usual = statistics.median(self._recent) if self._recent else math.nan
         is_new = proof.mean_then > (self._config.ratio * usual if usual > 0 else usual)  # data, or an objective
         may_spend = self._may_spend(proof.step, self._config.rate_steps + self._allowance(proof.step) / 2)
@@ -265,7 +277,7 @@ class Prover:
         except CannotTestError as error:
             return _tell_unknown(step, error.reason, error.remedy)
         return self._comparison.compare(
-            reference, captures, step, initial=self._references.initial, began_at=self._began_at
+            reference, captures, step, initial=self._references.find_initial(), began_at=self._began_at
         )
 
     def _make_again(self, case: Case, reference: Snapshot, step: int) -> Proof:
@@ -304,7 +316,9 @@ class Prover:
         return report_spike(finding, proof)
 
     def _prove_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Proof:
-        if not captures:
+        if self._ranks.why_apart is not None:
+            return _tell_unknown(step, self._ranks.why_apart)
+        if not self._ranks.find_least(len(captures)):
             return _tell_unknown(step, "this step's batch is not known", PASS_FUNCTION)
         if self._case is not None or not self._may_spend(step, SPIKE_COST + self._allowance(step) / 2):
             return _tell_unknown(step, "it was not tested")  # half of the budget is left for what may be acted on

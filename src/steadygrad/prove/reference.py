@@ -16,6 +16,7 @@ from steadygrad.act.snapshot import Snapshot
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.facts import Finding
 from steadygrad.measure.edits import EditWatch
+from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.shards import take_local
 from steadygrad.prove.paired import CannotTestError
 
@@ -40,8 +41,9 @@ class References:
         edits: Callable[[], EditWatch],
         settings: Callable[[], Settings],
         maximises: Callable[[], bool],
+        ranks: Ranks,
     ) -> None:
-        self._maximises = maximises
+        self._maximises, self._ranks = maximises, ranks
         self._model, self._snapshots, self._edits, self._settings = model, snapshots, edits, settings
 
     def find(self, finding: Finding) -> Snapshot:
@@ -51,10 +53,10 @@ class References:
         fair = None if finding.kind == "rate_too_high" else self.find_fair(finding)
         if fair is not None:
             return fair
-        initial = self.initial
+        initial = self.find_initial()
         if initial is not None:
             return initial
-        changed = self._edits().last
+        changed = self._find_change()
         if changed is not None:
             raise CannotTestError(
                 f"the program changed the weights itself before step {changed}, and nothing verified is newer"
@@ -62,23 +64,32 @@ class References:
         raise CannotTestError(f"there are no earlier weights to compare with ({self._snapshots.describe()})")
 
     def find_fair(self, finding: Finding) -> Snapshot | None:
-        """The newest verified weights from before the trouble, unless something presses harder on the present ones."""
-        return next((s for s in reversed(self._list_before(finding)) if self._is_fair(s)), None)
+        """The newest verified weights from before the trouble, unless something presses harder on the present ones.
+
+        Every rank makes this call: shards are not alike, nor need rates be.
+        """
+        fair = [s for s in self._list_before(finding) if self._is_fair(s)]
+        common = self._ranks.find_common([s.step for s in fair])
+        return next((s for s in reversed(fair) if s.step in common), None)
 
     def is_waiting(self, finding: Finding) -> bool:
-        """Whether there are such weights, which only the raised rate or weight decay makes unfair."""
-        return finding.kind != "rate_too_high" and not self._maximises() and bool(self._list_before(finding))
+        """Whether there are such weights, which only the raised rate or weight decay makes unfair. On every rank."""
+        before = self._list_before(finding)
+        return all(self._ranks.gather(finding.kind != "rate_too_high" and not self._maximises() and bool(before)))
 
     def _list_before(self, finding: Finding) -> list[Snapshot]:
-        since = self._edits().last or 0
+        since = self._find_change() or 0
         return [s for s in self._snapshots.list_good() if since <= s.step <= finding.step and self._fits(s)]
 
-    @property
-    def initial(self) -> Snapshot | None:
-        """The weights before the first step, unless the program has replaced them since."""
+    def _find_change(self) -> int | None:
+        """The step before which the program last changed the weights, on any rank; None: never."""
+        return max((step for step in self._ranks.gather(self._edits().last) if step is not None), default=None)
+
+    def find_initial(self) -> Snapshot | None:
+        """The weights before the first step, unless the program has replaced them since. Every rank makes this call."""
         initial = self._snapshots.initial
         usable = initial is not None and self._edits().last is None and self._fits(initial)
-        return initial if usable else None
+        return initial if all(self._ranks.gather(usable)) else None
 
     @property
     def is_rate_falling(self) -> bool:

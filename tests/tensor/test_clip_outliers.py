@@ -1,0 +1,68 @@
+"""OutlierClip: what is usual in a run is not clipped, however far it lies from the median; what is not usual is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from steadygrad import OutlierClip
+from steadygrad.clip.outliers import NO_LIMIT, OutlierClipper
+
+
+def find_clipped(norms: Sequence[float], clipper: OutlierClipper | None = None) -> list[int]:
+    """The steps of a run with these norms that are clipped."""
+    clipper = OutlierClipper(OutlierClip()) if clipper is None else clipper
+    clipped = []
+    for step, norm in enumerate(norms):
+        clipper.prepare(step)
+        assert clipper.constant_norm is not None
+        if norm > clipper.constant_norm:
+            clipped.append(step)
+        clipper.hear(step, norm)
+    return clipped
+
+
+def swing(step: int) -> float:
+    """Between a fifth and five, as norms of single episodes do."""
+    return 5.0 ** math.sin(1.7 * step)
+
+
+STEADY = [1.0 + 0.3 * math.sin(step) for step in range(200)]
+
+
+def test_spikes_are_clipped_one_after_the_other() -> None:
+    spikes = range(100, 180, 8)
+    assert find_clipped([300.0 if step in spikes else norm for step, norm in enumerate(STEADY)]) == list(spikes)
+
+
+def test_norms_that_grow_with_the_episodes_are_not_outliers() -> None:
+    """An actor-critic's: 4 for 150 episodes of ten moves, then 400 within sixty more, with swings at all times."""
+    norms = [4.0 * swing(step) * 100.0 ** min(1.0, max(0.0, (step - 150) / 60)) for step in range(300)]
+    assert max(norms) > 100 * sorted(norms[:150])[75]
+    assert find_clipped(norms) == []
+
+
+def test_a_level_that_stays_becomes_the_usual_one() -> None:
+    clipped = find_clipped([*STEADY, *(1000.0 * norm for norm in STEADY)])
+    assert clipped == list(range(200, 200 + len(clipped)))
+    assert 32 <= len(clipped) <= 34
+
+
+def test_nothing_is_clipped_before_enough_is_known() -> None:
+    clipper = OutlierClipper(OutlierClip(warmup=32))
+    assert find_clipped([1.0, 1e6] * 16, clipper) == []
+    assert clipper.constant_norm == NO_LIMIT
+
+
+def test_a_loaded_clipper_clips_as_the_saved_one_would() -> None:
+    norms = [*STEADY[:150], *(500.0 for _ in range(20))]
+    saved = OutlierClipper(OutlierClip())
+    find_clipped(norms, saved)
+    loaded = OutlierClipper(OutlierClip())
+    loaded.load_state_dict(saved.state_dict())
+    for clipper in (saved, loaded):
+        for step in range(170, 185):
+            clipper.prepare(step)
+            clipper.hear(step, 500.0)
+    assert loaded.constant_norm == saved.constant_norm
+    assert loaded.state_dict() == saved.state_dict()
