@@ -297,6 +297,42 @@ def test_an_answer_is_not_lost_where_no_exception_can_travel(tmp_path: Path, whe
     assert saved_steps(tmp_path / "run") == [3]
 
 
+def test_an_answer_is_not_lost_while_a_traceback_is_printed(tmp_path: Path) -> None:
+    """The interpreter clears whatever is raised while it prints."""
+    code = """
+    signals.GRACE_SECONDS = 0.2
+    class Terminal:
+        def write(self, text):
+            time.sleep(0.1)
+            return os.write(2, text.encode())
+        def flush(self): pass
+    model, guard = make()
+    for _ in range(3): step(model, guard)
+    send()
+    sys.stderr = Terminal()
+    raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert "exited unexpectedly" in done.stderr
+    assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_a_program_that_swallows_the_answer_gets_it_again_at_its_next_step(tmp_path: Path) -> None:
+    code = """
+    model, guard = make()
+    for _ in range(3): step(model, guard)
+    send()
+    try: guard.validate(0.5)
+    except BaseException: print("swallowed")
+    step(model, guard)
+    """
+    done = run_program(code, tmp_path)
+    assert "swallowed" in done.stdout
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert saved_steps(tmp_path / "run") == [3]
+
+
 def test_a_reminder_during_the_last_save_does_not_begin_another(tmp_path: Path) -> None:
     code = """
     signals.GRACE_SECONDS = 0.3

@@ -101,6 +101,7 @@ class _Switchboard:
         self._heard_at = 0.0
         self._hook: Any = None
         self._expects_reminder = False
+        self._is_printing = False
         self.is_overdue = False
         self.has_left = False
         """Whether a signal was answered and the process is ending."""
@@ -152,7 +153,7 @@ class _Switchboard:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._expects_reminder and os.getpid() == self._owner:
             self._expects_reminder, self.is_overdue = False, True
-            if _is_unraisable(frame) and self._num_retries < MOST_RETRIES:
+            if (self._is_printing or _is_unraisable(frame)) and self._num_retries < MOST_RETRIES:
                 self._num_retries += 1
                 self._remind_later(number, RETRY_SECONDS)
             else:
@@ -199,7 +200,9 @@ class _Switchboard:
         before = sys.excepthook
 
         def save_first(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._is_printing = True  # the interpreter clears what a signal raises while it prints a traceback
             before(kind, error, trace)
+            self._is_printing = False
             waiting = [watch for watch in self._listeners if watch.received is not None]
             halts = any(base.__name__ == "TrainingHalted" for base in kind.__mro__)  # our own: the state is bad
             if os.getpid() == self._owner and waiting and not halts:
@@ -215,7 +218,7 @@ class _Switchboard:
         if self._hook is not None and sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
         self._timer = self._hook = None
-        self._expects_reminder = self.is_overdue = False
+        self._expects_reminder = self._is_printing = self.is_overdue = False
         self._num_retries = 0
 
 

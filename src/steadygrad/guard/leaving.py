@@ -102,6 +102,8 @@ class Leaving:
         self._has_batch = self._has_joined = False
         self.is_torn = False
         """Whether an optimizer's step has begun and not ended: weights may be half changed, and are not saved."""
+        self.exit_code: int | None = None
+        """What the process was to end with; a program that went on all the same is told again at its next step."""
 
     # --- where a signal is answered ---------------------------------------------------------------------------------
 
@@ -195,6 +197,7 @@ class Leaving:
         saves = [member._save() for member in members]  # those of one directory at one moment, under one token
         code = EXIT_CODE if all(save is not None and save.wait() is not None for save in saves) else 128 + received
         for member in members:
+            member.exit_code = code
             close = member._close()
             if close is not None:
                 with contextlib.suppress(TrainingHalted):
