@@ -242,8 +242,9 @@ def _answer_dead_workers(theirs: Callable[[int, FrameType | None], None], number
 def _find_kept_back() -> Any:
     """torch's handler, if ours stands before it."""
     handler = signal.getsignal(signal.SIGCHLD)
-    is_ours = isinstance(handler, functools.partial) and handler.func is _answer_dead_workers
-    return handler.args[0] if is_ours else None
+    if isinstance(handler, functools.partial) and handler.func is _answer_dead_workers:
+        return handler.args[0]
+    return None
 
 
 def _is_unraisable(frame: FrameType | None) -> bool:

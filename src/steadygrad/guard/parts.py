@@ -46,7 +46,7 @@ from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.origin import OwnGradients
 from steadygrad.measure.ranks import find_ranks
 from steadygrad.measure.stale import StaleWatch, UsedMark
-from steadygrad.measure.subjects import find_subjects
+from steadygrad.measure.subjects import find_subjects, find_wrappers
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.prove import Prover
 from steadygrad.prove.comparison import Comparison
@@ -120,7 +120,10 @@ class Parts:
         self.clipper = None if config.clip is None else build_clipper(config.clip)
         self.transfer = Transfer(slots=6)
         self.user_scaler, self.scaler = scaler, ScalerDriver(scaler, self.optimizers)
-        self.buffers = BufferKeeper(nn.Module() if self.off else self.model, watch=not self.off)
+        if self.off:
+            self.buffers = BufferKeeper(nn.Module())
+        else:
+            self.buffers = BufferKeeper(self.model, watch=True, wrappers=find_wrappers(model))
         self.other_gradients = OtherGradients(self.model, self.optimizers, watch=not self.off)
         self.rates = Rates(self.optimizers)
         self._watch_parameters()
