@@ -485,15 +485,18 @@ class Strange:
         """Nothing."""
 
 
-def test_a_state_that_cannot_be_saved_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_reported_once_at_the_start_and_the_rest_is_saved(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     config = GuardConfig(checkpoint=CheckpointConfig(every=1))
     guard = Guard(model, torch.optim.SGD(model.parameters()), config=config, scheduler=Strange(), run_dir=tmp_path)
+    [incident] = guard.incidents
+    assert incident.finding.kind == "uncopied_state"
+    assert "the state of the scheduler holds a Strange" in incident.finding.message
     for _ in range(3):
         guard.step(lambda x: model(x).square().mean(), torch.ones(2, 3))
-    [incident] = guard.incidents
-    assert incident.finding.kind == "checkpoint_failed"
-    assert "Strange at extras.scheduler.self" in incident.finding.message
+    assert guard.incidents == [incident]
+    guard.close()
+    assert [info.step for info in guard.checkpoints.list()] == [1, 2, 3]
 
 
 def test_a_state_that_is_not_finite_is_not_saved_and_training_is_told(tmp_path: Path) -> None:

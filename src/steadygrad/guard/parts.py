@@ -309,17 +309,25 @@ def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:
 def foresee_uncopied(parts: Parts) -> list[Finding]:
     """A warning before the first step, when something cannot be copied and neither rollback nor resume will know it."""
     left_out = find_uncopied(parts.model, parts.optimizers, parts.stateful)
-    if not left_out:
-        return []
-    return [
-        Finding(
-            kind="uncopied_state",
-            severity=Severity.WARNING,
-            step=0,
-            message=f"left out of snapshots and checkpoints, because it cannot be copied: {', '.join(left_out)}",
-            advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
-        )
-    ]
+    found = [report_left_out(0, "snapshots and checkpoints, because it cannot be copied", left_out)] if left_out else []
+    return [*found, *foresee_unsaved(parts, 0)]
+
+
+def foresee_unsaved(parts: Parts, step: int) -> list[Finding]:
+    """The same for what has no plain form, so that checkpoints lack it."""
+    left_out = parts.checkpoints.find_left_out()
+    return [report_left_out(step, "checkpoints", left_out)] if left_out else []
+
+
+def report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
+    """Some state will not be put back."""
+    return Finding(
+        kind="uncopied_state",
+        severity=Severity.WARNING,
+        step=step,
+        message=f"left out of {where}: {', '.join(what)}",
+        advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
+    )
 
 
 def _check_given(config: Any, scaler: Any, run_dir: Any) -> None:
