@@ -115,7 +115,8 @@ class _Members:
     """The tensors of one module, and the memory that each has: a forward may replace either."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._dicts = [(held, dict(held)) for held in (module._parameters, module._buffers) if isinstance(held, dict)]
+        dicts: tuple[Any, ...] = (module._parameters, module._buffers)
+        self._dicts = [(held, dict(held)) for held in dicts if isinstance(held, dict)]
         tensors = [tensor for _, before in self._dicts for tensor in before.values() if tensor is not None]
         plain = [t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
         self._memory = [(tensor, tensor.data) for tensor in plain]
