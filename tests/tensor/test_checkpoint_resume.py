@@ -283,7 +283,7 @@ def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_many_ba
 
 @pytest.mark.parametrize("why", ["spikes", "a rule of one's own"])
 def test_warnings_that_say_nothing_against_the_weights_send_no_resume_back(tmp_path: Path, why: str) -> None:
-    """Now and then a batch is another task's, and the paired test is off; or a rule of one's own warns at every step."""
+    """Now and then a batch is another task's, and the paired test is off; or a rule of one's own always warns."""
     complain = rule("complaint", severity=Severity.WARNING)(lambda _: "as always")
     config = GuardConfig(
         checkpoint=CheckpointConfig(every=20),
