@@ -20,6 +20,7 @@ from steadygrad.act.followers import Followers
 from steadygrad.act.outcome import UNTOUCHED, tell_reflex
 from steadygrad.config import GuardConfig
 from steadygrad.decide import EarlyStopping, Judge
+from steadygrad.decide.health import tell_health
 from steadygrad.decide.reflex import decide
 from steadygrad.detect import Detector
 from steadygrad.errors import NonFiniteError, TrainingHalted
@@ -124,7 +125,7 @@ class Judgement:
         extra: Mapping[str, float] | None = None,
         captures: Sequence[Any] = (),
     ) -> bool | None:
-        """One step, from its numbers to the record; whether it was healthy, None while a suspicion is being tested.
+        """One step, from its numbers to the record; whether the weights look healthy, None when it does not say.
 
         `find_cause` is asked once, before anything is done, when something above info was found. `origin` names the
         ranks that a bad step began on, `extra` is what the user's program told beside the loss.
@@ -147,8 +148,9 @@ class Judgement:
         if cause is not None:
             logger.warning("%s", cause)
         self._answer(findings, reading, cause)
-        healthy = not reading.is_nonfinite and all(f.severity is Severity.INFO for f in findings)
-        if self._prover is not None and self._prover.is_open and healthy:
+        healthy = tell_health(reading, findings)
+        is_tested = self._prover is not None and self._prover.is_open
+        if healthy is None or (healthy and is_tested):
             return None
         for reason in self._actor.after_step(reading.step, healthy=healthy):
             logger.warning(reason)

@@ -7,10 +7,12 @@ was handed over, a kill is the copy of the last save. STEADYGRAD_TEST_PROGRAMS=1
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,14 @@ class Training:
         """What `load_state_dict` of somebody else's weights does."""
         state = {k: v + amount if v.is_floating_point() else v for k, v in self.model.state_dict().items()}
         self.model.load_state_dict(state)
+
+    def edit_moments(self, factor: float) -> None:
+        """What `load_state_dict` of an optimizer that was kept elsewhere does."""
+        state = copy.deepcopy(self.optimizer.state_dict())
+        for entry in state["state"].values():
+            for key in entry.keys() & {"momentum_buffer", "exp_avg"}:
+                entry[key] *= factor
+        self.optimizer.load_state_dict(state)
 
     def look(self) -> dict[str, Any]:
         """Everything, copied."""
@@ -296,6 +306,13 @@ class Programs(RuleBasedStateMachine):
         """The process ends without a word, and another one goes on from the last save."""
         assert self.saved is not None
         path, state, factor, unfrozen = self.saved
+        left = Path(tempfile.mkdtemp())  # the files as they are now, which is what SIGKILL leaves
+        shutil.copytree(self.folder, left, dirs_exist_ok=True)
+        (left / "run.lock").unlink(missing_ok=True)  # of a process that is dead
+        self.guard.close()
+        shutil.rmtree(self.folder)
+        path, self.folder = left / path.relative_to(self.folder), left
+        self.saved = (path, state, factor, unfrozen)
         self._reopen(path, unfrozen=unfrozen)
         self.plain = Plain(self.kind, unfrozen=unfrozen)
         self.plain.factor = factor
@@ -343,13 +360,32 @@ class Programs(RuleBasedStateMachine):
         self.plain.edit(amount)
         self.guarded.edit(amount)
 
-    @rule()
-    def fork(self) -> None:
-        """A DataLoader's worker: a copy of the process that ends without cleaning up."""
+    @rule(factor=st.sampled_from([0.5, 2.0]))
+    def load_moments(self, factor: float) -> None:
+        self.plain.edit_moments(factor)
+        self.guarded.edit_moments(factor)
+
+    @rule(is_clean=st.booleans())
+    def fork(self, is_clean: bool) -> None:
+        """A copy of the process that ends: without cleaning up, as a DataLoader's worker does, or with it."""
+        self._fork(lambda: None)  # a fork writes out what is held back, so that there is one of it
+        records = self._read_records()
+        self._fork(self.guard.close if is_clean else lambda: None)
+        assert self._read_records() == records
+
+    @staticmethod
+    def _fork(act: Callable[[], None]) -> None:
         child = os.fork()
         if child == 0:
-            os._exit(0)
+            try:
+                act()
+            finally:
+                os._exit(0)
         os.waitpid(child, 0)
+
+    def _read_records(self) -> dict[Path, bytes]:
+        names = ("steps.jsonl", "incidents.jsonl", "train.log", "run.json", "run.lock")
+        return {path: path.read_bytes() for name in names if (path := self.folder / name).exists()}
 
     def compare(self) -> None:
         assert_equal(self.plain.look(), self.guarded.look())
@@ -358,6 +394,8 @@ class Programs(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "guarded"):
             self.guard.close()
+            steps = [json.loads(line)["step"] for line in (self.folder / "steps.jsonl").read_text().splitlines()]
+            assert len(steps) == len(set(steps)), "a step is in the record twice"
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -372,3 +372,73 @@ def test_buffers_on_meta_are_nothing_to_keep(form: str) -> None:
     before = {k: v.clone() for k, v in model[1].named_buffers()}
     training.step(bad=True)
     assert all(torch.equal(before[k], v) for k, v in model[1].named_buffers())
+
+
+# --- compiled models ------------------------------------------------------------------------------------------------
+
+
+def compile_model(how: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    if how == "wrapped":
+        return torch.compile(model, backend="eager")  # type: ignore[return-value]
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        model[1].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("form", ["loss", "backward"])
+@pytest.mark.parametrize("how", ["wrapped", "in place", "a part"])
+@pytest.mark.parametrize("what", ["load_state_dict", "reset_running_stats", "update_bn"])
+def test_a_change_between_the_steps_of_a_compiled_model_stays(form: str, how: str, what: str) -> None:
+    """torch traces the hooks of a compiled module into its graph, where nothing can be copied."""
+    torch._dynamo.reset()
+    training = Training(compile_model(how), form)
+    training.steps(3)
+    if what == "load_state_dict":
+        training.model.load_state_dict({k: v + 1 for k, v in training.model.state_dict().items()})
+    elif what == "reset_running_stats":
+        next(m for m in training.model.modules() if isinstance(m, nn.BatchNorm1d)).reset_running_stats()
+    else:
+        torch.optim.swa_utils.update_bn([torch.randn(16, 8) + 3 for _ in range(4)], training.model)
+        training.model.train()
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+def test_a_model_that_is_compiled_after_the_guard_was_made_is_heard_from_its_second_step() -> None:
+    torch._dynamo.reset()
+    training = Training(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), "loss")
+    training.step()
+    training.model.compile(backend="eager", fullgraph=True)
+    training.steps(2)
+    training.model[1].reset_running_stats()
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+@every_form
+def test_what_was_loaded_into_a_model_inside_of_a_compiled_function_stays(form: str) -> None:
+    torch._dynamo.reset()
+    training = Training(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), form)
+    inner = training.model
+    training.model = torch.compile(inner, backend="eager", fullgraph=True)  # type: ignore[assignment]
+    training.steps(3)
+    inner.load_state_dict({k: v + 1 for k, v in inner.state_dict().items()})
+    training.assert_a_bad_step_leaves_no_trace()
+
+
+def test_a_closed_guard_leaves_nothing_on_a_compiled_model() -> None:
+    model = compile_model("in place")
+    call, wrapper = model._compiled_call_impl, torch.compile(compile_model("a part"), backend="eager")
+    for one in (model, wrapper):
+        Training(one).guard.close()  # type: ignore[arg-type]
+        assert not one._forward_pre_hooks
+        assert not one._load_state_dict_post_hooks
+    assert model._compiled_call_impl is call
+
+
+def test_a_copy_of_a_model_that_loads_is_not_heard() -> None:
+    training = Training(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), "loss")
+    other = copy.deepcopy(training.model)
+    other.load_state_dict(training.model.state_dict())
+    training.step()

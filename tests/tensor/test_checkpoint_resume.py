@@ -22,7 +22,8 @@ from training import assert_same, snapshot
 from steadygrad import AdaGC, FixedNorm, Guard, GuardConfig, Severity, UsageError, ZClip
 from steadygrad.checkpoint import MismatchError
 from steadygrad.checkpoint.run import SKIPS_IN_A_ROW
-from steadygrad.config import CheckpointConfig, Policy
+from steadygrad.config import CheckpointConfig, DetectConfig, Policy, ProveConfig
+from steadygrad.detect import rule
 
 QUIET = "ignore:.*runs without fused=True"
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -280,6 +281,37 @@ def test_a_checkpoint_becomes_good_after_healthy_steps_and_suspect_after_many_ba
     assert store.newest.step == 3
 
 
+@pytest.mark.parametrize("why", ["spikes", "a rule of one's own"])
+def test_warnings_that_say_nothing_against_the_weights_send_no_resume_back(tmp_path: Path, why: str) -> None:
+    """Now and then a batch is another task's, and the paired test is off; or a rule of one's own always warns."""
+    complain = rule("complaint", severity=Severity.WARNING)(lambda _: "as always")
+    config = GuardConfig(
+        checkpoint=CheckpointConfig(every=20),
+        prove=ProveConfig(enabled=False),
+        clip=None,
+        detect=DetectConfig(rules=(complain,) if why != "spikes" else ()),
+    )
+
+    def make() -> tuple[nn.Module, Guard]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return model, Guard(model, torch.optim.Adam(model.parameters()), config=config, run_dir=tmp_path)
+
+    model, guard = make()
+    for t in range(205):
+        x, task = torch.randn(64, 4), int(why == "spikes" and t > 100 and t % 15 == 0)
+        guard.step(lambda x, task: (model(x)[:, task] - x.sum(1) * (1, 30)[task]).square().mean(), x, task)
+    warned = {incident.finding.kind for incident in guard.incidents if incident.finding.severity is Severity.WARNING}
+    assert warned & ({"loss_spike", "exploding_gradient"} if why == "spikes" else {"complaint"})
+    guard.close()
+    assert [(info.step, info.good, info.suspect) for info in guard.checkpoints.list()] == [
+        (160, True, None),
+        (180, True, None),
+        (200, False, None),
+    ]
+    assert make()[1].resume() == 200
+
+
 def test_the_validation_loss_of_a_checkpoint_is_found_before_and_after_it(tmp_path: Path) -> None:
     program = Program(tmp_path, seed=1, config={"checkpoint": CheckpointConfig(keep_last=1, keep_best=1)})
     program.train(stop=2)
@@ -485,15 +517,18 @@ class Strange:
         """Nothing."""
 
 
-def test_a_state_that_cannot_be_saved_is_told_once_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_reported_once_at_the_start_and_the_rest_is_saved(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     config = GuardConfig(checkpoint=CheckpointConfig(every=1))
     guard = Guard(model, torch.optim.SGD(model.parameters()), config=config, scheduler=Strange(), run_dir=tmp_path)
+    [incident] = guard.incidents
+    assert incident.finding.kind == "uncopied_state"
+    assert "the state of the scheduler holds a Strange" in incident.finding.message
     for _ in range(3):
         guard.step(lambda x: model(x).square().mean(), torch.ones(2, 3))
-    [incident] = guard.incidents
-    assert incident.finding.kind == "checkpoint_failed"
-    assert "Strange at extras.scheduler.self" in incident.finding.message
+    assert guard.incidents == [incident]
+    guard.close()
+    assert [info.step for info in guard.checkpoints.list()] == [1, 2, 3]
 
 
 def test_a_state_that_is_not_finite_is_not_saved_and_training_is_told(tmp_path: Path) -> None:

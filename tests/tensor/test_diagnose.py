@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import random
@@ -598,3 +599,62 @@ def test_a_function_that_runs_backward_itself_needs_no_loss() -> None:
         model(x).mean().backward()
 
     assert diagnose(step, torch.ones(3, 2), model=model) is None
+
+
+class Moving(nn.Module):
+    """Changes its buffer in one of the ways that Python and torch offer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 1)
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "rebinds":
+            self.mean = self.mean * 0.9
+        elif self.how == "in place":
+            self.mean.mul_(0.9)
+        elif self.how == "exchanges its data":
+            self.mean.data = self.mean.data * 0.9
+        elif self.how == "grows":
+            self.mean = torch.cat([self.mean, self.mean])
+        elif self.how == "registers another":
+            self.register_buffer("late", torch.ones(2))
+        elif self.how == "drops it":
+            del self.mean
+            self.register_buffer("mean", None)
+        else:
+            self.mean = x.detach()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+@pytest.mark.parametrize("draws", [False, True], ids=["", "draws its own data"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "rebinds",
+        "in place",
+        "exchanges its data",
+        "grows",
+        "registers another",
+        "drops it",
+        "keeps its input",
+    ],
+)
+def test_every_buffer_is_afterwards_the_one_that_it_was(how: str, draws: bool, factor: float) -> None:
+    """Also where the function draws from an iterator, so that what else it reaches is not looked at."""
+    model, x = Moving(how), torch.randn(5, 4)
+    data = itertools.repeat(x)
+    mean, pointer, batch = model.mean, model.mean.data_ptr(), x.clone()
+
+    def fn(x: Tensor) -> Tensor:
+        loss: Tensor = model(next(data) if draws else x).mean() * factor
+        return loss
+
+    diagnose(fn, x, model=model)
+    assert dict(model.named_buffers()).keys() == {"mean"}
+    assert model.mean is mean
+    assert model.mean.data_ptr() == pointer
+    assert torch.equal(model.mean, torch.ones(3))
+    assert torch.equal(x, batch)

@@ -198,9 +198,8 @@ for x in (guard.batches(loader) if sys.argv[2] == "batches" else loader):
 
 @pytest.mark.parametrize(
     ("number", "loop"),
-    # Of a loop over the loader itself torch may raise for its dead workers while the program ends of SIGTERM.
-    [(signal.SIGTERM, "batches"), (signal.SIGINT, "batches"), (signal.SIGINT, "own")],
-    ids=["SIGTERM, batches", "Ctrl-C, batches", "Ctrl-C, own"],
+    [(signal.SIGTERM, "batches"), (signal.SIGTERM, "own"), (signal.SIGINT, "batches"), (signal.SIGINT, "own")],
+    ids=["SIGTERM, batches", "SIGTERM, own", "Ctrl-C, batches", "Ctrl-C, own"],
 )
 def test_a_signal_to_the_whole_group_with_data_workers_saves(tmp_path: Path, number: int, loop: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", HEAD + WORKERS, str(tmp_path), loop]
@@ -234,6 +233,137 @@ def test_a_worker_that_dies_of_the_signal_does_not_break_the_step_under_way(tmp_
     done = run_program(code, tmp_path)
     assert done.returncode == EXIT_CODE, done.stderr
     assert saved_steps(tmp_path / "run") == [4]
+
+
+@pytest.mark.parametrize("where", ["in a step", "between steps"])
+def test_workers_that_get_the_signal_before_their_parent_end_no_training(tmp_path: Path, where: str) -> None:
+    """SLURM and systemd signal one process after the other, in any order."""
+    code = f"""
+    import multiprocessing, subprocess
+    def signal_workers_first():
+        pids = [str(worker.pid) for worker in multiprocessing.active_children()]
+        threading.Timer(0.4, send).start()
+        subprocess.run(["kill", "-TERM", *pids])  # not by their parent, whose they would obey in silence
+        time.sleep(0.2)
+    model, guard = make()
+    def fn(x):
+        if guard.num_steps == 4 and {where!r} == "in a step": signal_workers_first()
+        return model(x).square().mean()
+    data = torch.utils.data.TensorDataset(torch.randn(400, 4))
+    for x, in torch.utils.data.DataLoader(data, 4, num_workers=2):
+        if guard.num_steps == 4 and {where!r} == "between steps": signal_workers_first()
+        guard.step(fn, x)
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert len(saved_steps(tmp_path / "run")) == 1
+
+
+def test_a_worker_that_dies_by_itself_is_an_error_as_without_a_guard(tmp_path: Path) -> None:
+    code = """
+    class Deadly(torch.utils.data.Dataset):
+        def __len__(self): return 100
+        def __getitem__(self, i):
+            if i == 50: os._exit(3)
+            return torch.randn(4)
+    model, guard = make()
+    for x in torch.utils.data.DataLoader(Deadly(), 4, num_workers=1): step(model, guard, x)
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == 1
+    assert "DataLoader worker" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["a destructor", "a weak reference's callback"])
+def test_an_answer_is_not_lost_where_no_exception_can_travel(tmp_path: Path, where: str) -> None:
+    """The iterator of a DataLoader waits for its workers when it is dropped; what is raised there is swallowed."""
+    code = f"""
+    import weakref
+    signals.GRACE_SECONDS = 0.2
+    class Dropped:
+        def __del__(self):
+            if {where!r} == "a destructor": time.sleep(1.0)
+    model, guard = make()
+    for _ in range(3): step(model, guard)
+    thing = Dropped()
+    if {where!r} != "a destructor": weakref.finalize(thing, time.sleep, 1.0)
+    send()
+    del thing
+    for _ in range(50): time.sleep(0.1)
+    raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_an_answer_is_not_lost_while_a_traceback_is_printed(tmp_path: Path) -> None:
+    """The interpreter clears whatever is raised while it prints."""
+    code = """
+    signals.GRACE_SECONDS = 0.2
+    class Terminal:
+        def write(self, text):
+            time.sleep(0.1)
+            return os.write(2, text.encode())
+        def flush(self): pass
+    model, guard = make()
+    for _ in range(3): step(model, guard)
+    send()
+    sys.stderr = Terminal()
+    raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert "exited unexpectedly" in done.stderr
+    assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_a_program_that_swallows_the_answer_gets_it_again_at_its_next_step(tmp_path: Path) -> None:
+    code = """
+    model, guard = make()
+    for _ in range(3): step(model, guard)
+    send()
+    try: guard.validate(0.5)
+    except BaseException: print("swallowed")
+    step(model, guard)
+    """
+    done = run_program(code, tmp_path)
+    assert "swallowed" in done.stdout
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_a_reminder_during_the_last_save_does_not_begin_another(tmp_path: Path) -> None:
+    code = """
+    signals.GRACE_SECONDS = 0.3
+    model, guard = make()
+    for _ in range(3): step(model, guard)
+    fsync = os.fsync
+    def slow(file):
+        time.sleep(0.1)
+        fsync(file)
+    os.fsync = slow
+    send()
+    guard.end_epoch()
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert done.stderr.count("Traceback") == 0
+    assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_the_same_signal_twice_at_one_moment_counts_once(tmp_path: Path) -> None:
+    """`timeout` signals the program, and then the group that it is in."""
+    code = """
+    model, guard = make()
+    step(model, guard)
+    send()
+    send()
+    step(model, guard)
+    """
+    done = run_program(code, tmp_path)
+    assert done.returncode == EXIT_CODE, done.stderr
+    assert saved_steps(tmp_path / "run") == [2]
 
 
 def test_a_guard_that_cannot_save_is_told_by_the_code(tmp_path: Path) -> None:

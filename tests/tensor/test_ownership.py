@@ -247,6 +247,98 @@ def test_a_scheduler_that_cannot_be_copied_is_reported_at_the_start_and_its_rest
     assert scheduler.lr_lambdas[0].gain == 0.5
 
 
+class Projector:
+    """An object that can be copied, and has no plain form."""
+
+
+class Curriculum:
+    """Something of the user's, whose state holds such an object, or cannot be told."""
+
+    def __init__(self, *, raises: bool = False) -> None:
+        self.state, self.raises = {"level": 3, "projector": Projector()}, raises
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.raises:
+            raise RuntimeError("not now")
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_extra_without_a_plain_form_is_reported_at_the_start_and_the_rest_is_saved(
+    tmp_path: Path, raises: bool
+) -> None:
+    def make() -> tuple[nn.Module, Guard]:
+        model = make_model()
+        optimizer, extras = torch.optim.SGD(model.parameters(), lr=0.1), {"curriculum": Curriculum(raises=raises)}
+        return model, Guard(model, optimizer, extras=extras, config=CONFIG, run_dir=tmp_path)
+
+    model, guard = make()
+    found = [f for f in guard.findings if f.kind == "uncopied_state"]
+    assert [(f.severity, f.step) for f in found] == [(Severity.WARNING, 0)]
+    assert "curriculum" in found[0].message
+    train(guard, model, 3)
+    saved = guard.save()
+    assert saved is not None
+    saved.wait()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    guard.close()
+
+    model, guard = make()
+    assert guard.resume() == 3
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert any("curriculum" in f.message for f in guard.findings if f.kind == "resumed")
+
+
+def test_without_a_run_directory_nothing_is_said_about_checkpoints() -> None:
+    model = make_model()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), extras={"curriculum": Curriculum()})
+    assert [f for f in guard.findings if f.kind == "uncopied_state"] == []
+
+
+def test_an_optimizer_whose_state_has_no_plain_form_is_reported_after_its_first_step(tmp_path: Path) -> None:
+    """Its state does not exist before."""
+
+    class Projecting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            self.state[self.param_groups[0]["params"][0]]["projector"] = Projector()
+
+    model = make_model()
+    guard = Guard(model, Projecting(model.parameters(), lr=0.1, momentum=0.9), config=CONFIG, run_dir=tmp_path)
+    assert [f for f in guard.findings if f.kind == "uncopied_state"] == []
+    train(guard, model, 3)
+    (found,) = [f for f in guard.findings if f.kind == "uncopied_state"]
+    assert found.step == 0
+    assert "Projecting holds a Projector" in found.message
+    assert guard.save() is not None
+
+
+def test_a_module_whose_extra_state_has_no_plain_form_is_saved_without_it(tmp_path: Path) -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return Projector()
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError("there is none")
+
+    def make() -> tuple[nn.Module, Guard]:
+        model = nn.Sequential(Odd(8, 4))
+        return model, Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=CONFIG, run_dir=tmp_path)
+
+    model, guard = make()
+    (found,) = [f for f in guard.findings if f.kind == "uncopied_state"]
+    assert "extra state of 0" in found.message
+    train(guard, model, 2)
+    saved = guard.save()
+    assert saved is not None
+    saved.wait()
+    guard.close()
+    assert make()[1].resume() == 2
+
+
 def test_a_state_dict_that_raises_does_not_end_the_training() -> None:
     class Broken:
         def step(self) -> None: ...

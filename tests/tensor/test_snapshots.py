@@ -125,6 +125,52 @@ def test_state_that_the_optimizer_gained_later_is_removed_again(make: Make) -> N
     assert_same(training.look(), at_start)
 
 
+class Slow(torch.optim.SGD):
+    """Keeps slow weights behind a `state_dict` of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.slow: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.slow += [p.detach().clone() for p in params[len(self.slow) :]]
+        for p, slow in zip(params, self.slow):
+            slow.lerp_(p.detach(), 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state.items() if key != "slow"})
+        self.slow = list(state["slow"])
+
+
+@pytest.mark.parametrize("keeps_rates", [True, False])
+def test_an_optimizers_own_state_goes_back_although_a_group_came_later(keeps_rates: bool) -> None:
+    model, later = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = Slow(model.parameters())
+    snapshots = Snapshots(model, [optimizer], config=EAGER, owns_rate=lambda _: not keeps_rates)
+
+    def step() -> None:
+        (model(torch.ones(1, 3)) + later(torch.ones(1, 3))).square().sum().backward()
+        optimizer.step()
+
+    step()
+    assert snapshots.take(0)
+    then = copy.deepcopy(optimizer.slow)
+    optimizer.add_param_group({"params": list(later.parameters()), "lr": 0.01})
+    step()
+    snapshots.healthy_step(0)
+    assert snapshots.restore() == 0
+    assert snapshots.misfits == []
+    assert len(optimizer.slow) == len(then) == 2
+    assert all(map(torch.equal, optimizer.slow, then))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+    step()
+
+
 def test_objects_stay_the_same() -> None:
     training = Training(OPTIMIZERS["AdamW"])
     training.train(make_batches(2))

@@ -13,7 +13,7 @@ from rule_traces import findings_of, poisoned, reading, rule_named
 from steadygrad.config import DetectConfig
 from steadygrad.config.detect import StartThresholds
 from steadygrad.errors import ConfigError
-from steadygrad.facts import Fact, Finding, ParameterScan
+from steadygrad.facts import Fact, Finding, InputScan, InputStats, ParameterScan
 
 
 def find(losses: Sequence[float], norms: Sequence[float] = ()) -> list[Finding]:
@@ -200,3 +200,14 @@ def test_a_history_that_an_earlier_version_wrote_is_taken_as_far_as_it_goes() ->
     )
     (said,) = findings_of(after, [ParameterScan(step=7, norms={"a": 10.8, "b": 14.4}), reading(7, 3.0)])
     assert said.evidence["weight_growth"] == pytest.approx(3.6)
+
+
+@pytest.mark.parametrize("num_nonfinite", [0, 8], ids=["the arithmetic", "the batch"])
+def test_a_batch_that_is_not_finite_is_no_proof_that_the_rate_is_too_high(num_nonfinite: int) -> None:
+    """Loss and gradients grow, and then there is a NaN: whether the rate made it, or it came with the data."""
+    rule = rule_named("rate_too_high")
+    grown = [reading(step, loss=10.0**step, norm=100.0**step) for step in range(4)]
+    assert findings_of(rule, grown) == []
+    scan = InputScan(step=4, tensors={"x": InputStats(numel=8, max_abs=1.0, num_nonfinite=num_nonfinite)})
+    found = findings_of(rule, [scan, poisoned(4, math.nan)])
+    assert [finding.kind for finding in found] == ([] if num_nonfinite else ["rate_too_high"])

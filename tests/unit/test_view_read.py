@@ -374,6 +374,14 @@ def test_runs_are_found_in_folders_of_folders(tmp_path: Path) -> None:
     assert [path.relative_to(tmp_path).as_posix() for path in find_runs(tmp_path)] == ["a", "b/c"]
 
 
+def test_the_guards_of_one_training_are_found_together(tmp_path: Path) -> None:
+    for name in ("gan", "gan/guard-2", "gan/checkpoints/guard-3", "other", "script/optimizer-1", "script/optimizer-2"):
+        write_run(tmp_path / name, 3)
+    found = [path.relative_to(tmp_path).as_posix() for path in find_runs(tmp_path)]
+    assert found == ["gan", "gan/guard-2", "other", "script/optimizer-1", "script/optimizer-2"]
+    assert find_runs(tmp_path / "gan") == [tmp_path / "gan", tmp_path / "gan" / "guard-2"]
+
+
 def test_an_error_names_what_could_be_meant(tmp_path: Path) -> None:
     write_lines(tmp_path / "first" / "steps.jsonl", {"step": 0})
     with pytest.raises(UsageError, match=r"It holds runs: .*first"):

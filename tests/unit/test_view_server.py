@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -204,6 +205,14 @@ def test_every_answer_keeps_the_browser_in_bounds(address: str) -> None:
 
 
 # --- who is let in ------------------------------------------------------------------------------------------------
+
+
+def test_the_guards_of_one_training_stand_together_in_the_list(tmp_path: Path) -> None:
+    for age, name in enumerate(["gan", "between", "gan/guard-2"]):
+        for file in write_run(tmp_path / name, 3).iterdir():
+            if file.is_file():
+                os.utime(file, (1e9 + age, 1e9 + age))
+    assert [run.name for run in LiveRuns(tmp_path).list()] == ["gan", "gan/guard-2", "between"]
 
 
 def test_by_default_it_listens_on_this_machine_only(root: Path) -> None:

@@ -3,8 +3,9 @@
 BatchNorm statistics, spectral norm's vectors and the like change in the forward pass, before anybody can know that the
 step is bad. `begin` walks the model anew and copies every buffer: a hook calls it at the first forward after a step,
 the function form before it calls the function. Versions would say nothing: `F.batch_norm` changes its statistics
-without touching `_version`. Where no hook is heard (a compiled model, a part of one called by itself) the state after
-the last step is the copy. How a buffer is put back is written in `buffer_places.py`.
+without touching `_version`. Where no hook is heard (a compiled function, a part of the model called by itself) the
+copy is the state after the last step, or after the last `load_state_dict`. How a buffer is put back is written in
+`buffer_places.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from steadygrad.act.buffer_places import (
     walk,
 )
 from steadygrad.act.capture import has_values
-from steadygrad.act.ear import Ear
+from steadygrad.act.ear import Ear, Ears
 
 MOST_BYTES = 64 << 20
 """Of large buffers that are copied before they were seen to move; above it are frozen tables and quantized weights."""
@@ -43,8 +44,8 @@ _keepers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BufferKeeper]] = 
 class BufferKeeper:
     """Keeps the buffers of `model` as they were when the step began."""
 
-    def __init__(self, model: nn.Module, *, watch: bool = False) -> None:
-        """`watch`: hear the model being called."""
+    def __init__(self, model: nn.Module, *, watch: bool = False, wrappers: Sequence[nn.Module] = ()) -> None:
+        """`watch`: hear the model being called, directly or through one of its `wrappers`."""
         self._model, self._paused, self._may_have_begun = model, False, False
         self._modules: set[nn.Module] = set()
         self._where: list[Where] = []
@@ -58,24 +59,32 @@ class BufferKeeper:
         """Whether a forward of the present step was seen."""
         self._beside = _keepers.setdefault(model, weakref.WeakSet())
         self._beside.add(self)
-        self._hook = model.register_forward_pre_hook(Ear(self.hear), prepend=True, with_kwargs=True) if watch else None
+        self._heard = (model, *wrappers)
+        self._ears = Ears(self._heard, self.hear) if watch else None
+        self._loads = model.register_load_state_dict_post_hook(Ear(self.hear_load, num_arguments=2)) if watch else None
         self._copy()
 
     def close(self) -> None:
         """Let go of the model."""
-        if self._hook is not None:
-            self._hook.remove()
+        if self._ears is not None and self._loads is not None:
+            self._ears.close()
+            self._loads.remove()
 
     # --- before the forward -----------------------------------------------------------------------------------------
 
     def hear(self, model: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
         """The model is called, by whomever. Without gradients it is a validation, `update_bn`, or a part of a step."""
-        if model is not self._model:
+        if not any(model is one for one in self._heard):
             return
         if torch.is_grad_enabled():
             self.begin()
-        elif model.training and not (self.has_begun or self._may_have_begun or self._paused):
+        elif self._model.training and not (self.has_begun or self._may_have_begun or self._paused):
             self._may_have_begun = True
+            self._copy()
+
+    def hear_load(self, model: nn.Module, _: Any) -> None:
+        """Another state was loaded, which the forward that comes may not tell."""
+        if model is self._model and not (self.has_begun or self._may_have_begun or self._paused):
             self._copy()
 
     def begin(self, *, anew: bool = False) -> None:
@@ -171,6 +180,8 @@ class BufferKeeper:
         """The step is over, and the next forward begins one. Other guards on the same model go on from here too."""
         if not self.has_begun:  # no hook was heard: the next step's forward will not be either
             self._copy()
+        if self._ears is not None:
+            self._ears.follow()
         self.has_begun = self._may_have_begun = False
         if len(self._beside) > 1:
             for keeper in self._beside:

@@ -1,4 +1,9 @@
-"""Ear: a forward hook that reports when a model is called, and that no copy or pickle of the model takes along."""
+"""Ear: a forward hook that reports when a model is called, and that no copy or pickle of the model takes along.
+
+torch traces the hooks of a compiled module into its graph, where an Ear vanishes. So `Ears` also listens outside of the
+graph: on the wrapper that `torch.compile(model)` returned, if it was handed over, and before the call that
+`model.compile()` has put in the place of the module's own.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,21 +32,57 @@ def all_deaf() -> Iterator[None]:
 
 
 class Ear:
-    """Calls `hear(model, args, kwargs)` of an object that it does not keep alive.
+    """Calls `hear` of an object that it does not keep alive, with what the hook is given: a model, and more.
 
-    A copy of the model, or one that was pickled, gets a deaf one that needs nothing of this package: it formats three
+    A copy of the model, or one that was pickled, gets a deaf one that needs nothing of this package: it formats the
     arguments with no characters each, at a level that nobody listens to. While torch compiles it vanishes.
     """
 
-    def __init__(self, hear: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]) -> None:
-        self._hear = weakref.WeakMethod(hear)
+    def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:
+        self._hear, self._num_arguments = weakref.WeakMethod(hear), num_arguments
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __call__(self, model: nn.Module, *more: Any) -> None:
         if torch.compiler.is_compiling() or _num_deaf:
             return
         hear = self._hear()
         if hear is not None:
-            hear(model, args, kwargs)
+            hear(model, *more)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (logging.getLogger("steadygrad").debug, "%.0s%.0s%.0s")
+        return functools.partial, (logging.getLogger("steadygrad").debug, "%.0s" * self._num_arguments)
+
+
+class _Before:
+    """Calls an Ear and then what it stands for: the compiled call of a module, whose hooks are inside of the graph."""
+
+    def __init__(self, ear: Ear, model: nn.Module, call: Callable[..., Any]) -> None:
+        self.ear, self.model, self.call = ear, model, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ear(self.model, args, kwargs)
+        return self.call(*args, **kwargs)
+
+
+class Ears:
+    """One Ear on a model and on everything that it is called through."""
+
+    def __init__(self, models: Sequence[nn.Module], hear: Callable[..., None]) -> None:
+        self._ear, self._models = Ear(hear), models
+        self._hooks = [m.register_forward_pre_hook(self._ear, prepend=True, with_kwargs=True) for m in models]
+        self.follow()
+
+    def follow(self) -> None:
+        """Listen to calls that were compiled since the last time."""
+        for model in self._models:
+            call = model._compiled_call_impl
+            if call is not None and not (isinstance(call, _Before) and call.ear is self._ear):
+                model._compiled_call_impl = _Before(self._ear, model, call)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for hook in self._hooks:
+            hook.remove()
+        for model in self._models:
+            call = model._compiled_call_impl
+            if isinstance(call, _Before) and call.ear is self._ear:
+                model._compiled_call_impl = call.call

@@ -126,8 +126,10 @@ class Restorer:
         tree = self._put(None, own)
         links = _link_groups(optimizer)
         try:
+            live = optimizer.state_dict()
             if not self._takes_settings(optimizer):
-                _keep_settings(optimizer, tree, optimizer.state_dict())
+                _keep_settings(optimizer, tree, live)
+            _keep_later_groups(tree, live)
             optimizer.load_state_dict(tree)
         except Exception as error:  # somebody's class; groups and `state` are still put back
             if self._strict:
@@ -238,6 +240,17 @@ def _keep_settings(optimizer: torch.optim.Optimizer, saved: Any, live: Any) -> N
                 group |= {name: now[name] for name in group.keys() & now.keys() if is_setting(optimizer, name)}
         else:
             _keep_settings(optimizer, saved[key], live[key])
+
+
+def _keep_later_groups(saved: Any, live: Any) -> None:
+    """Groups that were added since stay, without state: `load_state_dict` refuses another number of them."""
+    if not isinstance(saved, dict) or not isinstance(live, Mapping):
+        return
+    for key in saved.keys() & live.keys():
+        if key == "param_groups":
+            saved[key] = [*saved[key], *live[key][len(saved[key]) :]]
+        else:
+            _keep_later_groups(saved[key], live[key])
 
 
 def _identify(key: Any) -> Any:

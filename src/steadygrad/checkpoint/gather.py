@@ -24,6 +24,8 @@ from steadygrad.checkpoint.plain import PLAIN
 Optimizers = Sequence[torch.optim.Optimizer]
 DEQUE = "$deque"
 """Key of the dict that stands where a deque was."""
+LEFT_OUT = "left_out"
+"""Key of what could not be saved: of an optimizer a sentence, of a training name -> sentence."""
 PARAMETER = "$parameter"
 """With a name, what stands where a parameter was a key."""
 
@@ -38,6 +40,14 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
     def fill(tree: Any) -> Any:
         return _fill(tree, collector)
 
+    kept = {name: fill(tree) for name, tree in captured.extras.items()}
+    told = {path: module.get_extra_state() for path, module in find_extra_state(model)}
+    left_out = {name: tell_missing(name) for name in extras if name not in kept}
+    left_out |= {
+        name: _leave_out(f"the state of the {name}", tree) for name, tree in kept.items() if find_unsaved(tree)
+    }
+    left_out |= {path: _leave_out(f"the extra state of {path}", t) for path, t in told.items() if find_unsaved(t)}
+
     return {
         "model": weights,
         # What a state_dict leaves out or calls otherwise: activation checkpointing drops the name of its wrapper there.
@@ -48,11 +58,12 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
             for name, _, _, buffer in find_buffers(model, persistent=persistent)
             if not persistent or name not in weights
         },
-        "extra_state": {path: module.get_extra_state() for path, module in find_extra_state(model)},
+        "extra_state": {path: tree for path, tree in told.items() if path not in left_out},
         "optimizers": [
             _gather_optimizer(optimizer, kept, names, fill) for optimizer, kept in zip(optimizers, captured.optimizers)
         ],
-        "extras": {name: fill(tree) for name, tree in captured.extras.items()},
+        "extras": {name: tree for name, tree in kept.items() if name not in left_out},
+        LEFT_OUT: left_out,
         "gradients": _gather_gradients(optimizers, names),
         "random": plain_random(capture_random({p.device for _, p in each_parameter(model, optimizers)})),
     }
@@ -84,8 +95,23 @@ def _gather_optimizer(
     if unsaved is None:
         return gathered | state
     settings = [{k: v for k, v in group.items() if is_setting(optimizer, k)} for group in gathered["groups"]]
-    left_out = f"the state of {type(optimizer).__name__} holds a {unsaved}, which cannot be saved, and begins anew"
-    return gathered | {"groups": settings, "state": {}, "left_out": left_out}
+    left_out = _leave_out(f"the state of {type(optimizer).__name__}", state)
+    return gathered | {"groups": settings, "state": {}, LEFT_OUT: left_out}
+
+
+def _leave_out(what: str, tree: Any) -> str:
+    return f"{what} holds a {find_unsaved(tree)}, which cannot be saved, and begins anew"
+
+
+def tell_missing(name: str) -> str:
+    """Of something whose `state_dict()` raised."""
+    return f"the state of the {name} was not saved, and begins anew"
+
+
+def list_left_out(state: Mapping[str, Any]) -> list[str]:
+    """What a gathered state lacks, because it has no plain form; older checkpoints name the optimizers' only."""
+    optimizers = [kept[LEFT_OUT] for kept in state["optimizers"] if LEFT_OUT in kept]
+    return [*optimizers, *state.get(LEFT_OUT, {}).values()]
 
 
 def _name_keys(tree: Any, names: Mapping[int, str]) -> Any:

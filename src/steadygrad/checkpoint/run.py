@@ -22,7 +22,7 @@ from steadygrad.act.random_state import restore_random
 from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.gather import gather_training, live_random
+from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
 from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.manifest import NAME
@@ -210,10 +210,7 @@ class RunCheckpoints:
         except Exception as error:  # whatever an extra holds that cannot be saved: the training goes on, and is told
             if self._ranks.many and not isinstance(error, REFUSALS):
                 raise  # perhaps on this rank alone: the others would wait for it for ever
-            reason = str(error) or repr(error)
-            if reason not in self._explained:
-                self._explained.add(reason)
-                self._refused.append(reason)
+            self._refused += self._explain([str(error) or repr(error)])
             return None
 
     def _save(
@@ -228,9 +225,8 @@ class RunCheckpoints:
     ) -> Save:
         if self._stateless and self._last_saved is None:
             logger.warning("%s cannot be saved: it has no state_dict.", ", ".join(self._stateless))
-        for kept in state["optimizers"] if self._last_saved is None else ():
-            if "left_out" in kept:
-                logger.warning("%s when the run is resumed.", kept["left_out"])
+        for what in self._explain(list_left_out(state)):  # state that came after the first step
+            logger.warning("%s when the run is resumed.", what)
         state |= {
             "guard": dict(guard),
             "given": self._given,
@@ -284,6 +280,19 @@ class RunCheckpoints:
             )
             self._store.run_id, self._store.own_runs = self._run_id, {self._run_id, *self._adopted}
         return self._store
+
+    def find_left_out(self) -> list[str]:
+        """What checkpoints of this training lack, in a few words each and each thing once; gathers, writes nothing."""
+        if self._run_dir is None:
+            return []
+        self._explained |= {tell_missing(name) for name in self._extras}  # reported as what cannot be copied
+        return self._explain(list_left_out(self._gather()))
+
+    def _explain(self, reasons: Iterable[str]) -> list[str]:
+        """Those that were not reported yet."""
+        new = [reason for reason in reasons if reason not in self._explained]
+        self._explained |= {*new}
+        return new
 
     def _gather(self) -> dict[str, Any]:
         state = gather_training(self._model, self._optimizers, self._extras)

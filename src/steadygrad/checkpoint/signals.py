@@ -5,15 +5,22 @@ program that is busy between two steps is given `GRACE_SECONDS` to come back to 
 where the program is. Only the process that asked listens; its forked children get the signal as if nobody had. A
 handler of the user's own is left alone. In a notebook or at a prompt SIGINT stays a KeyboardInterrupt, since there it
 stops a cell, not a program. Several guards of one process hear the same signal.
+
+The workers of a DataLoader often get the signal too, and torch raises in their parent wherever that is: in the middle
+of an optimizer's step, or while the program already ends. `_answer_dead_workers` keeps that error back when a signal is
+its cause; the next batch is then an error in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,6 +29,12 @@ EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: "try again later". torchrun restarts on it, a job script can requeue on it."""
 GRACE_SECONDS = 5.0
 """For a program to reach the next step. Clusters kill 30 s after SIGTERM, and the save takes part of that."""
+REPEAT_SECONDS = 0.1
+"""The same signal within it is the same request: `timeout` signals the program, and then the group that it is in."""
+LATE_SECONDS = 1.0
+"""For our own signal to come after a worker has died of it: SLURM and systemd signal one process after the other."""
+RETRY_SECONDS, MOST_RETRIES = 0.1, 100
+"""How often an answer is tried again that finds the program where it must not be given."""
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 DATA_LOADER = "torch.utils.data._utils.signal_handling"
 Answer = Callable[[signal.Signals], None]
@@ -49,6 +62,11 @@ class SignalWatch:
         self._started = False
         if threading.current_thread() is threading.main_thread():
             _switchboard.remove(self)
+
+    def expect_workers(self) -> None:
+        """A step begins: a DataLoader with workers may have come since the last one."""
+        if self._started and threading.current_thread() is threading.main_thread():
+            _switchboard.keep_workers_quiet()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -78,14 +96,22 @@ class _Switchboard:
         self._owner = -1
         self._installed: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
+        self._timer_lock = threading.RLock()  # once handlers are put back, a reminder would kill the process
+        self._num_retries = 0
+        self._heard_at = 0.0
         self._hook: Any = None
         self._expects_reminder = False
+        self._is_printing = False
         self.is_overdue = False
+        self.has_left = False
+        """Whether a signal was answered and the process is ending."""
 
     def add(self, watch: SignalWatch) -> None:
         if self._owner != os.getpid():  # a child of the process that listened
             self._owner, self._listeners, self._installed = os.getpid(), [], {}
         self._listeners.append(watch)
+        self.has_left = False
+        self.keep_workers_quiet()
         for number, default in DEFAULTS.items():
             if number is signal.SIGINT and is_interactive():
                 continue
@@ -94,32 +120,59 @@ class _Switchboard:
 
     def remove(self, watch: SignalWatch) -> None:
         if watch in self._listeners:
+            self.has_left = self.has_left or self.has_heard
             self._listeners.remove(watch)
         if self._listeners or os.getpid() != self._owner:
             return
-        for number, before in self._installed.items():
-            if signal.getsignal(number) == self._receive:
-                signal.signal(number, before)
+        with self._timer_lock:
+            self._settle()
+            for number, before in self._installed.items():
+                if signal.getsignal(number) == self._receive:
+                    signal.signal(number, before)
         self._installed = {}
-        self._settle()
+        theirs = _find_kept_back()
+        if theirs is not None and not self.has_left:
+            signal.signal(signal.SIGCHLD, theirs)
+
+    def keep_workers_quiet(self) -> None:
+        """Stand before torch's handler for workers that die; it is installed with the first DataLoader that has any."""
+        theirs = signal.getsignal(signal.SIGCHLD)
+        if getattr(theirs, "__module__", None) == DATA_LOADER and callable(theirs):
+            signal.signal(signal.SIGCHLD, functools.partial(_answer_dead_workers, theirs))
+
+    @property
+    def listens(self) -> bool:
+        """Whether a guard waits for signals in this process."""
+        return bool(self._listeners) and os.getpid() == self._owner
+
+    @property
+    def has_heard(self) -> bool:
+        """Whether a signal came that is not answered yet."""
+        return any(watch.received is not None for watch in self._listeners)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._expects_reminder and os.getpid() == self._owner:
             self._expects_reminder, self.is_overdue = False, True
-            self._answer_here(signal.Signals(number))
+            if (self._is_printing or _is_unraisable(frame)) and self._num_retries < MOST_RETRIES:
+                self._num_retries += 1
+                self._remind_later(number, RETRY_SECONDS)
+            else:
+                self._answer_here(signal.Signals(number))
             return
-        heard = any(watch.received is not None for watch in self._listeners)
-        if os.getpid() != self._owner or heard or not self._listeners:
+        if os.getpid() == self._owner and self.has_heard and time.monotonic() - self._heard_at < REPEAT_SECONDS:
+            return
+        if os.getpid() != self._owner or self.has_heard or not self._listeners:
             _end(number, frame)
             return
+        self._heard_at = time.monotonic()
         for watch in self._listeners:
             watch.received = signal.Signals(number)
         # Not the logger: its lock may be held by the very code that was interrupted.
         name = signal.Signals(number).name
         os.write(2, f"steadygrad: {name}: finishing the step, then saving; send it again to end at once\n".encode())
-        _let_workers_go()
+        self.keep_workers_quiet()
         self._watch_for_errors()
-        self._remind_later(number)
+        self._remind_later(number, GRACE_SECONDS)
 
     def _answer_here(self, number: signal.Signals) -> None:
         """The program has not come back to the guard: answer between two of its instructions, outside of our own."""
@@ -129,22 +182,27 @@ class _Switchboard:
             if watch.answer is not None and watch.received is not None:
                 watch.answer(number)
 
-    def _remind_later(self, number: int) -> None:
+    def _remind_later(self, number: int, seconds: float) -> None:
         def remind() -> None:
-            self._expects_reminder = True
-            signal.pthread_kill(threading.main_thread().ident or 0, number)  # wakes a sleep, which a flag would not
+            with self._timer_lock:
+                if self._timer is timer:
+                    self._expects_reminder = True
+                    # Wakes a sleep, which a flag would not.
+                    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
-        self._timer = threading.Timer(GRACE_SECONDS, remind)
-        self._timer.daemon = True
+        self._timer = timer = threading.Timer(seconds, remind)
+        timer.daemon = True
         with contextlib.suppress(RuntimeError):  # no more threads: the next step answers
-            self._timer.start()
+            timer.start()
 
     def _watch_for_errors(self) -> None:
         """An error that ends the program after the signal, often because of it, must not cost the state."""
         before = sys.excepthook
 
         def save_first(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._is_printing = True  # the interpreter clears what a signal raises while it prints a traceback
             before(kind, error, trace)
+            self._is_printing = False
             waiting = [watch for watch in self._listeners if watch.received is not None]
             halts = any(base.__name__ == "TrainingHalted" for base in kind.__mro__)  # our own: the state is bad
             if os.getpid() == self._owner and waiting and not halts:
@@ -160,20 +218,43 @@ class _Switchboard:
         if self._hook is not None and sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
         self._timer = self._hook = None
-        self._expects_reminder = self.is_overdue = False
+        self._expects_reminder = self._is_printing = self.is_overdue = False
+        self._num_retries = 0
 
 
 _switchboard = _Switchboard()
 
 
-def _let_workers_go() -> None:
-    """A signal to the whole group ends the workers of a DataLoader, whose parent would raise wherever it is.
+def _answer_dead_workers(theirs: Callable[[int, FrameType | None], None], number: int, frame: FrameType | None) -> None:
+    """A child has ended. torch's handler raises for a worker that did not end well, unless a signal ended it."""
+    if _switchboard.has_heard or _switchboard.has_left:
+        return
+    try:
+        theirs(number, frame)
+    except RuntimeError:
+        until = time.monotonic() + LATE_SECONDS
+        while _switchboard.listens and not _switchboard.has_heard and time.monotonic() < until:
+            time.sleep(RETRY_SECONDS)  # our own signal is handled in here
+        if not _switchboard.has_heard:
+            raise
 
-    In the middle of an optimizer's step, for example. Without them the next batch is an error in its place.
-    """
-    child = getattr(signal, "SIGCHLD", None)
-    if child is not None and getattr(signal.getsignal(child), "__module__", None) == DATA_LOADER:
-        signal.signal(child, lambda *_: None)
+
+def _find_kept_back() -> Any:
+    """torch's handler, if ours stands before it."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if isinstance(handler, functools.partial) and handler.func is _answer_dead_workers:
+        return handler.args[0]
+    return None
+
+
+def _is_unraisable(frame: FrameType | None) -> bool:
+    """Whether the program is in a destructor or a weak reference's callback, which swallow what is raised in them."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code is weakref.finalize.__call__.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -18,12 +18,14 @@ from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.fitting import compare_weights, find_weights
 from steadygrad.checkpoint.gather import (
     DEQUE,
+    LEFT_OUT,
     PARAMETER,
     Optimizers,
     each_parameter,
     find_buffers,
     find_device,
     find_extra_state,
+    list_left_out,
     name_class,
     name_parameters,
 )
@@ -50,11 +52,12 @@ def compare_training(
             problems.append(f"optimizer {i} has other groups of parameters: {_compare_groups(groups, kept['params'])}")
         if not _is_same_class(optimizer, kept):
             problems.append(f"optimizer {i} is a {name_class(optimizer)}, saved was a {kept['class']}")
-    problems += [f"no state of the {name} was saved" for name in extras if name not in state["extras"]]
+    saved = {*state["extras"], *state.get(LEFT_OUT, {})}
+    problems += [f"no state of the {name} was saved" for name in extras if name not in saved]
     for name, extra in extras.items():
-        saved = state["extras"].get(name)
-        if isinstance(extra, nn.Module) and isinstance(saved, Mapping):
-            problems += [f"{name}: {problem}" for problem in compare_weights(find_weights(extra), saved)]
+        kept = state["extras"].get(name)
+        if isinstance(extra, nn.Module) and isinstance(kept, Mapping):
+            problems += [f"{name}: {problem}" for problem in compare_weights(find_weights(extra), kept)]
     return problems
 
 
@@ -175,7 +178,7 @@ def put_back(
     made = _number_state(state, model, optimizers, extras, hosts)
     restorer = Restorer(made, hosts.tensors, hosts.devices, shared=(), strict=strict)
     problems += restorer.restore(optimizers, extras)
-    problems += [kept["left_out"] for kept in state["optimizers"] if "left_out" in kept]
+    problems += list_left_out(state)
     for path, module in find_extra_state(model):
         if path in state["extra_state"]:
             module.set_extra_state(state["extra_state"][path])
@@ -216,7 +219,7 @@ def _number_optimizer(
     live = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     if not _is_same_class(optimizer, kept):
         return OptimizerState(groups=live, state=[])
-    if "left_out" in kept:
+    if LEFT_OUT in kept:
         return OptimizerState(groups=[{**group, **saved} for group, saved in zip(live, kept["groups"])], state=[])
     groups = [hosts.number(kept["groups"][i]) if i < len(kept["groups"]) else group for i, group in enumerate(live)]
     now, then = _find_device_stepped(optimizer.param_groups), any(_steps_on_device(g) for g in kept["groups"])

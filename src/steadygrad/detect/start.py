@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from steadygrad.config.detect import DetectConfig
 from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Remembering, Streak
-from steadygrad.facts import Answer, Fact, Finding, ParameterScan, Reading, Severity
+from steadygrad.facts import Answer, Fact, Finding, InputScan, ParameterScan, Reading, Severity
 
 ADVICE = "Set the learning rate to about what it is now, or warm it up over the first hundreds of steps."
 STEADY = 40.0
@@ -42,7 +42,7 @@ class RateTooHigh(Remembering):
     name = "rate_too_high"
     memory = (
         *("_steps", "_losses", "_norms", "_weights", "_growth"),
-        *("_pushes", "_rates", "_num_weighed", "_climb", "_told"),
+        *("_pushes", "_rates", "_num_weighed", "_climb", "_told", "_spoilt_batch"),
     )
 
     def __init__(self, config: DetectConfig) -> None:
@@ -57,15 +57,19 @@ class RateTooHigh(Remembering):
         self._rates: list[float] = []
         self._climb = Streak()
         self._told = False
+        self._spoilt_batch = -1  # the last step whose batch was not finite
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """An error, once."""
         if self._told or len(self._losses) >= self._config.steps:
             return
-        if isinstance(fact, ParameterScan):
+        if isinstance(fact, InputScan):
+            if any(tensor.num_nonfinite for tensor in fact.tensors.values()):
+                self._spoilt_batch = fact.step
+        elif isinstance(fact, ParameterScan):
             self._weigh(fact.norms, is_first=fact.step < 0)
         elif isinstance(fact, Reading) and fact.loss is not None:
-            harm = self._find_ruin() if fact.is_nonfinite else self._find_harm(fact, fact.loss)
+            harm = self._find_ruin(fact.step) if fact.is_nonfinite else self._find_harm(fact, fact.loss)
             if harm:
                 self._told = True
                 found = self._tell(harm)
@@ -144,9 +148,9 @@ class RateTooHigh(Remembering):
             return ""
         return f"the first steps threw the loss from {first:.4g} to {highest:.4g}, and it stays at {level:.4g} since"
 
-    def _find_ruin(self) -> str:
-        """Loss and gradient grew from the first step on until they were not finite."""
-        if len(self._losses) < 2:
+    def _find_ruin(self, step: int) -> str:
+        """Loss and gradient grew from the first step on until they were not finite, which was not the batch's doing."""
+        if len(self._losses) < 2 or step == self._spoilt_batch:
             return ""
         loss, norm = self._losses[-1] / max(self._losses[0], 1e-38), self._norms[-1] / max(self._norms[0], 1e-38)
         if self._losses[0] <= 0 or loss < self._config.climb_ratio or norm < self._config.ruin_ratio:

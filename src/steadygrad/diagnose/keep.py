@@ -1,8 +1,9 @@
 """Kept: a replay may do what it likes, and afterwards everything is as it was, bit for bit.
 
-Random generators, gradients, training flags, `requires_grad` and hooks that act on gradients are put back; so is every
-storage that existed before and that an op changed in place (a buffer, a weight, a queue, an optimizer's moment, the
-batch): it is copied when the first such op comes. What Python code does to its own objects is not undone.
+Random generators, gradients, training flags, `requires_grad`, hooks that act on gradients and the tensors that stand in
+the model's modules are put back; so is every storage that existed before and that an op changed in place (a buffer, a
+weight, a queue, an optimizer's moment, the batch): it is copied when the first such op comes. What Python code does to
+its own objects is not undone.
 """
 
 from __future__ import annotations
@@ -113,6 +114,26 @@ class _Leaf:
             _set_version(self.tensor, self.version)
 
 
+class _Members:
+    """The tensors of one module, and the memory that each has: a forward may replace either."""
+
+    def __init__(self, module: nn.Module) -> None:
+        dicts: tuple[Any, ...] = (module._parameters, module._buffers)
+        self._dicts = [(held, dict(held)) for held in dicts if isinstance(held, dict)]
+        tensors = [tensor for _, before in self._dicts for tensor in before.values() if tensor is not None]
+        plain = [t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+        self._memory = [(tensor, tensor.data) for tensor in plain]
+
+    def restore(self) -> None:
+        for tensor, data in self._memory:
+            if (tensor.data_ptr(), tensor.shape) != (data.data_ptr(), data.shape):
+                tensor.data = data
+        for held, before in self._dicts:
+            if len(held) != len(before) or any(held.get(name, held) is not value for name, value in before.items()):
+                held.clear()
+                held.update(before)
+
+
 class Kept:
     """Enter it around one replay. `leaves` are the tensors whose gradients it may touch."""
 
@@ -127,6 +148,7 @@ class Kept:
         """Inside, gradients are cleared and the generators stand where the step began; afterwards all is as before."""
         now = capture_random(_find_devices(self._leaves.values()))
         training = [(module, module.training) for module in self._modules]
+        members = [_Members(module) for module in self._modules]
         leaves = [_Leaf.take(leaf) for leaf in self._leaves.values()]
         try:
             if self._random is not None:
@@ -140,6 +162,8 @@ class Kept:
             for module, flag in training:
                 module.training = flag
             self.storages.restore()
+            for one in members:
+                one.restore()
             for leaf in leaves:
                 leaf.restore()
             restore_random(now)

@@ -21,14 +21,14 @@ class Kind:
     """Training on is pointless when it cannot be healed."""
     needs_proof: bool = False
     """An action on it waits for the paired test."""
+    is_spike: bool = False
+    """It speaks of one step that stands out, which is the batch's doing unless the paired test shows otherwise."""
 
 
 _ABOUT_STEP = ("nonfinite_loss", "nonfinite_gradient")
 _FATAL = ("nonfinite_parameter", "nonfinite_buffer")
-_NEEDS_PROOF = (
-    *("loss_spike", "exploding_gradient"),  # one step, which is tested at once
-    *("loss_explosion", "unrecovered_loss", "divergence", "rate_too_high", "rising_norm"),
-)
+_SPIKES = ("loss_spike", "exploding_gradient")
+_NEEDS_PROOF = (*("loss_explosion", "unrecovered_loss", "divergence", "rate_too_high", "rising_norm"),)
 _REPORTED = (
     *("nonfinite_input", "nonfinite_validation", "nonfinite_epoch"),
     *("loss_plateau", "zero_loss", "replaced_loss", "overfitting", "instability_forecast"),
@@ -44,6 +44,7 @@ _REPORTED = (
 KINDS: dict[str, Kind] = {
     **{name: Kind(name=name, about_step=True) for name in _ABOUT_STEP},
     **{name: Kind(name=name, fatal=True) for name in _FATAL},
+    **{name: Kind(name=name, needs_proof=True, is_spike=True) for name in _SPIKES},
     **{name: Kind(name=name, needs_proof=True) for name in _NEEDS_PROOF},
     **{name: Kind(name=name) for name in _REPORTED},
 }

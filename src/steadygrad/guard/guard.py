@@ -495,6 +495,8 @@ class Guard:
     # --- small things -------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
+        if self._closed and self._leaving.exit_code is not None:
+            raise SystemExit(self._leaving.exit_code)
         if self._closed:
             raise UsageError("this guard is closed. Make a new one to go on training.")
 

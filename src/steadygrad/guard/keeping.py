@@ -18,7 +18,7 @@ from steadygrad.checkpoint.save import Save
 from steadygrad.errors import UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.guard.arrivals import Arrivals
-from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.parts import Moment, Parts, foresee_unsaved
 from steadygrad.guard.run_start import RunStart
 
 
@@ -28,6 +28,7 @@ class Keeper:
     def __init__(self, parts: Parts, moment: Moment, arrivals: Arrivals) -> None:
         self._parts, self._moment, self._arrivals = parts, moment, arrivals
         self._is_due = False
+        self._has_foreseen = False
         self._joint: tuple[set[tuple[int, int, int]], Save | None] | None = None
         """Which moment was saved together with other guards, and this one's save."""
         if parts.folder is not None:
@@ -125,6 +126,7 @@ class Keeper:
 
     def save_if_due(self, *, ends_round: bool) -> None:
         """A save every so many steps; guards that step in turn save when all have made theirs."""
+        self._foresee_unsaved()
         self._is_due |= self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining
         company = self._find_company()
         if (ends_round or not company) and any(keeper._is_due for keeper in (self, *company)):
@@ -132,6 +134,14 @@ class Keeper:
             for keeper in (self, *company):
                 keeper._is_due = False
         self.tell_unsaved()
+
+    def _foresee_unsaved(self) -> None:
+        """Optimizers make their state in their first step: by now it is known whether it can be saved."""
+        if self._has_foreseen or self._parts.off or not any(optimizer.state for optimizer in self._parts.optimizers):
+            return
+        self._has_foreseen = True
+        for finding in foresee_unsaved(self._parts, self._moment.next_step - 1):
+            self._parts.judgement.note(finding)
 
     def tell_unsaved(self) -> None:
         """Note what could not be saved since this was last asked."""

@@ -33,6 +33,8 @@ class _Rounds:
         self.members: list[weakref.ref[Leaving]] = []
         self._last: weakref.ref[Leaving] | None = None
         self._closers: weakref.WeakSet[Leaving] = weakref.WeakSet()
+        self.is_leaving = False
+        """Whether the last save is under way; a reminder that comes meanwhile asks for nothing new."""
 
     def join(self, member: Leaving) -> None:
         self.members = [one for one in self.members if one() is not None]
@@ -100,6 +102,8 @@ class Leaving:
         self._has_batch = self._has_joined = False
         self.is_torn = False
         """Whether an optimizer's step has begun and not ended: weights may be half changed, and are not saved."""
+        self.exit_code: int | None = None
+        """What the process was to end with; a program that went on all the same is told again at its next step."""
 
     # --- where a signal is answered ---------------------------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class Leaving:
             self._parts.checkpoints.listen()
             _rounds.join(self)
             self._has_joined = True
+        self.watch.expect_workers()
         _rounds.note_begin(self)
         self._began = time.monotonic()
         if self.watch.received is None or self._parts.ranks.many:
@@ -178,16 +183,26 @@ class Leaving:
         """Save all guards of the process, close them, and end it; not while one of them is in the middle of a step."""
         received = self.watch.received or signal.SIGTERM
         members = [one for one in _rounds.list_members() if one._parts.checkpoints.is_listening] or [self]
-        if any(member.watch.is_busy or member.is_torn for member in members):
+        if _rounds.is_leaving or any(member.watch.is_busy or member.is_torn for member in members):
             return
+        _rounds.is_leaving = True
+        try:
+            code = self._save_and_close(members, received)
+        finally:
+            _rounds.is_leaving = False
+        raise SystemExit(code) from error
+
+    @staticmethod
+    def _save_and_close(members: list[Leaving], received: signal.Signals) -> int:
         saves = [member._save() for member in members]  # those of one directory at one moment, under one token
         code = EXIT_CODE if all(save is not None and save.wait() is not None for save in saves) else 128 + received
         for member in members:
+            member.exit_code = code
             close = member._close()
             if close is not None:
                 with contextlib.suppress(TrainingHalted):
                     close()
-        raise SystemExit(code) from error
+        return code
 
     def _leave_between(self) -> None:
         """The same, from between two instructions of the program."""

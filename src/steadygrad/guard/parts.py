@@ -46,7 +46,7 @@ from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.origin import OwnGradients
 from steadygrad.measure.ranks import find_ranks
 from steadygrad.measure.stale import StaleWatch, UsedMark
-from steadygrad.measure.subjects import find_subjects
+from steadygrad.measure.subjects import find_subjects, find_wrappers
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.prove import Prover
 from steadygrad.prove.comparison import Comparison, Rehearse
@@ -119,7 +119,10 @@ class Parts:
         self.clipper = None if config.clip is None else build_clipper(config.clip)
         self.transfer = Transfer(slots=6)
         self.user_scaler, self.scaler = scaler, ScalerDriver(scaler, self.optimizers)
-        self.buffers = BufferKeeper(nn.Module() if self.off else self.model, watch=not self.off)
+        if self.off:
+            self.buffers = BufferKeeper(nn.Module())
+        else:
+            self.buffers = BufferKeeper(self.model, watch=True, wrappers=find_wrappers(model))
         self.other_gradients = OtherGradients(self.model, self.optimizers, watch=not self.off)
         self.rates = Rates(self.optimizers)
         self._watch_parameters()
@@ -307,17 +310,25 @@ def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:
 def foresee_uncopied(parts: Parts) -> list[Finding]:
     """A warning before the first step, when something cannot be copied and neither rollback nor resume will know it."""
     left_out = find_uncopied(parts.model, parts.optimizers, parts.stateful)
-    if not left_out:
-        return []
-    return [
-        Finding(
-            kind="uncopied_state",
-            severity=Severity.WARNING,
-            step=0,
-            message=f"left out of snapshots and checkpoints, because it cannot be copied: {', '.join(left_out)}",
-            advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
-        )
-    ]
+    found = [report_left_out(0, "snapshots and checkpoints, because it cannot be copied", left_out)] if left_out else []
+    return [*found, *foresee_unsaved(parts, 0)]
+
+
+def foresee_unsaved(parts: Parts, step: int) -> list[Finding]:
+    """The same for what has no plain form, so that checkpoints lack it."""
+    left_out = parts.checkpoints.find_left_out()
+    return [report_left_out(step, "checkpoints", left_out)] if left_out else []
+
+
+def report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
+    """Some state will not be put back."""
+    return Finding(
+        kind="uncopied_state",
+        severity=Severity.WARNING,
+        step=step,
+        message=f"left out of {where}: {', '.join(what)}",
+        advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
+    )
 
 
 def _check_given(config: Any, scaler: Any, run_dir: Any) -> None:

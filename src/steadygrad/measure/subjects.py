@@ -5,7 +5,7 @@ Looked at once, when a Guard is made. Engines that own backward and step themsel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,13 +90,23 @@ def find_subjects(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch.compile, DistributedDataParallel and DataParallel."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    *_, inner = _walk_in(model)
+    return inner
+
+
+def find_wrappers(model: nn.Module) -> list[nn.Module]:
+    """What `unwrap` opens, the outermost first."""
+    *wrappers, _ = _walk_in(model)
+    return wrappers
+
+
+def _walk_in(model: nn.Module) -> Iterator[nn.Module]:
+    yield model
+    inner = getattr(model, "_orig_mod", None)
+    if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = model.module
+    if isinstance(inner, nn.Module):
+        yield from _walk_in(inner)
 
 
 def _refuse_engines(thing: object) -> None:

@@ -35,8 +35,6 @@ from steadygrad.prove.reference import References
 from steadygrad.prove.rule import find_excess
 from steadygrad.prove.words import report_answer, report_spike
 
-SPIKES = ("loss_spike", "exploding_gradient")
-"""Findings about one step, which are tested at once on its own batch."""
 NUM_FIRST = 16
 """Losses of the run whose median is where it began."""
 MAX_ROUNDS = 4
@@ -358,11 +356,11 @@ class Prover:
 
 def _is_suspicion(finding: Finding) -> bool:
     needs = find_kind(finding.kind).needs_proof and finding.severity is not Severity.INFO
-    return needs and finding.kind not in SPIKES and "proof" not in finding.evidence
+    return needs and not find_kind(finding.kind).is_spike and "proof" not in finding.evidence
 
 
 def _is_spike(finding: Finding) -> bool:
-    return finding.kind in SPIKES and finding.severity is not Severity.INFO
+    return find_kind(finding.kind).is_spike and finding.severity is not Severity.INFO
 
 
 def _suspect_lasting(spike: Finding) -> Finding:

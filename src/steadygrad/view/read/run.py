@@ -235,15 +235,20 @@ def list_parts(path: Path) -> list[Path]:
 
 def find_runs(root: Path, *, max_depth: int = 3) -> list[Path]:
     """The run directories in `root`, itself included; links to folders are not followed."""
-    if is_run(root):
-        return [root]
+    return [part for parts in find_trainings(root, max_depth=max_depth) for part in parts]
+
+
+def find_trainings(root: Path, *, max_depth: int = 3) -> list[list[Path]]:
+    """The same, each with those of further guards or optimizers of its training, the generator's of a GAN."""
+    if is_run(root) or any(map(is_run, find_parts(root))):
+        return [list_parts(root)]
     if max_depth == 0:
         return []
     try:
         folders = sorted(one for one in root.iterdir() if one.is_dir() and not one.is_symlink())
     except OSError:
         return []
-    return [run for folder in folders for run in find_runs(folder, max_depth=max_depth - 1)]
+    return [parts for folder in folders for parts in find_trainings(folder, max_depth=max_depth - 1)]
 
 
 def _take_norms(table: list[Any]) -> list[float]:

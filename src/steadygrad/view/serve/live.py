@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from steadygrad.record.encode import to_json
-from steadygrad.view.read.run import RunReader, find_runs, is_run
+from steadygrad.view.read.run import RunReader, find_trainings, is_run
 from steadygrad.view.read.tail import as_number
 from steadygrad.view.render.charts import describe_charts
 from steadygrad.view.render.parts import render_parts
@@ -79,9 +79,10 @@ class LiveRuns:
         return run
 
     def list(self) -> list[RunGlance]:
-        """Every run, the one written last first."""
-        found = [glance_at(path, self.root) for path in find_runs(self.root)]
-        return sorted(found, key=lambda one: -(one.written or 0.0))
+        """Every run, the one written last first; the guards of one training stay together."""
+        found = [[glance_at(path, self.root) for path in parts] for parts in find_trainings(self.root)]
+        found.sort(key=lambda parts: -max(one.written or 0.0 for one in parts))
+        return [one for parts in found for one in parts]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,36 @@
+"""A step's findings -> whether they speak for the weights or against them.
+
+Checkpoints and snapshots become good by steps that speak for them, and suspect by one that speaks against them. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from steadygrad.facts import Answer, Finding, Reading, Severity
+from steadygrad.facts.kinds import KINDS, find_kind
+
+
+def tell_health(reading: Reading, findings: Sequence[Finding]) -> bool | None:
+    """Whether a step speaks for the weights it began with (True), against them (False), or for nothing (None).
+
+    Most warnings are about the program: a layer without gradient, labels
+    that are all masked, a long clip. They would be the same with any earlier weights, so they count for nothing here.
+    A spike that no test has laid to the weights is as likely the batch's.
+    """
+    if reading.is_nonfinite:
+        return False
+    notable = [finding for finding in findings if finding.severity is not Severity.INFO]
+    if any(map(_accuses_weights, notable)):
+        return False
+    return None if any(find_kind(finding.kind).is_spike for finding in notable) else True
+
+
+def _accuses_weights(finding: Finding) -> bool:
+    """A rule of the user's own does so from `error` on."""
+    kind = KINDS.get(finding.kind)
+    if kind is None:
+        return finding.severity in (Severity.ERROR, Severity.CRITICAL)
+    if kind.is_spike:
+        return finding.evidence.get("proof") == Answer.DAMAGED.value
+    return kind.fatal or kind.needs_proof
