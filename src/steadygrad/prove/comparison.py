@@ -1,6 +1,6 @@
 """Comparison: a reference and some batches -> a Proof. Says "unknown" where it cannot tell, and never raises.
 
-Two batches acquit at once when the present weights are not clearly worse on both; only what looks like harm is
+Two batches acquit at once when the present weights are clearly worse on neither; only what looks like harm is
 measured on all of them, and only then are the initial weights asked what had been learnt.
 """
 
@@ -132,7 +132,7 @@ class Comparison:
         now = test.measure(steps[:NUM_QUICK])
         with test.under(reference):
             then = test.measure(steps[:NUM_QUICK])
-            if not is_worse(now, then, ratio=ratio):
+            if not any(is_worse([a], [b], ratio=ratio) for a, b in zip(now, then)):
                 return now, then, None, False
             then += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)
         now += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)

@@ -1,0 +1,104 @@
+"""The rules of the paired test, on numbers alone: what counts as harm, and what only looks like it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from steadygrad.config import ProveConfig
+from steadygrad.prove.rule import is_damaged, is_held_back, is_hit, is_rate_too_high, is_worse, is_worse_than_start
+
+CONFIG = ProveConfig()
+LEARNT = [0.3, 0.2, 0.3, 0.4, 0.3, 0.2, 0.3, 0.3]
+FIRST = [3.0] * 8
+
+
+def times(factor: float, losses: list[float] = LEARNT) -> list[float]:
+    return [factor * loss for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "answer"),
+    [
+        (times(2.5), LEARNT, True),
+        (times(1.9), LEARNT, False),
+        ([0.1, *times(9)[1:]], LEARNT, True),  # one of eight is right by chance
+        ([0.1, 0.1, *times(9)[2:]], LEARNT, False),
+        ([0.0, 2.0], [0.1, 0.1], False),  # of two, none may dissent
+        ([math.nan] * 8, LEARNT, True),
+        (times(9), [math.nan] * 8, False),
+        ([-1.0] * 8, [-2.0] * 8, True),  # negative: a ratio says nothing
+        ([-2.0] * 8, [-1.0] * 8, False),
+        ([], [], False),
+    ],
+)
+def test_worse_is_twice_as_bad_on_every_batch_but_one_in_eight(
+    now: list[float], then: list[float], answer: bool
+) -> None:
+    assert is_worse(now, then, ratio=2.0) is answer
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "first", "answer"),
+    [
+        (times(5), LEARNT, FIRST, True),
+        (times(2.2), LEARNT, FIRST, False),  # twice as bad, and an eighth of what was learnt
+        (
+            times(1e3, [1e-9] * 8),
+            [1e-9] * 8,
+            FIRST,
+            False,
+        ),  # memorised data jump about, far below anything that matters
+        (times(5), LEARNT, [math.nan], True),  # the start is not known: the ratio must do
+        ([4.0] * 8, [3.5] * 8, FIRST, False),  # new data: earlier weights are worse than the initial ones
+        ([7.5] * 8, [3.5] * 8, FIRST, True),  # ... and the present ones twice as bad as having learnt nothing
+    ],
+)
+def test_damage_gives_back_a_real_share_of_what_was_learnt(
+    now: list[float], then: list[float], first: list[float], answer: bool
+) -> None:
+    assert is_damaged(now, then, first, config=CONFIG) is answer
+
+
+def test_a_hit_is_larger_on_its_one_batch_and_notable_beside_what_was_learnt() -> None:
+    assert is_hit([1.0], [0.2], 3.0, config=CONFIG)
+    assert not is_hit([0.7], [0.2], 3.0, config=CONFIG)
+    assert not is_hit([1e-5], [1e-14], 3.0, config=CONFIG)
+
+
+def test_worse_than_the_start_needs_an_excess() -> None:
+    assert is_worse_than_start([3.7] * 8, FIRST, config=CONFIG)
+    assert not is_worse_than_start([3.5] * 8, FIRST, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("now", "fresh", "answer"),
+    [
+        ([2.4] * 16, [0.9] * 16, True),
+        ([0.01, *[2.4] * 15], [0.9] * 16, True),
+        ([1.0] * 16, [0.8] * 16, False),  # ahead, and not worth going back for
+        ([0.8] * 16, [1.0] * 16, False),
+        ([-1.0] * 16, [-5.0] * 16, False),
+        ([2.4] * 16, [math.nan] * 16, False),
+    ],
+)
+def test_a_second_try_must_be_far_ahead(now: list[float], fresh: list[float], answer: bool) -> None:
+    assert is_held_back(now, fresh, config=CONFIG) is answer
+
+
+@pytest.mark.parametrize(
+    ("now", "lower", "first", "answer"),
+    [
+        ([2.9] * 16, [1.5] * 16, 3.0, True),
+        ([2.9] * 16, [2.8] * 16, 3.0, False),
+        ([0.8] * 16, [0.4] * 16, 3.0, False),  # it came down by itself
+        ([math.inf] * 16, [1.5] * 16, 3.0, True),
+        ([2.9] * 16, [math.nan] * 16, 3.0, False),
+        ([2.9] * 8 + [1.0] * 8, [1.5] * 16, 3.0, False),
+    ],
+)
+def test_a_lower_rate_must_be_ahead_of_a_run_that_learns_nothing(
+    now: list[float], lower: list[float], first: float, answer: bool
+) -> None:
+    assert is_rate_too_high(now, lower, first, config=CONFIG) is answer
