@@ -328,7 +328,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
     "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
     "Rescue": ("rescue.py", {"rescue": render_rescue}),
-    "Damage that stays finite": ("damage.py", {"damage": render_damage}),
+    "Damage that stays finite": ("finite_damage.py", {"finite_damage": render_damage}),
     "Healthy trainings, left alone": ("harm.py", {"harm": render_harm}),
     "What a proof costs": ("proof.py", {"proof_cuda": render_proof, "proof_cpu": render_proof}),
     "Learning rates that train": (

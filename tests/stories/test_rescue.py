@@ -150,7 +150,7 @@ def test_a_learning_rate_far_beyond_that_halts_with_the_story_when_nothing_can_s
     assert not guarded.died
     assert {f.kind for i in guarded.halted.incidents for f in i.findings} >= story.finds
     assert {i.outcome.action for i in guarded.halted.incidents} - {Action.NONE, Action.CLIP} == story.does
-    assert "the budget of 2 x rollback in 1000 steps is spent" in str(guarded.halted)
+    assert "the last 2 rollbacks have not helped for 100 steps" in str(guarded.halted)
 
 
 def test_an_rnn_that_starts_unstable_is_named_and_clipping_brings_it_home() -> None:
@@ -170,7 +170,7 @@ def test_an_rnn_that_starts_unstable_is_named_and_clipping_brings_it_home() -> N
 # --- damage that stays finite -----------------------------------------------------------------------------------------
 
 DAMAGE = {story.name: story for change in (False, True) for story in make_damage_stories(with_data_change=change)}
-# One for each way in which harm is found; benchmarks/rescue.py tells them all.
+# One for each way in which harm is found; benchmarks/finite_damage.py tells them all.
 FOUND_BY = {
     "rate x 30 for 40 steps, AdamW": "the second look, once the rate is back",
     "embedding rows permuted": "a spike that hurt the weights, and they stay hurt",

@@ -251,7 +251,7 @@ def test_the_third_rollback_halts_with_the_whole_story() -> None:
     for part in (
         "the loss is NaN",
         "10 non-finite steps in a row",
-        "the budget of 2 x rollback in 1000 steps is spent",
+        "the last 2 rollbacks have not helped for 100 steps",
     ):
         assert part in str(halted.value)
     assert all(p.isfinite().all() for p in subject.model.parameters())

@@ -82,6 +82,13 @@ def test_rollbacks_that_lie_far_apart_do_not_halt() -> None:
         assert actions(bad_steps(judge, range(start, start + 10)))[-1] is Action.ROLLBACK
 
 
+def test_rollbacks_that_helped_are_no_reason_to_give_up() -> None:
+    judge = Judge()
+
+    for start in range(0, 2000, 120):
+        assert actions(bad_steps(judge, range(start, start + 10)))[-1] is Action.ROLLBACK
+
+
 def test_a_good_step_ends_the_stretch() -> None:
     verdicts = bad_steps(Judge(), [1, 2, 4, 5, 7, 8])
 
@@ -367,7 +374,7 @@ def test_a_rate_that_is_still_too_high_is_lowered_again_and_then_only_reported()
     verdicts = [judge.decide(proven("rate_too_high", 10 * i), reading=reading(10 * i)) for i in range(3)]
     assert actions(verdicts) == [Action.ROLLBACK, Action.ROLLBACK, Action.NONE]
     assert [v.factor for v in verdicts[:2]] == [0.05, 0.05]
-    assert "the budget of 2 x rollback in 1000 steps is spent" in verdicts[2].reason
+    assert "but there were 2 rollbacks in 1000 steps" in verdicts[2].reason
 
 
 def test_a_policy_that_changes_no_hyperparameter_does_not_begin_anew() -> None:

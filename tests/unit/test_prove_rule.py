@@ -49,7 +49,7 @@ def test_worse_is_twice_as_bad_on_every_batch_but_one_in_eight(
             [1e-9] * 8,
             FIRST,
             False,
-        ),  # memorised data jump about, far below anything that matters
+        ),  # memorised data jump about
         (times(5), LEARNT, [math.nan], True),  # the start is not known: the ratio must do
         ([4.0] * 8, [3.5] * 8, FIRST, False),  # new data: earlier weights are worse than the initial ones
         ([7.5] * 8, [3.5] * 8, FIRST, True),  # ... and the present ones twice as bad as having learnt nothing

@@ -55,7 +55,7 @@ class Policy:
     clip_factor: float = 0.5
     """What the threshold of FixedNorm is multiplied by where an answer of yours is `tighten_clip`."""
     rollbacks_to_halt: int = 3
-    """The rollback in `budget_steps` that halts instead."""
+    """The rollback that halts instead, when none of those before it helped for 100 steps."""
     max_lr_changes: int = 3
     """Changes of the learning rate in `budget_steps`; a rollback takes the place of a further one."""
     max_weight_decay_changes: int = 3

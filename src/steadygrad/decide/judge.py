@@ -21,6 +21,9 @@ from steadygrad.facts.kinds import find_kind
 HYPERPARAMETERS = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY, Action.TIGHTEN_CLIP)
 """Actions that change a hyperparameter, and have a cool-down: their effect takes a while to show."""
 
+HELPED = 100
+"""Steps of training after which a rollback has helped: what comes then is another trouble, and no reason to give up."""
+
 
 class Judge:
     """Decides what is done about findings, and knows what was done before."""
@@ -76,10 +79,11 @@ class Judge:
 
         A budget that is spent ends in a report, never in a halt: the numbers are finite, and a person can decide.
         """
-        if self._is_spent(Action.ROLLBACK):
-            spent = f"the budget of {self._budgets[Action.ROLLBACK]} x rollback in {self._policy.budget_steps} steps"
-            return Verdict(action=reflex.action, reason=f"{why}, but {spent} is spent")
-        again = bool(self._taken[Action.ROLLBACK.value]) and self._policy.change_hyperparameters
+        taken = self._list_recent(Action.ROLLBACK)
+        if len(taken) >= self._budgets[Action.ROLLBACK]:
+            reason = f"{why}, but there were {len(taken)} rollbacks in {self._policy.budget_steps} steps"
+            return Verdict(action=reflex.action, reason=reason)
+        again = bool(taken) and self._policy.change_hyperparameters
         verdict = self._climb(ladder, reflex, why, advised)
         if (
             verdict.action is not Action.ROLLBACK
@@ -145,8 +149,7 @@ class Judge:
         if changes and not self._policy.change_hyperparameters:
             return "the policy changes no hyperparameters"
         if self._is_spent(rung.action):
-            count, name = self._budgets[rung.action], rung.action.value
-            return f"the budget of {count} x {name} in {self._policy.budget_steps} steps is spent"
+            return self._describe_budget(rung.action)
         if self._is_cooling(rung.action):
             return f"the last {rung.action.value} is less than {self._policy.cooldown_steps} steps ago"
         return ""
@@ -154,9 +157,29 @@ class Judge:
     def _is_spent(self, action: Action) -> bool:
         if action not in self._budgets:
             return False
+        recent = self._list_recent(action)
+        num = self._count_vain(recent) if action is Action.ROLLBACK else len(recent)
+        return num >= self._budgets[action]
+
+    def _list_recent(self, action: Action) -> list[int]:
         recent = [step for step in self._taken[action.value] if self._now - step < self._policy.budget_steps]
         self._taken[action.value] = recent
-        return len(recent) >= self._budgets[action]
+        return recent
+
+    def _describe_budget(self, action: Action) -> str:
+        count = self._budgets[action]
+        if action is Action.ROLLBACK:
+            return f"the last {count} rollbacks have not helped for {HELPED} steps"
+        return f"the budget of {count} x {action.value} in {self._policy.budget_steps} steps is spent"
+
+    def _count_vain(self, rollbacks: list[int]) -> int:
+        """The last ones that did not help."""
+        num, later = 0, self._now
+        for step in reversed(rollbacks):
+            if later - step >= HELPED:
+                break
+            num, later = num + 1, step
+        return num
 
     def _is_cooling(self, action: Action) -> bool:
         steps = self._taken.get(action.value)

@@ -4,7 +4,7 @@ Thirteen stories of tests/stories/damage.py, and the same with other data from t
 Each unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on one with every default, which acts
 on proof. A cell shows the held-out loss relative to the clean run's of the same seed, in the middle and the worst of
 the seeds, and the steps lost. Below: the rules that acted, in how many runs.
-Run `python benchmarks/damage.py`, with `--quick` for three stories and one seed; writes results/damage.json.
+Run `python benchmarks/finite_damage.py`, with `--quick` for three stories and one seed; writes results/finite_damage.json.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rescue import SEEDS, count_lost, show
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "stories"))
 
+from damage import make_damage_stories
 from trainings import Run, Story, train_plain
 
-from damage import make_damage_stories
 from steadygrad import Action, GuardConfig
 from steadygrad.config import Policy
 
@@ -81,7 +81,7 @@ def main() -> None:
             for way in COLUMNS:
                 cells[way].append(measure(way, seeded, clean[key]))
         print(f"{story.name:<44}" + "".join(f"{show(cells[way]):>30}" for way in COLUMNS), flush=True)
-    print("written:", write_results("damage", {"stories": told}, quick=quick))
+    print("written:", write_results("finite_damage", {"stories": told}, quick=quick))
 
 
 if __name__ == "__main__":
