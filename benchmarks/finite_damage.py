@@ -4,7 +4,7 @@ Thirteen stories of tests/stories/damage.py, and the same with other data from t
 Each unguarded, on a Guard that acts at the first symptom (`Policy.eager()`), and on one with every default, which acts
 on proof. A cell shows the held-out loss relative to the clean run's of the same seed, in the middle and the worst of
 the seeds, and the steps lost. Below: the rules that acted, in how many runs.
-Run `python benchmarks/finite_damage.py`, with `--quick` for three stories and one seed; writes results/finite_damage.json.
+Run `python benchmarks/finite_damage.py`, with `--quick` for three stories and one seed.
 """
 
 from __future__ import annotations
