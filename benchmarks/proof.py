@@ -26,6 +26,7 @@ from steadygrad import Guard
 from steadygrad.prove.comparison import Comparison
 
 WHAT = {"compare_batch": "one batch", "compare": "the weights", "compare_fresh": "40 steps again"}
+WARM_UP = 50
 STORIES = ("nothing happens", "other data", "rate x 300 for a while")
 
 
@@ -114,7 +115,7 @@ def run(story: str, device: str, *, quick: bool) -> dict[str, Any]:
     with watch.running():
         for step in range(num_steps):
             raised = story == "rate x 300 for a while" and at <= step < at + 12
-            optimizer.param_groups[0]["lr"] = rate * (300 if raised else 1)
+            optimizer.param_groups[0]["lr"] = rate * (300 if raised else min(1.0, (step + 1) / WARM_UP))
             ids = make_batch(step, story, at, (batch, context, SHAPES[name][2]), device)
             watch._synchronise()
             start = time.perf_counter()
