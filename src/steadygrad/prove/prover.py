@@ -149,7 +149,7 @@ class Prover:
         for finding in findings:
             if finding.kind in self._exempt or not _is_suspicion(finding):
                 kept.append(finding)
-            elif finding.step <= self._answered_at and step <= self._answered_at + SAME_EVENT:
+            elif finding.step <= self._answered_at and self._is_answered(step):
                 continue  # another rule about what was tested
             elif self._case is None:
                 self._open(finding, step)
@@ -171,6 +171,10 @@ class Prover:
     def _open(self, finding: Finding, step: int, *, is_reported: bool = False) -> None:
         self._case = Case(finding, self._hold(), begins_at=step + 1, is_reported=is_reported)
         self._snapshots.is_held = True
+
+    def _is_answered(self, step: int) -> bool:
+        """Whether the last answer is still about what happens now."""
+        return 0 <= self._answered_at and step <= self._answered_at + SAME_EVENT
 
     def _take_up(self, step: int) -> None:
         """What was put off is tested once the rate is back; what can no longer be compared with is forgotten."""
@@ -208,7 +212,8 @@ class Prover:
     def _note(self, reading: Reading, captures: Sequence[Capture]) -> None:
         """First and recent losses; and the first batches, as long as the rate may turn out to be too high."""
         usable = not reading.skipped and reading.loss is not None and math.isfinite(reading.loss)
-        if usable and self._case is None:
+        is_quiet = self._case is None and self._put_off is None and not self._is_answered(reading.step)
+        if usable and is_quiet:
             self._recent.append(float(reading.loss or 0.0))
         if usable and len(self._memory.first_losses) < NUM_FIRST:
             self._memory.first_losses.append(float(reading.loss or 0.0))
@@ -254,7 +259,7 @@ class Prover:
         usual = statistics.median(self._recent) if self._recent else math.nan
         is_new = proof.mean_then > (self._config.ratio * usual if usual > 0 else usual)  # data, or an objective
         may_spend = self._may_spend(proof.step, self._config.rate_steps + self._allowance(proof.step) / 2)
-        if not (is_new and may_spend) or case.previous is not None:
+        if not (is_new and may_spend):
             return None
         return self._references.find_fair(case.trouble)
 

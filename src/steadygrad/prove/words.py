@@ -29,10 +29,11 @@ def report_answer(finding: Finding, proof: Proof, *, lr_factor: float | None = N
             evidence=evidence,
         )
     # Without a remedy the program itself keeps the question open (a policy that draws its data, weights that it edits):
-    # its loss says little, and a warning would come in every such run.
+    # its loss says little, and a warning would come in every such run. What was a warning says too little by itself.
+    is_grave = finding.severity.rank > Severity.WARNING.rank
     return dataclasses.replace(
         finding,
-        severity=Severity.WARNING if proof.remedy else Severity.INFO,
+        severity=Severity.WARNING if proof.remedy and is_grave else Severity.INFO,
         message=message,
         advice=f"{finding.advice} {proof.remedy}".strip(),
         evidence=evidence,
