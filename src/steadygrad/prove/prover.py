@@ -174,7 +174,7 @@ class Prover:
 
     def _is_answered(self, step: int) -> bool:
         """Whether the last answer is still about what happens now."""
-        return 0 <= self._answered_at and step <= self._answered_at + SAME_EVENT
+        return self._answered_at >= 0 and step <= self._answered_at + SAME_EVENT
 
     def _take_up(self, step: int) -> None:
         """What was put off is tested once the rate is back; what can no longer be compared with is forgotten."""
