@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -11,7 +12,8 @@ from listening import QUIET, last_of, sgd
 from torch import Tensor, nn
 from training import assert_same, loss_of, make_batches, make_model, snapshot
 
-from steadygrad import Action, DetectConfig, Guard, GuardConfig, NonFiniteError, Policy, Severity
+from steadygrad import Action, DetectConfig, Guard, GuardConfig, NonFiniteError, Policy, Severity, SnapshotConfig
+from steadygrad.config import DiagnoseConfig
 from steadygrad.testing import corrupt_weight, poison_batches, poison_gradient
 
 
@@ -195,3 +197,34 @@ def test_raise_does_not_claim_untouched_weights_after_a_rollback() -> None:
         not torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before.values(), snapshot(model).values())
     )
     assert not (touched and "no weight was touched" in str(caught.value))
+
+
+def test_a_healthy_step_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    guard = Guard(model, torch.optim.AdamW(model.parameters(), 1e-3))
+
+    def count_after(num_steps: int) -> int:
+        for _ in range(num_steps):
+            guard.step(lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean(), torch.randn(16, 8))
+        guard.flush()
+        gc.collect()
+        return len(gc.get_objects()) - len(guard.findings)
+
+    before = count_after(300)
+    assert count_after(300) - before < 30  # less than one object in ten steps
+
+
+def test_troubles_that_a_rollback_cured_never_add_up_to_a_halt() -> None:
+    """Twelve bad steps in a row every 150: each time the run goes back, trains on, and is well."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    config = GuardConfig(snapshots=SnapshotConfig(good_after=5), diagnose=DiagnoseConfig(enabled=False))
+    guard = Guard(model, torch.optim.SGD(model.parameters(), 0.01), config=config)
+    for step in range(900):
+        factor = math.nan if step % 150 >= 138 else 1.0
+        x = torch.randn(8, 8)
+        guard.step(lambda x, f: (model(x) - x.sum(1, keepdim=True)).square().mean() * f, x, factor)
+    guard.flush()
+
+    assert guard.stats()["num_rollbacks"] == 6
