@@ -8,7 +8,7 @@ from typing import Any
 from steadygrad.recipes.seo.config import UltraOptimizedConfig
 from steadygrad.recipes.seo.data import SEOData, split_data
 from steadygrad.recipes.seo.program import build_model
-from steadygrad.recipes.seo.reading import Row
+from steadygrad.recipes.seo.readers import Row
 from steadygrad.recipes.seo.synthetic import make_rows
 from steadygrad.recipes.seo.trainer import UltraOptimizedSEOTrainer
 

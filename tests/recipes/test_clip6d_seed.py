@@ -244,8 +244,8 @@ def test_gradient_checkpointing_is_a_field(tmp_path: Path) -> None:
     losses = []
     for on in (False, True):
         model = dataclasses.replace(TINY, gradient_checkpointing=on)
-        _, keeper = train(make_config(modalities=("image", "en"), max_steps=2, model=model), tmp_path / str(on))
-        losses.append(keeper.metrics["val_loss"])
+        _, saver = train(make_config(modalities=("image", "en"), max_steps=2, model=model), tmp_path / str(on))
+        losses.append(saver.metrics["val_loss"])
     assert losses[0] == losses[1]
 
 

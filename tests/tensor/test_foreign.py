@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from steadygrad.checkpoint.foreign import load_checkpoint, read_tensor
-from steadygrad.checkpoint.reading import read_contents
+from steadygrad.checkpoint.readers.formats import read_contents
 from steadygrad.checkpoint.refusals import CheckpointError, MismatchError, NonFiniteStateError, UnsafePickleError
 from steadygrad.checkpoint.store import CheckpointStore
 

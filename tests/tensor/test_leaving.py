@@ -17,7 +17,7 @@ from torch import nn
 
 from steadygrad import Guard
 from steadygrad.checkpoint import signals
-from steadygrad.checkpoint.shelf import read_infos
+from steadygrad.checkpoint.catalogue import read_infos
 from steadygrad.checkpoint.signals import EXIT_CODE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")

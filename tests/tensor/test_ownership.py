@@ -43,7 +43,7 @@ def roll_back(guard: Guard) -> str:
     actor = guard._parts.actor
     outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=guard.num_steps - 1)
     assert outcome.action is Action.ROLLBACK
-    guard._arrivals.follow_rollback()
+    guard._judging.follow_rollback()
     actor.num_to_refuse = 0
     return outcome.message
 

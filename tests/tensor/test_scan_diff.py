@@ -11,7 +11,7 @@ from checkpoint_files import FORMATS, INF, NAN, make_weights
 from safetensors.torch import save_file
 
 from steadygrad.checkpoint.diff import diff_checkpoints
-from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES
+from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES
 
 
 @pytest.mark.parametrize("first", FORMATS)

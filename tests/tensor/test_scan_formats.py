@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from steadygrad.checkpoint.reading import find_checkpoints
-from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES
+from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES
+from steadygrad.checkpoint.readers.formats import find_checkpoints
 from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.checkpoint.scan import TensorScan, scan_checkpoint
 

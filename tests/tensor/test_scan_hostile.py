@@ -20,7 +20,7 @@ from checkpoint_files import FORMATS, Payload, make_weights, write_distributed, 
 from torch import Tensor
 
 from steadygrad.checkpoint.inert import BrokenPickle, Name, read_pickle
-from steadygrad.checkpoint.reading import read_contents
+from steadygrad.checkpoint.readers.formats import read_contents
 from steadygrad.checkpoint.refusals import CheckpointError, UnsafePickleError
 from steadygrad.checkpoint.scan import scan_checkpoint
 from steadygrad.errors import SteadygradError
@@ -305,7 +305,7 @@ def test_a_circle_of_links_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_linked_into_itself_is_searched_once(tmp_path: Path) -> None:
-    from steadygrad.checkpoint.reading import find_checkpoints
+    from steadygrad.checkpoint.readers.formats import find_checkpoints
 
     (tmp_path / "inner" / "deep").mkdir(parents=True)
     (tmp_path / "inner" / "again").symlink_to(tmp_path)

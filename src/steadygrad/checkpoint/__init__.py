@@ -1,5 +1,6 @@
 """Checkpoints: verified, atomic, safe to read; and a resume that is exact."""
 
+from steadygrad.checkpoint.catalogue import CheckpointInfo
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.refusals import (
     CheckpointError,
@@ -9,7 +10,6 @@ from steadygrad.checkpoint.refusals import (
     UnsafePickleError,
 )
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.shelf import CheckpointInfo
 from steadygrad.checkpoint.store import CheckpointStore
 
 __all__ = [

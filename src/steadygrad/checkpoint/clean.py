@@ -21,9 +21,9 @@ from torch import Tensor
 from steadygrad.checkpoint import manifest
 from steadygrad.checkpoint.clean_archive import fix_checksums
 from steadygrad.checkpoint.clean_convert import SAFETENSORS, write_safetensors
-from steadygrad.checkpoint.reading import find_checkpoints, read_contents
-from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES, ChunkReader, map_tensor, split_view
-from steadygrad.checkpoint.reading_safetensors import looks_like_safetensors
+from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES, ChunkReader, map_tensor, split_view
+from steadygrad.checkpoint.readers.formats import find_checkpoints, read_contents
+from steadygrad.checkpoint.readers.safetensors import looks_like_safetensors
 from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.checkpoint.scan import Progress, scan_contents
 from steadygrad.checkpoint.stored import Contents, StoredTensor

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from steadygrad.checkpoint.finite import replace_nonfinite
-from steadygrad.checkpoint.image import FileImage, fits_image
-from steadygrad.checkpoint.reading_chunks import read_tensor
+from steadygrad.checkpoint.readers.chunks import read_tensor
 from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.checkpoint.staging import StagedFile, fits_safetensors
 from steadygrad.checkpoint.stored import Contents
 
 SAFETENSORS = ".safetensors"
@@ -20,13 +20,13 @@ def write_safetensors(contents: Contents, bad: Collection[str], target: Path, va
     """Write every tensor under its name; those named in `bad` with `value` for each NaN and Inf."""
     tensors: dict[str, torch.Tensor] = {}
     for stored in contents.tensors:
-        if stored.dtype is None or not fits_image(tensor := read_tensor(stored)):
+        if stored.dtype is None or not fits_safetensors(tensor := read_tensor(stored)):
             raise CheckpointError(
                 f"{stored.name} has a dtype that safetensors cannot hold: {stored.kind}. Keep the format."
             )
         tensors[stored.name] = (replace_nonfinite(tensor, value) if stored.name in bad else tensor).contiguous()
-    image = FileImage()
-    image.stage(tensors, {})
+    staged = StagedFile()
+    staged.stage(tensors, {})
     with target.open("wb") as file:
-        for piece in image.pieces():
+        for piece in staged.pieces():
             file.write(piece)

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.reading import read_tensors
-from steadygrad.checkpoint.reading_chunks import map_tensor, split_view
-from steadygrad.checkpoint.reading_threads import ReaderPool, Readers
+from steadygrad.checkpoint.readers.chunks import map_tensor, split_view
+from steadygrad.checkpoint.readers.formats import read_tensors
+from steadygrad.checkpoint.readers.threads import ReaderPool, Readers
 from steadygrad.checkpoint.scan import Progress
 from steadygrad.checkpoint.stored import StoredTensor
 

@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from steadygrad.checkpoint import manifest
 from steadygrad.checkpoint.foreign_names import match_names
-from steadygrad.checkpoint.reading import read_contents
-from steadygrad.checkpoint.reading_chunks import read_tensor
+from steadygrad.checkpoint.readers.chunks import read_tensor
+from steadygrad.checkpoint.readers.formats import read_contents
 from steadygrad.checkpoint.refusals import CheckpointError, MismatchError, NonFiniteStateError
 from steadygrad.checkpoint.scan import is_mask, measure_tensors
 from steadygrad.checkpoint.stored import StoredTensor

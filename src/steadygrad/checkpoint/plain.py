@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.image import fits_image
+from steadygrad.checkpoint.staging import fits_safetensors
 from steadygrad.errors import UnsupportedError
 
 TENSOR, ARRAY = "$tensor", "$array"
@@ -112,7 +112,7 @@ def _pack_key(key: Any, path: str) -> Any:
 
 
 def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
-    if not fits_image(tensor):
+    if not fits_safetensors(tensor):
         return _keep_odd(tensor, path, packed)
     file = MODEL if path.startswith(f"{MODEL}.") else STATE
     name = path.removeprefix(f"{MODEL}.") if file is MODEL else path

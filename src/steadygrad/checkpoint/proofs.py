@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steadygrad.checkpoint.shelf import MARKS, read_marks
+from steadygrad.checkpoint.catalogue import MARKS, read_marks
 from steadygrad.checkpoint.write import replace_file
 
 

@@ -20,6 +20,7 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
 from steadygrad.act.random_state import restore_random
 from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
+from steadygrad.checkpoint.catalogue import CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.finite import count_nonfinite
 from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
@@ -30,7 +31,6 @@ from steadygrad.checkpoint.position import DataPositions
 from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
 from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
-from steadygrad.checkpoint.shelf import CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steadygrad.checkpoint import manifest
-from steadygrad.checkpoint.reading import read_contents
-from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES, ChunkReader
-from steadygrad.checkpoint.reading_threads import ReaderPool
+from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES, ChunkReader
+from steadygrad.checkpoint.readers.formats import read_contents
+from steadygrad.checkpoint.readers.threads import ReaderPool
 from steadygrad.checkpoint.refusals import DamagedCheckpoint
 from steadygrad.checkpoint.scan_duplicates import find_duplicates
 from steadygrad.checkpoint.scan_stats import ChunkMeter, Stats

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES, ChunkReader
+from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES, ChunkReader
 from steadygrad.checkpoint.scan_stats import Stats
 from steadygrad.checkpoint.stored import StoredTensor
 

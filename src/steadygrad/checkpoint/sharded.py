@@ -23,15 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
-from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
-from steadygrad.checkpoint.plain import unpack
-from steadygrad.checkpoint.proofs import Proofs
-from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
-from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
-from steadygrad.checkpoint.shelf import (
+from steadygrad.checkpoint.catalogue import (
     CheckpointInfo,
     describe_origin,
     find_best,
@@ -43,6 +35,14 @@ from steadygrad.checkpoint.shelf import (
     read_info,
     read_infos,
 )
+from steadygrad.checkpoint.finite import count_nonfinite
+from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
+from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
+from steadygrad.checkpoint.plain import unpack
+from steadygrad.checkpoint.proofs import Proofs
+from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
+from steadygrad.checkpoint.save import Save
+from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.checkpoint.split import split_state
 from steadygrad.checkpoint.together import rank_together
 from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers, sync_folder

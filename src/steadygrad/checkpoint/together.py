@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from steadygrad.checkpoint.shelf import CheckpointInfo, read_infos
+from steadygrad.checkpoint.catalogue import CheckpointInfo, read_infos
 from steadygrad.record.run_folder import CHECKPOINTS, find_parts
 
 TOGETHER = "together"

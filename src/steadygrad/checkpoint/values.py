@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from steadygrad.checkpoint.inert import Call, Name
-from steadygrad.checkpoint.reading_chunks import read_tensor
-from steadygrad.checkpoint.reading_pickle import Place, describe_tensor, is_tensor
-from steadygrad.checkpoint.reading_torch import open_pickle, read_torch
+from steadygrad.checkpoint.readers.chunks import read_tensor
+from steadygrad.checkpoint.readers.pickle import Place, describe_tensor, is_tensor
+from steadygrad.checkpoint.readers.torch import open_pickle, read_torch
 from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint
 
 LEFT_OUT: Any = object()

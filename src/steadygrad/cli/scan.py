@@ -79,7 +79,7 @@ def _scan_all(
     console: Console, paths: Sequence[Path], *, quiet: bool, trust: bool
 ) -> tuple[list[CheckpointScan], list[tuple[str, str]]]:
     """What could be scanned, and (path, reason) of what could not; one that is refused does not stop the others."""
-    from steadygrad.checkpoint.reading import find_checkpoints
+    from steadygrad.checkpoint.readers.formats import find_checkpoints
     from steadygrad.errors import SteadygradError
 
     scans, refused = [], []
@@ -100,7 +100,7 @@ def _scan_all(
 
 
 def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> CheckpointScan:
-    from steadygrad.checkpoint.reading import read_contents
+    from steadygrad.checkpoint.readers.formats import read_contents
     from steadygrad.checkpoint.scan import scan_contents
     from steadygrad.checkpoint.trusted import unpickled_copy
 
@@ -113,7 +113,7 @@ def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> Ch
 def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as_json: bool) -> int:
     """Compare, tell, and return the exit code."""
     from steadygrad.checkpoint.diff import diff_checkpoints
-    from steadygrad.checkpoint.reading import read_tensors
+    from steadygrad.checkpoint.readers.formats import read_tensors
 
     with advising():
         total = _sum_bytes(read_tensors(first))

@@ -19,9 +19,9 @@ from typing import TypeVar
 from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.signals import EXIT_CODE, GRACE_SECONDS
 from steadygrad.errors import TrainingHalted
-from steadygrad.guard.arrivals import Arrivals
-from steadygrad.guard.keeping import Keeper
+from steadygrad.guard.judging import Judging
 from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.saving import Saver
 
 T = TypeVar("T")
 
@@ -89,12 +89,12 @@ class Leaving:
         self,
         parts: Parts,
         moment: Moment,
-        arrivals: Arrivals,
-        keeper: Keeper,
+        judging: Judging,
+        saver: Saver,
         close: Callable[[], Callable[[], None] | None],
     ) -> None:
         """`close` gives what closes the guard, as long as there is one."""
-        self._parts, self._moment, self._arrivals, self._keeper, self._close = parts, moment, arrivals, keeper, close
+        self._parts, self._moment, self._judging, self._saver, self._close = parts, moment, judging, saver, close
         self.watch = parts.checkpoints.signals
         mine = weakref.ref(self)  # the list of those who listen must not keep a dropped guard alive
         self.watch.answer = lambda _: None if (leaving := mine()) is None else leaving._leave_between()
@@ -147,7 +147,7 @@ class Leaving:
         _rounds.note_end(self)
         self._step_seconds, self._has_batch = time.monotonic() - self._began, False
         if self._parts.ranks.many:  # a signal reaches ranks at different steps: all stop after the one that told all
-            if self._arrivals.is_asked_to_stop:
+            if self._judging.is_asked_to_stop:
                 self.leave()
         elif self.watch.received is not None and (_rounds.ends_with(self) or self.watch.is_overdue):
             self.leave()
@@ -211,7 +211,7 @@ class Leaving:
 
     def _save(self) -> Save | None:
         with self.watch.busy():
-            return self._keeper.save(is_between=not self._moment.batches.num)
+            return self._saver.save(is_between=not self._moment.batches.num)
 
     def stop(self) -> None:
         """The guard is closed."""

@@ -11,13 +11,13 @@ from steadygrad.config.clip import ClipStrategy
 from steadygrad.errors import UnsupportedError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.shards import is_dtensor
-from steadygrad.measure.subjects import Subjects
+from steadygrad.measure.trained_parameters import TrainedParameters
 
 SHOWN = 5
 """Names in a message; the rest are counted."""
 
 
-def foresee(subjects: Subjects) -> list[Finding]:
+def foresee(trained: TrainedParameters) -> list[Finding]:
     """Findings at step 0: parameters that only one side knows, an epsilon that half precision cannot hold."""
     findings = [
         Finding(
@@ -29,12 +29,12 @@ def foresee(subjects: Subjects) -> list[Finding]:
             evidence={"parameters": list(names[:SHOWN]), "num_parameters": len(names)},
         )
         for what, names in (
-            ("trainable parameters of the model are in no optimizer", subjects.unoptimized),
-            ("parameters of the optimizer are not in the model", subjects.foreign),
+            ("trainable parameters of the model are in no optimizer", trained.unoptimized),
+            ("parameters of the optimizer are not in the model", trained.foreign),
         )
         if names
     ]
-    fragile = _find_underflowing_epsilon(subjects.optimizers)
+    fragile = _find_underflowing_epsilon(trained.optimizers)
     if fragile:
         findings.append(
             Finding(
@@ -48,9 +48,9 @@ def foresee(subjects: Subjects) -> list[Finding]:
     return findings
 
 
-def refuse_shards(subjects: Subjects, clip: ClipStrategy | None) -> None:
+def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None:
     """Raise where gradients lie in shards and clipping would need them whole."""
-    sharded = [name for name, parameter in subjects.named if is_dtensor(parameter)]
+    sharded = [name for name, parameter in trained.named if is_dtensor(parameter)]
     if sharded and isinstance(clip, AdaptiveUnitClip | ClipValue):
         raise UnsupportedError(
             f"{type(clip).__name__} looks into single gradients, and that of {sharded[0]!r} lies in shards on several "

@@ -22,9 +22,9 @@ from steadygrad.recipes.clip6d.captions import tell_left_out
 from steadygrad.recipes.clip6d.config import PRECISIONS, Clip6dConfig
 from steadygrad.recipes.clip6d.data import CaptionLoader, Corpus, read_corpus
 from steadygrad.recipes.clip6d.encoders import count_parameters
-from steadygrad.recipes.clip6d.keeping import RunKeeper
 from steadygrad.recipes.clip6d.module import EnhancedLightningCLIPModule
 from steadygrad.recipes.clip6d.retrieval import RANKS, expect_by_chance, list_pairs
+from steadygrad.recipes.clip6d.saving import RunSaver
 from steadygrad.recipes.clip6d.storing import StoreIO, find_checkpoint
 from steadygrad.recipes.clip6d.synthetic import write_synthetic
 from steadygrad.trainer.progress import Progress
@@ -46,8 +46,8 @@ def _train(config: Clip6dConfig, run_dir: Path, resume: str | None, console: Any
         f"{' + '.join(config.modalities)}: {len(corpus.train)} samples to train, {len(corpus.val)} to validate, "
         f"{count_parameters(module):,} parameters"
     )
-    keeper = fit(module, corpus, config, run_dir=run_dir, resume=resume, console=console)
-    tell_retrieval(keeper.metrics, corpus, config, console)
+    saver = fit(module, corpus, config, run_dir=run_dir, resume=resume, console=console)
+    tell_retrieval(saver.metrics, corpus, config, console)
     return 0
 
 
@@ -102,7 +102,7 @@ def fit(
     run_dir: Path,
     resume: str | None,
     console: Any,
-) -> RunKeeper:
+) -> RunSaver:
     """One fit of Lightning's Trainer, from the start or from a checkpoint."""
     run_dir.mkdir(parents=True, exist_ok=True)
     loader, progress = CaptionLoader(corpus, config), Progress()
@@ -112,12 +112,12 @@ def fit(
         console.say("There is no checkpoint yet: starting anew" if start is None else f"Going on at step {start.step}")
     with CheckpointStore(run_dir / FOLDER, keep_last=config.keep_last) as store, _quiet_lightning():
         io = StoreIO(store)
-        keeper = RunKeeper(
+        saver = RunSaver(
             config, corpus, loader, guards=guards, progress=progress, io=io, run_dir=run_dir, console=console
         )
-        trainer = build_trainer(config, [keeper] if guards is None else [guards, keeper], io, run_dir)
+        trainer = build_trainer(config, [saver] if guards is None else [guards, saver], io, run_dir)
         trainer.fit(module, loader, ckpt_path=None if start is None else start.info.path)
-    return keeper
+    return saver
 
 
 def build_guards(config: Clip6dConfig, run_dir: Path, progress: Progress) -> GuardCallback:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from steadygrad.errors import UsageError
 from steadygrad.recipes.seo.config import UltraOptimizedConfig
 from steadygrad.recipes.seo.features import split_words
-from steadygrad.recipes.seo.reading import Row, list_features, read_rows
+from steadygrad.recipes.seo.readers import Row, list_features, read_rows
 from steadygrad.recipes.seo.synthetic import make_rows
 
 NAMES = "seo.json"

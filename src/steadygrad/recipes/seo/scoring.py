@@ -12,7 +12,7 @@ from steadygrad.recipes.seo.config import UltraOptimizedConfig
 from steadygrad.recipes.seo.data import Names, encode_rows
 from steadygrad.recipes.seo.features import parse_page
 from steadygrad.recipes.seo.model import UltraOptimizedSEOMetricsModule
-from steadygrad.recipes.seo.reading import PAGES, Row
+from steadygrad.recipes.seo.readers import PAGES, Row
 from steadygrad.trainer import load_trained
 
 

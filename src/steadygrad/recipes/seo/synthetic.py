@@ -10,7 +10,7 @@ import json
 import random
 
 from steadygrad.recipes.seo.features import parse_page
-from steadygrad.recipes.seo.reading import Row
+from steadygrad.recipes.seo.readers import Row
 
 METRICS = ("title", "content", "technical", "links", "overall")
 """What a synthetic page is scored for, from 0 to 100."""

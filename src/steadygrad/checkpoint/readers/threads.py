@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from steadygrad.checkpoint.reading_chunks import ChunkReader
+from steadygrad.checkpoint.readers.chunks import ChunkReader
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -25,7 +25,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 MAX_TOLD = 16
-"""Accidents of one kind that are kept."""
+"""Calls of one kind that are kept."""
 ELEMENTWISE = _words(
     "add __radd__ sub subtract __rsub__ rsub mul multiply __rmul__ div divide true_divide __rdiv__ __rtruediv__ "
     "mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss kl_div"
@@ -67,7 +67,7 @@ class _Softmaxed:
         return tensor.shape[dim] == self.size and (self.viewed or dim == self.dim)
 
 
-class Accidents:
+class SuspiciousOps:
     """Is shown each call before and after it is made. `constants` are ids of tensors that are no data (buffers)."""
 
     def __init__(self, constants: Collection[int] = ()) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from steadygrad import Guard
-from steadygrad.measure.stale import NUM_STEPS, StaleWatch
+from steadygrad.measure.uncleared_gradients import NUM_STEPS, UnclearedGradientsWatch
 
 Clear = Callable[[torch.optim.Optimizer], None]
 
@@ -65,7 +65,7 @@ def test_the_hooks_are_gone_after_the_first_steps() -> None:
 def test_a_new_gradient_that_was_given_the_id_of_a_cleared_one_is_not_taken_for_it() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
-    watch = StaleWatch([("weight", parameter)])
+    watch = UnclearedGradientsWatch([("weight", parameter)])
     watch.after_step()
     freed = id(parameter.grad)
     parameter.grad = None

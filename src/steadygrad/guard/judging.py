@@ -1,4 +1,4 @@
-"""Arrivals: the numbers of a step that are on the host -> judgement, and what follows from it.
+"""Judging: the numbers of a step that are on the host -> judgement, and what follows from it.
 
 On CUDA with fused optimizers a step is judged when its numbers have arrived: at once where the device has kept up with
 the host, else one step late, after forward and backward of the next step are queued and before that step's optimizer
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.clip.outliers import OutlierClipper
-from steadygrad.detect.own import split_facts
+from steadygrad.detect.rank_rules import split_facts
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.investigator import tell_since_when
 from steadygrad.facts import Cause, Fact, Finding, Reading
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.measure import Measurement, Ticket
-from steadygrad.measure.lookout import Looks
 from steadygrad.measure.meter import FOUND
 from steadygrad.measure.origin import Origin
+from steadygrad.measure.periodic_scans import Looks
 from steadygrad.measure.ranks import Told
 
 
@@ -38,7 +38,7 @@ class Pending:
     updates: Ticket | None = None
 
 
-class Arrivals:
+class Judging:
     """Judges each step once, in order; at most one is on its way."""
 
     def __init__(self, parts: Parts, moment: Moment) -> None:
@@ -78,7 +78,7 @@ class Arrivals:
         if looks.rms is not None and not reading.skipped:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
         with parts.buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
-            facts = parts.lookout.read(reading, looks)  # a late judgement comes after the next forward
+            facts = parts.periodic_scans.read(reading, looks)  # a late judgement comes after the next forward
         origin = None
         if parts.ranks.many:
             facts, origin = self._consult_ranks(reading, facts, looks, told)
@@ -107,7 +107,7 @@ class Arrivals:
         rolled_back = self._parts.actor.take_rolled_back()
         if rolled_back:
             self._parts.buffers.forget()
-            self._parts.lookout.forget()
+            self._parts.periodic_scans.forget()
             self._parts.edits.forget()
         return rolled_back
 
@@ -146,7 +146,7 @@ class Arrivals:
         buffers = self._parts.buffers
         with buffers.as_saved(), buffers.unchanged(), self._parts.own_gradients.looking_away():
             cause = self._parts.investigator.investigate(captures, reading, findings)
-        given = self._parts.lookout.given_nonfinite
+        given = self._parts.periodic_scans.given_nonfinite
         return cause if cause is None or given is None else tell_since_when(cause, given)
 
     def _take_snapshot(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""RunKeeper: what the run does besides stepping, at the two moments when everything stands still.
+"""RunSaver: what the run does besides stepping, at the two moments when everything stands still.
 
 After an optimizer step: evaluate and save when the step is due, stop at `max_steps`. After an epoch: evaluate, tell
 averages and maxima, save. What it knows goes into the checkpoints, with the random state and the place in the data, so
@@ -29,7 +29,7 @@ from steadygrad.view.progress import describe_step
 Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d").Callback
 
 
-class RunKeeper(Callback):  # type: ignore[misc]
+class RunSaver(Callback):  # type: ignore[misc]
     """Stands behind the GuardCallback in the trainer's list, so that a step is guarded before it is kept."""
 
     def __init__(

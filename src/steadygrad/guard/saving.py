@@ -1,4 +1,4 @@
-"""Keeper: what a Guard remembers, and the checkpoints that hold it with the whole training.
+"""Saver: what a Guard remembers, and the checkpoints that hold it with the whole training.
 
 A save is due every so many steps, and after a signal a last time (`leaving.py`). A resume puts back every part in the
 order in which they lean on each other. What cannot be saved is told, and never ends a training.
@@ -17,16 +17,16 @@ from steadygrad.checkpoint.run import Resumed, tell_unsaved
 from steadygrad.checkpoint.save import Save
 from steadygrad.errors import UsageError
 from steadygrad.facts import Finding, Severity
-from steadygrad.guard.arrivals import Arrivals
+from steadygrad.guard.judging import Judging
 from steadygrad.guard.parts import Moment, Parts, foresee_unsaved
 from steadygrad.guard.run_start import RunStart
 
 
-class Keeper:
+class Saver:
     """Takes down where a training is, and puts it back there."""
 
-    def __init__(self, parts: Parts, moment: Moment, arrivals: Arrivals) -> None:
-        self._parts, self._moment, self._arrivals = parts, moment, arrivals
+    def __init__(self, parts: Parts, moment: Moment, judging: Judging) -> None:
+        self._parts, self._moment, self._judging = parts, moment, judging
         self._is_due = False
         self._has_foreseen = False
         self._joint: tuple[set[tuple[int, int, int]], Save | None] | None = None
@@ -36,7 +36,7 @@ class Keeper:
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard itself remembers; all steps are judged first."""
-        self._arrivals.judge_pending()
+        self._judging.judge_pending()
         return {
             "version": 1,
             "step": self._moment.next_step,
@@ -45,7 +45,7 @@ class Keeper:
             "clip": {} if self._parts.clipper is None else self._parts.clipper.state_dict(),
             "judgement": self._parts.judgement.state_dict(),
             "actor": self._parts.actor.state_dict(),
-            "num_since_start": self._parts.lookout.num_since,
+            "num_since_start": self._parts.periodic_scans.num_since,
             "num_skipped_batches": self._moment.num_skipped_batches,
         }
 
@@ -55,7 +55,7 @@ class Keeper:
         self._parts.buffers.forget()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._arrivals.judge_pending()
+        self._judging.judge_pending()
         if not isinstance(state, Mapping) or state.get("version") != 1:
             found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else type(state).__name__
             raise UsageError(f"this is no state of a Guard that is known here: {found}. Give what state_dict() gave.")
@@ -65,7 +65,7 @@ class Keeper:
             self._parts.clipper.load_state_dict(state["clip"])
         self._parts.judgement.load_state_dict(state["judgement"])
         self._parts.actor.load_state_dict(state["actor"])
-        self._parts.lookout.num_since = int(state["num_since_start"])
+        self._parts.periodic_scans.num_since = int(state["num_since_start"])
         self._moment.num_skipped_batches = int(state["num_skipped_batches"])
 
     def begin(self) -> None:
@@ -87,8 +87,8 @@ class Keeper:
         if not company:
             return self._save("", is_between=is_between)
         token = secrets.token_hex(4)
-        for keeper in (self, *company):
-            keeper._joint = moment, keeper._save(token, is_between=is_between)
+        for saver in (self, *company):
+            saver._joint = moment, saver._save(token, is_between=is_between)
         assert self._joint is not None
         return self._joint[1]
 
@@ -99,10 +99,10 @@ class Keeper:
             with contextlib.suppress(OSError):
                 self._parts.record.close()
 
-    def _find_company(self) -> list[Keeper]:
+    def _find_company(self) -> list[Saver]:
         """The keepers of other guards in the same directory: they are saved with this one."""
         folders = [] if self._parts.folder is None else self._parts.folder.siblings
-        return [keeper for folder in folders if folder.owner is not None and (keeper := folder.owner()) is not None]
+        return [saver for folder in folders if folder.owner is not None and (saver := folder.owner()) is not None]
 
     def _save(self, together: str, *, is_between: bool) -> Save | None:
         self.begin()
@@ -129,10 +129,10 @@ class Keeper:
         self._foresee_unsaved()
         self._is_due |= self._parts.checkpoints.is_due(self._moment.next_step) and not self._parts.ranks.is_joining
         company = self._find_company()
-        if (ends_round or not company) and any(keeper._is_due for keeper in (self, *company)):
+        if (ends_round or not company) and any(saver._is_due for saver in (self, *company)):
             self.save()
-            for keeper in (self, *company):
-                keeper._is_due = False
+            for saver in (self, *company):
+                saver._is_due = False
         self.tell_unsaved()
 
     def _foresee_unsaved(self) -> None:
@@ -154,7 +154,7 @@ class Keeper:
 
     def resume(self, path: str | Path | None, *, strict: bool) -> int | None:
         """Put back the training as a checkpoint has it; the step that comes next, None without a checkpoint."""
-        self._arrivals.judge_pending()
+        self._judging.judge_pending()
         start = self._parts.start
         if start is not None:
             start.find_place()
@@ -163,11 +163,11 @@ class Keeper:
             self._take_up(start, resumed)
         if resumed is None:
             return None
-        self._parts.lookout.forget()
+        self._parts.periodic_scans.forget()
         self._load(resumed.guard)
         self._moment.batches = resumed.accumulated
         if self._moment.batches.num:  # inside a step: its beginning is over
-            self._parts.lookout.begin()
+            self._parts.periodic_scans.begin()
         self._parts.judgement.note(resumed.tell())
         self._parts.checkpoints.finish_resume()
         return resumed.step

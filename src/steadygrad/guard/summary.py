@@ -32,7 +32,7 @@ def tell_health(parts: Parts) -> dict[str, bool]:
     held = dict(parts.model.named_buffers())
     buffers = {name for name in find_nonfinite(held.items()) if count_bad(name, take_local(held[name]))}
     health = {
-        "model_healthy": parameters and not buffers - parts.lookout.born_nonfinite,
+        "model_healthy": parameters and not buffers - parts.periodic_scans.born_nonfinite,
         "gradients_healthy": last is None or last.num_nonfinite == 0,
         "losses_healthy": last is None or not last.loss_is_nonfinite,
         "parameters_healthy": parameters,

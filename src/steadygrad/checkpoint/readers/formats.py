@@ -17,10 +17,10 @@ from typing import Any
 from steadygrad.checkpoint import manifest
 from steadygrad.checkpoint.load import MODEL_FILE
 from steadygrad.checkpoint.plain import MODEL
-from steadygrad.checkpoint.reading_checks import resolve_inside
-from steadygrad.checkpoint.reading_distributed import METADATA, read_distributed
-from steadygrad.checkpoint.reading_safetensors import looks_like_safetensors, read_safetensors
-from steadygrad.checkpoint.reading_torch import read_torch
+from steadygrad.checkpoint.readers.checks import resolve_inside
+from steadygrad.checkpoint.readers.distributed import METADATA, read_distributed
+from steadygrad.checkpoint.readers.safetensors import looks_like_safetensors, read_safetensors
+from steadygrad.checkpoint.readers.torch import read_torch
 from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint
 from steadygrad.checkpoint.store import SET_ASIDE
 from steadygrad.checkpoint.stored import Contents, StoredTensor

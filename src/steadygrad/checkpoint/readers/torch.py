@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from steadygrad.checkpoint.inert import Storage
-from steadygrad.checkpoint.reading_pickle import (
+from steadygrad.checkpoint.readers.pickle import (
     KINDS,
     Place,
     describe_tensors,

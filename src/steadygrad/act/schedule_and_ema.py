@@ -1,4 +1,4 @@
-"""Followers: scheduler and EMA, which move after a step that was applied and stay where they are after a skip."""
+"""ScheduleAndEma: scheduler and EMA, which move after a step that was applied and stay where they are after a skip."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from steadygrad.config import Interval
 from steadygrad.errors import UsageError
 
 
-class Followers:
+class ScheduleAndEma:
     """Steps what was handed to Guard; what was not handed over stays the user's."""
 
     def __init__(

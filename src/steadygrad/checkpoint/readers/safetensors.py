@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from steadygrad.checkpoint.reading_checks import are_sizes
+from steadygrad.checkpoint.readers.checks import are_sizes
 from steadygrad.checkpoint.refusals import DamagedCheckpoint
 from steadygrad.checkpoint.stored import Contents, StoredTensor, contiguous_stride
 

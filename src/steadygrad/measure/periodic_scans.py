@@ -1,4 +1,4 @@
-"""Lookout: what is looked at now and then, beside the gradients of every step.
+"""PeriodicScans: what is looked at now and then, beside the gradients of every step.
 
 Every `MeasureConfig.scan_every` steps: the batch, the activations, the weights, Adam's ratio. On the first step: the
 graph. Before the first step and after the eighth, and so again after a rollback: the weights. After a bad step: the
@@ -24,7 +24,7 @@ from steadygrad.measure.leading import PendingRms, measure_adam_rms
 from steadygrad.measure.logged import Logged
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
-from steadygrad.measure.subjects import Subjects
+from steadygrad.measure.trained_parameters import TrainedParameters
 
 FIRST_STEPS = 8
 """Steps after which the weights are looked at for the first time: have they run away from where they began?"""
@@ -54,14 +54,14 @@ class Looks:
         return any(look is not None for look in (self.inputs, self.activations, self.weights, self.rms))
 
 
-class Lookout:
+class PeriodicScans:
     """Queues looks while a step runs, and turns them into facts when it is judged."""
 
-    def __init__(self, subjects: Subjects, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
-        self._subjects, self._every = subjects, config.scan_every
-        self._weights = ParameterWatch(subjects, ranks=ranks)
-        self._activations = ActivationWatch(subjects.model)
-        self._graph: GraphWatch | None = GraphWatch(subjects) if self._every else None
+    def __init__(self, trained: TrainedParameters, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
+        self._trained, self._every = trained, config.scan_every
+        self._weights = ParameterWatch(trained, ranks=ranks)
+        self._activations = ActivationWatch(trained.model)
+        self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
         self._first: list[Fact] = []
         self._has_begun = False
         self.num_since = 0
@@ -109,7 +109,7 @@ class Lookout:
         self.num_since += 1
         due = self._is_due(step)
         if due:
-            looks.rms = measure_adam_rms(self._subjects.optimizers, self._subjects.named)
+            looks.rms = measure_adam_rms(self._trained.optimizers, self._trained.named)
         if due or (self._every and self.num_since == FIRST_STEPS):
             looks.weights = self._weights.begin()
 

@@ -1,7 +1,7 @@
-"""EdgeWatch: Readings and Findings of an attempt, one by one -> is it still a training, or has it broken?
+"""BreakdownWatch: Readings and Findings of an attempt, one by one -> is it still a training, or has it broken?
 
 A loss that is not finite, weights that are not, a loss that has left the level at which it began, an error that the
-rules tell: each is the edge. Findings that speak of data or of the program, and not of settings, are left out. Pure:
+rules tell: each is a breakdown. Findings that speak of data or of the program, and not of settings, are left out. Pure:
 it decides nothing and holds a few numbers.
 """
 
@@ -46,7 +46,7 @@ RISE_SHARE = 0.1
 """... and at least this share of them."""
 
 
-class EdgeWatch:
+class BreakdownWatch:
     """Tells the step at which an attempt breaks, and why."""
 
     def __init__(self, *, num_first: int, level: float | None = None, spread: float = 0.0) -> None:

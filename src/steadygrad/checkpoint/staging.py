@@ -1,4 +1,4 @@
-"""FileImage: named tensors, wherever they live -> the bytes of a safetensors file, in host memory that is used again.
+"""StagedFile: named tensors, wherever they live -> the bytes of a safetensors file, in host memory that is used again.
 
 The copy from the device goes straight to its place in the file, so that nothing is copied twice and the writer only
 has to write. Memory is held in pieces of the size that is hashed, pinned where the tensors are on a GPU: pinning
@@ -40,13 +40,13 @@ COPIERS, LARGE = 2, 1 << 20
 """Threads that copy host memory, 1.5 times as fast as one: more would wait for data workers. Bytes worth a thread."""
 
 
-def fits_image(tensor: Tensor) -> bool:
+def fits_safetensors(tensor: Tensor) -> bool:
     """Whether a safetensors file can hold it."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
     return plain and not tensor.is_meta and tensor.dtype in CODES
 
 
-class FileImage:
+class StagedFile:
     """The bytes of one file. Stage, let the writer read `pieces()`, stage again."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from steadygrad.checkpoint.inert import BrokenPickle, Call, Name, Pickle, Storage, Use, read_pickle
-from steadygrad.checkpoint.reading_checks import are_sizes, check_overlap
+from steadygrad.checkpoint.readers.checks import are_sizes, check_overlap
 from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
 from steadygrad.checkpoint.stored import Contents, StoredTensor, contiguous_stride, count_extent
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.checkpoint.inert import BrokenPickle, Call, read_pickle
-from steadygrad.checkpoint.reading_checks import resolve_inside
-from steadygrad.checkpoint.reading_pickle import MAX_NAMES, is_plain_name
-from steadygrad.checkpoint.reading_torch import read_archive
+from steadygrad.checkpoint.readers.checks import resolve_inside
+from steadygrad.checkpoint.readers.pickle import MAX_NAMES, is_plain_name
+from steadygrad.checkpoint.readers.torch import read_archive
 from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
 from steadygrad.checkpoint.stored import Contents, StoredTensor
 from steadygrad.errors import UnsupportedError

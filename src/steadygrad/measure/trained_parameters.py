@@ -26,7 +26,7 @@ WRAPPERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subjects:
+class TrainedParameters:
     """What a Guard watches."""
 
     model: nn.Module
@@ -40,7 +40,9 @@ class Subjects:
     """Parameters that an optimizer holds and the model does not."""
 
 
-def find_subjects(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Subjects:
+def find_trained_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> TrainedParameters:
     """Check that these belong together, and name what they share."""
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     for thing in (model, *optimizers):
@@ -79,7 +81,7 @@ def find_subjects(model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[
     order = {name: i for i, name in enumerate(names.values())}
     named.sort(key=lambda pair: order.get(pair[0], len(order)))
     unoptimized = [name for name, p in inner.named_parameters() if p.requires_grad and id(p) not in held]
-    return Subjects(
+    return TrainedParameters(
         model=inner,
         optimizers=optimizers,
         named=tuple(named),

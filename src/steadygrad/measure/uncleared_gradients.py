@@ -1,4 +1,4 @@
-"""StaleWatch: were the gradients cleared before the next backward? Seen from hooks, in the first steps only.
+"""UnclearedGradientsWatch: were the gradients cleared before the next backward? Seen from hooks, first steps only.
 
 When the caller runs backward alone, nobody tells the guard when it begins. So after a step each parameter is given a
 hook that fires when its first new gradient has been added: if that was added to the very tensor that the step has used,
@@ -18,7 +18,7 @@ NUM_STEPS = 3
 """Steps that are watched: a loop that forgets to clear its gradients forgets it from the start."""
 
 
-class StaleWatch:
+class UnclearedGradientsWatch:
     """Watches the parameters from the end of one step to the next one's measurement."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:

@@ -25,7 +25,7 @@ MAX_NEIGHBOURS = 6
 
 
 @dataclass(slots=True)
-class Account:
+class CauseBuilder:
     """What is known about one origin, and how it is told."""
 
     trace: Trace
@@ -216,23 +216,23 @@ class Account:
         return event.name if place.code is None else f"{event.name} at {spell_place(place.code, place.line)}"
 
 
-def tell_given(account: Account, owners: Mapping[int, tuple[str, str, Tensor]]) -> Cause:
+def tell_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tensor]]) -> Cause:
     """The Cause of a value that was bad before the step began. `owners`: storage -> phase, name, tensor."""
-    origin = account.origin
-    key = account.find_given_key()
+    origin = builder.origin
+    key = builder.find_given_key()
     phase, name, tensor = owners.get(key or 0, ("input", "made outside of the step", None))
     operand = None if tensor is None else measure_operand(name, tensor)
     situation = Situation(
-        op=phase, phase=phase, kind=account.born, operands=() if operand is None else (operand,), output=operand
+        op=phase, phase=phase, kind=builder.born, operands=() if operand is None else (operand,), output=operand
     )
     why = explain(situation)
     hurt = origin.hurt
-    where = account.where_of(account.place, account.modules)
+    where = builder.where_of(builder.place, builder.modules)
     where["module"] = name.rpartition(".")[0] if phase == "parameter" else None
     rows = find_bad_rows(tensor) if phase == "input" and tensor is not None else ()
     size = tensor.shape[0] if rows and tensor is not None else 0
     return Cause(
-        kind=account.born,
+        kind=builder.born,
         phase=phase,
         op=phase,
         name=name,

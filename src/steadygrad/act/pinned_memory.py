@@ -1,4 +1,4 @@
-"""Arena: blocks of host memory that hold one copy of a state after another, so that memory is pinned once.
+"""PinnedMemory: blocks of host memory that hold one copy of a state after another, so that memory is pinned once.
 
 Many tensors share a block: torch rounds pinned memory up to a power of two, and a block for each would waste a third.
 It knows which copies into it may be under way, and gives nothing out again before they have arrived.
@@ -17,7 +17,7 @@ BLOCK = 64 << 20
 """Bytes of a block that many tensors share."""
 
 
-class Arena:
+class PinnedMemory:
     """Blocks of host memory that hold one snapshot after another."""
 
     def __init__(self, *, pinned: bool) -> None:
