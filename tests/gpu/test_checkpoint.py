@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steadygrad import Guard, GuardConfig, ZClip
 from steadygrad.checkpoint import CheckpointStore, NonFiniteStateError
-from steadygrad.checkpoint.staging import StagedFile
+from steadygrad.disk.staging import StagedFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*runs without fused=True")]
 

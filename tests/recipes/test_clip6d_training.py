@@ -23,8 +23,8 @@ from clip6d_trainings import (
 from torch import Tensor
 
 from steadygrad.checkpoint import CheckpointStore
-from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.cli import main
+from steadygrad.errors import CheckpointError
 from steadygrad.recipes.clip6d.evaluate import evaluate
 from steadygrad.recipes.clip6d.fit import build_module
 from steadygrad.recipes.clip6d.retrieval import expect_by_chance

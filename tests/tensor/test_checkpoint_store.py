@@ -32,10 +32,10 @@ from steadygrad.checkpoint import (
     UnsafePickleError,
 )
 from steadygrad.checkpoint.catalogue import CheckpointInfo, Marks, find_removable
-from steadygrad.checkpoint.manifest import PIECE_BYTES, FileEntry, hash_piece, read_manifest
 from steadygrad.checkpoint.plain import pack
-from steadygrad.checkpoint.staging import StagedFile
 from steadygrad.config import CheckpointConfig
+from steadygrad.disk.manifest import PIECE_BYTES, FileEntry, hash_piece, read_manifest
+from steadygrad.disk.staging import StagedFile
 
 
 def make_state(value: float = 1.0) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def test_removal_never_takes_the_last_good_nor_the_next_to_resume(
     rows: list[tuple[int, bool, bool, float | None]], last: int, best: int, every: int | None
 ) -> None:
     from steadygrad.checkpoint.catalogue import rank
-    from steadygrad.checkpoint.manifest import Manifest
+    from steadygrad.disk.manifest import Manifest
 
     infos = [
         CheckpointInfo(

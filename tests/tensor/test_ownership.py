@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from steadygrad import Guard, GuardConfig, Policy, Severity
-from steadygrad.checkpoint.refusals import MismatchError
 from steadygrad.config import CheckpointConfig, SnapshotConfig
+from steadygrad.errors import MismatchError
 from steadygrad.facts import Action, Verdict
 
 NAN = float("nan")

@@ -17,7 +17,7 @@ from training import DEVICES, clone, loss_of, make_batches
 from steadygrad.facts import GraphScan
 from steadygrad.measure.graph import GraphWatch, find_leaves
 from steadygrad.measure.suspicious_ops import SuspiciousOps
-from steadygrad.measure.trained_parameters import find_trained_parameters
+from steadygrad.state.trained_parameters import find_trained_parameters
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 pytestmark = pytest.mark.filterwarnings("ignore:Using a target size")

@@ -14,8 +14,8 @@ from steadygrad.facts import GradientTable, Reading
 from steadygrad.measure import Meter
 from steadygrad.measure.leading import measure_adam_rms
 from steadygrad.measure.states import ParameterWatch
-from steadygrad.measure.trained_parameters import find_trained_parameters
 from steadygrad.measure.updates import UpdateMeter
+from steadygrad.state.trained_parameters import find_trained_parameters
 from steadygrad.testing.faults import corrupt_weight
 
 every_device = pytest.mark.parametrize("device", DEVICES)

@@ -31,8 +31,8 @@ from steadygrad.act.buffer_places import (
     name_bad,
     walk,
 )
-from steadygrad.act.capture import has_values
 from steadygrad.act.ear import Ear, Ears
+from steadygrad.state.collect import has_values
 
 MOST_BYTES = 64 << 20
 """Of large buffers that are copied before they were seen to move; above it are frozen tables and quantized weights."""

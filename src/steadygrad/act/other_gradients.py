@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from steadygrad.act.ear import Ear
 from steadygrad.facts import Finding, Severity
-from steadygrad.measure.inputs import find_tensors
+from steadygrad.state.tree import find_tensors
 
 
 class OtherGradients:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from steadygrad.act.capture import Source, State
 from steadygrad.act.pinned_memory import PinnedMemory, fits_a_block
+from steadygrad.state.collect import Source, State
 
 
 @dataclass(slots=True, eq=False)

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import Collector, Source, State, collect_state, settle_shards
 from steadygrad.act.pinned_memory import PinnedMemory, count_bytes, fits_a_block
 from steadygrad.act.restore import Restorer
 from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
+from steadygrad.state.collect import Collector, Source, State, collect_state, settle_shards
 
 logger = logging.getLogger("steadygrad")
 MIN_EVERY = 10

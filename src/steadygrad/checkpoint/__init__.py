@@ -2,15 +2,15 @@
 
 from steadygrad.checkpoint.catalogue import CheckpointInfo
 from steadygrad.checkpoint.load import Checkpoint
-from steadygrad.checkpoint.refusals import (
+from steadygrad.checkpoint.save import Save
+from steadygrad.checkpoint.store import CheckpointStore
+from steadygrad.errors import (
     CheckpointError,
     DamagedCheckpoint,
     MismatchError,
     NonFiniteStateError,
     UnsafePickleError,
 )
-from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.store import CheckpointStore
 
 __all__ = [
     "Checkpoint",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.buffers import BufferKeeper
-from steadygrad.act.capture import has_values
 from steadygrad.act.microbatches import Accumulated
+from steadygrad.state.collect import has_values
 
 
 def gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: BufferKeeper) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from steadygrad._version import __version__
-from steadygrad.checkpoint.manifest import Manifest, read_manifest
-from steadygrad.checkpoint.refusals import DamagedCheckpoint
 from steadygrad.config.checkpoint import CheckpointConfig
+from steadygrad.disk.manifest import Manifest, read_manifest
+from steadygrad.errors import DamagedCheckpoint
 
 MARKS = "marks.json"
 """What was learnt about a checkpoint after it was written. Not in the manifest: losing it loses no state."""

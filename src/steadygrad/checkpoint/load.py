@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from steadygrad.checkpoint.catalogue import CheckpointInfo
-from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.manifest import check_files
-from steadygrad.checkpoint.plain import MODEL, STATE, unpack
-from steadygrad.checkpoint.readers.torch import read_torch
-from steadygrad.checkpoint.refusals import DamagedCheckpoint, NonFiniteStateError, UnsafePickleError
-
-MODEL_FILE, STATE_FILE, PLAIN_FILE = "model.safetensors", "state.safetensors", "state.pt"
-FILES = {MODEL: MODEL_FILE, STATE: STATE_FILE}
+from steadygrad.checkpoint.plain import unpack
+from steadygrad.disk.manifest import FILES, MODEL, MODEL_FILE, PLAIN_FILE, STATE, STATE_FILE, check_files
+from steadygrad.errors import DamagedCheckpoint, NonFiniteStateError, UnsafePickleError
+from steadygrad.scan.readers.torch import read_torch
+from steadygrad.state.finite import count_nonfinite
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.staging import fits_safetensors
+from steadygrad.disk.manifest import MODEL, STATE
+from steadygrad.disk.staging import fits_safetensors
 from steadygrad.errors import UnsupportedError
 
 TENSOR, ARRAY = "$tensor", "$array"
 """Keys of the dicts that stand where a tensor or a numpy array was."""
-MODEL, STATE = "model", "state"
-"""The two files of tensors: weights under their own names, and everything else."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.checkpoint.catalogue import MARKS, read_marks
-from steadygrad.checkpoint.write import replace_file
+from steadygrad.disk.write import replace_file
 
 
 @dataclass(slots=True)

@@ -35,21 +35,21 @@ from steadygrad.checkpoint.catalogue import (
     read_info,
     read_infos,
 )
-from steadygrad.checkpoint.finite import count_nonfinite
 from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
-from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
 from steadygrad.checkpoint.plain import unpack
 from steadygrad.checkpoint.proofs import Proofs
-from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
 from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.checkpoint.split import split_state
 from steadygrad.checkpoint.together import rank_together
-from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers, sync_folder
 from steadygrad.config.checkpoint import CheckpointConfig
+from steadygrad.disk.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
+from steadygrad.disk.write import WRITING, remove_folder, remove_leftovers, sync_folder
+from steadygrad.errors import CheckpointError, NonFiniteStateError
 from steadygrad.measure.ranks import Ranks
-from steadygrad.measure.shards import take_local
 from steadygrad.record.run_folder import read_run_id
+from steadygrad.state.finite import count_nonfinite
+from steadygrad.state.shards import take_local
 
 logger = logging.getLogger("steadygrad")
 NUM_RANKS = "num_ranks"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from steadygrad.checkpoint.plain import TENSOR, pack_plain
-from steadygrad.measure.shards import is_dtensor
+from steadygrad.state.shards import is_dtensor
 
 BUFFERS = "buffer_names"
 """Key of the state: which of the model's tensors are buffers."""

@@ -34,25 +34,32 @@ from steadygrad.checkpoint.catalogue import (
     read_info,
     read_infos,
 )
-from steadygrad.checkpoint.finite import count_nonfinite, replace_nonfinite
 from steadygrad.checkpoint.fitting import load_weights
-from steadygrad.checkpoint.load import FILES, PLAIN_FILE, Checkpoint, read_checkpoint
-from steadygrad.checkpoint.manifest import FileEntry, Manifest, check_files, split_pieces
-from steadygrad.checkpoint.plain import MODEL, STATE, Packed, pack
+from steadygrad.checkpoint.load import Checkpoint, read_checkpoint
+from steadygrad.checkpoint.plain import Packed, pack
 from steadygrad.checkpoint.proofs import Proofs, write_marks
-from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.staging import StagedFile
 from steadygrad.checkpoint.together import rank_together
-from steadygrad.checkpoint.write import remove_folder, remove_leftovers, write_folder
 from steadygrad.config.checkpoint import CheckpointConfig
-from steadygrad.errors import UsageError
+from steadygrad.disk.manifest import (
+    FILES,
+    MODEL,
+    PLAIN_FILE,
+    SET_ASIDE,
+    STATE,
+    FileEntry,
+    Manifest,
+    check_files,
+    split_pieces,
+)
+from steadygrad.disk.staging import StagedFile
+from steadygrad.disk.write import remove_folder, remove_leftovers, write_folder
+from steadygrad.errors import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError, UsageError
 from steadygrad.record.run_directory import require_device
 from steadygrad.record.run_folder import read_run_id
+from steadygrad.state.finite import count_nonfinite, replace_nonfinite
 
 logger = logging.getLogger("steadygrad")
-SET_ASIDE = "set_aside"
-"""Folder for checkpoints that could not be used, each with a reason.txt."""
 
 
 class CheckpointStore:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import OptimizerState, Slot, State, has_own_state, settle_shards
 from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.fitting import compare_weights, find_weights
 from steadygrad.checkpoint.gather import (
@@ -30,8 +29,9 @@ from steadygrad.checkpoint.gather import (
     name_parameters,
 )
 from steadygrad.checkpoint.load import Checkpoint
-from steadygrad.checkpoint.refusals import MismatchError
-from steadygrad.measure.shards import MeshPlace, take_local
+from steadygrad.errors import MismatchError
+from steadygrad.state.collect import OptimizerState, Slot, State, has_own_state, settle_shards
+from steadygrad.state.shards import MeshPlace, take_local
 
 # --- compare ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadygrad.act.capture import settle_shards
 from steadygrad.act.ear import all_deaf
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.effects import Effects
@@ -27,6 +26,7 @@ from steadygrad.diagnose.subject import name_inputs
 from steadygrad.errors import UsageError
 from steadygrad.measure.graph import find_leaves
 from steadygrad.measure.loss import find_loss
+from steadygrad.state.collect import settle_shards
 
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor")
 """Where torch's dispatcher keeps the ops that wait for other ranks."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from steadygrad.measure.inputs import find_tensors
+from steadygrad.state.tree import find_tensors
 
 
 def find_model(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module | None:

@@ -29,10 +29,12 @@ from steadygrad.config import GuardConfig
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.facts import Action, Finding, Incident, StepRecord
+from steadygrad.guard.joining import join_uneven
 from steadygrad.guard.judging import Judging
 from steadygrad.guard.leaving import Leaving
 from steadygrad.guard.parts import Moment, Parts, foresee_uncopied
 from steadygrad.guard.passes import Passes
+from steadygrad.guard.preflight import foresee
 from steadygrad.guard.range_test import describe_test, find_lr
 from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.guard.requests import read_number, scale_setting
@@ -40,8 +42,6 @@ from steadygrad.guard.saving import Saver
 from steadygrad.guard.second_try import make_again
 from steadygrad.guard.stepping import Stepper
 from steadygrad.guard.summary import tell_health, tell_stats, tell_summary
-from steadygrad.measure.foresee import foresee
-from steadygrad.measure.joining import join_uneven
 from steadygrad.measure.loss import check_loss, detach, find_loss
 from steadygrad.record import Sink
 from steadygrad.view.progress import count_items, describe_step, track

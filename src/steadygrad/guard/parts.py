@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from steadygrad._version import __version__
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
-from steadygrad.act.capture import find_uncopied
 from steadygrad.act.microbatches import Accumulated, MicrobatchGate
 from steadygrad.act.other_gradients import OtherGradients
 from steadygrad.act.rates import Rates
@@ -37,15 +36,14 @@ from steadygrad.detect.rank_rules import split_rules
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import UsageError
 from steadygrad.facts import Finding, Severity
+from steadygrad.guard.preflight import refuse_shards
 from steadygrad.guard.run_start import RunStart
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Meter, Transfer
 from steadygrad.measure.edits import EditWatch
-from steadygrad.measure.foresee import refuse_shards
 from steadygrad.measure.origin import OwnGradients
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.ranks import find_ranks
-from steadygrad.measure.trained_parameters import find_trained_parameters, find_wrappers
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch, UsedMark
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.prove import Prover
@@ -55,6 +53,8 @@ from steadygrad.prove.reference import References
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.rank_file import RankFile
 from steadygrad.record.run_folder import RunFolder
+from steadygrad.state.collect import find_uncopied
+from steadygrad.state.trained_parameters import find_trained_parameters, find_wrappers
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.config import GuardConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Reading, Severity
@@ -26,6 +25,7 @@ from steadygrad.guard.breakdown import BreakdownWatch, keep_telling
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.rate_curve import RateCurve, RatePoint, read_curve
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal, draw_batches
+from steadygrad.state.random_state import capture_random, restore_random
 
 KIND = "learning_rate_test"
 MIN_STEPS = 10

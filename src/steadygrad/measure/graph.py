@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from steadygrad.facts import Broadcast, GraphScan
 from steadygrad.measure.suspicious_ops import SuspiciousOps
-from steadygrad.measure.trained_parameters import TrainedParameters
+from steadygrad.state.trained_parameters import TrainedParameters
 
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules that look for a torch function mode, and then take another path in eval mode."""
@@ -37,7 +37,7 @@ class GraphWatch:
     """Enter it around the first forward, then ask with the loss.
 
     >>> model = nn.Linear(3, 1)
-    >>> from steadygrad.measure.trained_parameters import find_trained_parameters
+    >>> from steadygrad.state.trained_parameters import find_trained_parameters
     >>> watch = GraphWatch(find_trained_parameters(model, torch.optim.SGD(model.parameters())))
     >>> with watch:
     ...     loss = (model(torch.ones(4, 3)) - torch.ones(4)).square().mean()

@@ -24,7 +24,7 @@ from steadygrad.measure.leading import PendingRms, measure_adam_rms
 from steadygrad.measure.logged import Logged
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
-from steadygrad.measure.trained_parameters import TrainedParameters
+from steadygrad.state.trained_parameters import TrainedParameters
 
 FIRST_STEPS = 8
 """Steps after which the weights are looked at for the first time: have they run away from where they began?"""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from steadygrad.measure.shards import take_local
+from steadygrad.state.shards import take_local
 
 
 @torch.no_grad()

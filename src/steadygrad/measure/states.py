@@ -15,9 +15,9 @@ from torch import Tensor
 from steadygrad.facts import NUM_COLUMNS, ParameterScan, Reading
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows, split_flat
-from steadygrad.measure.shards import take_local
-from steadygrad.measure.trained_parameters import TrainedParameters
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.shards import take_local
+from steadygrad.state.trained_parameters import TrainedParameters
 
 PARAMETER, BUFFER, NORM = "parameter:", "buffer:", "norm:"
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -35,10 +35,10 @@ from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, Transfer
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
-from steadygrad.measure.trained_parameters import TrainedParameters
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.run_folder import RunFolder
 from steadygrad.record.tally import Tally
+from steadygrad.state.trained_parameters import TrainedParameters
 from steadygrad.words import spell_count
 
 NO_LOSS = "a script does not tell how it computes its loss."

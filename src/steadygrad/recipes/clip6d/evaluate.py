@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from steadygrad.act.random_state import unchanged_random
 from steadygrad.recipes.clip6d.config import Clip6dConfig
 from steadygrad.recipes.clip6d.data import Corpus, iterate_validation
 from steadygrad.recipes.clip6d.module import join_features, present_of
 from steadygrad.recipes.clip6d.retrieval import measure_recall
+from steadygrad.state.random_state import unchanged_random
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

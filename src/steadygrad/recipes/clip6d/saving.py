@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.adapters.lightning import GuardCallback
 from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
@@ -22,6 +21,7 @@ from steadygrad.recipes.clip6d.config import Clip6dConfig
 from steadygrad.recipes.clip6d.data import CaptionLoader, Corpus
 from steadygrad.recipes.clip6d.evaluate import evaluate
 from steadygrad.recipes.clip6d.storing import StoreIO
+from steadygrad.state.random_state import capture_random, restore_random
 from steadygrad.trainer.files import append_metrics
 from steadygrad.trainer.progress import Progress
 from steadygrad.view.progress import describe_step

@@ -14,7 +14,7 @@ from typing import Any
 
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.checkpoint.load import Checkpoint
-from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
+from steadygrad.errors import CheckpointError, NonFiniteStateError
 from steadygrad.extras import import_extra
 from steadygrad.trainer.files import read_checkpoint
 

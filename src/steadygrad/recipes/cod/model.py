@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steadygrad.checkpoint.foreign import load_checkpoint
 from steadygrad.errors import ConfigError
 from steadygrad.recipes.cod.config import SIZES
+from steadygrad.scan.foreign import load_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from steadygrad.checkpoint.write import replace_file, sync_folder
+from steadygrad.disk.write import replace_file, sync_folder
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from steadygrad.checkpoint.inert import BrokenPickle, Call, read_pickle
-from steadygrad.checkpoint.readers.checks import resolve_inside
-from steadygrad.checkpoint.readers.pickle import MAX_NAMES, is_plain_name
-from steadygrad.checkpoint.readers.torch import read_archive
-from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
-from steadygrad.checkpoint.stored import Contents, StoredTensor
-from steadygrad.errors import UnsupportedError
+from steadygrad.errors import DamagedCheckpoint, UnsafePickleError, UnsupportedError
+from steadygrad.scan.inert import BrokenPickle, Call, read_pickle
+from steadygrad.scan.readers.checks import resolve_inside
+from steadygrad.scan.readers.pickle import MAX_NAMES, is_plain_name
+from steadygrad.scan.readers.torch import read_archive
+from steadygrad.scan.stored import Contents, StoredTensor
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 512 << 20

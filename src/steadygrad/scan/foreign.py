@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from steadygrad.checkpoint import manifest
-from steadygrad.checkpoint.foreign_names import match_names
-from steadygrad.checkpoint.readers.chunks import read_tensor
-from steadygrad.checkpoint.readers.formats import read_contents
-from steadygrad.checkpoint.refusals import CheckpointError, MismatchError, NonFiniteStateError
-from steadygrad.checkpoint.scan import is_mask, measure_tensors
-from steadygrad.checkpoint.stored import StoredTensor
-from steadygrad.checkpoint.trusted import unpickled_copy
+from steadygrad.disk import manifest
+from steadygrad.errors import CheckpointError, MismatchError, NonFiniteStateError
+from steadygrad.scan.checkpoint_scan import is_mask, measure_tensors
+from steadygrad.scan.foreign_names import match_names
+from steadygrad.scan.readers.chunks import read_tensor
+from steadygrad.scan.readers.formats import read_contents
+from steadygrad.scan.stored import StoredTensor
+from steadygrad.scan.trusted import unpickled_copy
 
 MAX_SHOWN = 5
 WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")

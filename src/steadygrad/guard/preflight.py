@@ -10,8 +10,8 @@ from steadygrad.config import AdaptiveUnitClip, ClipValue
 from steadygrad.config.clip import ClipStrategy
 from steadygrad.errors import UnsupportedError
 from steadygrad.facts import Finding, Severity
-from steadygrad.measure.shards import is_dtensor
-from steadygrad.measure.trained_parameters import TrainedParameters
+from steadygrad.state.shards import is_dtensor
+from steadygrad.state.trained_parameters import TrainedParameters
 
 SHOWN = 5
 """Names in a message; the rest are counted."""

@@ -19,11 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from steadygrad.checkpoint.direct import read_at
-from steadygrad.checkpoint.refusals import DamagedCheckpoint, NoCheckpoint
+from steadygrad.disk.direct import read_at
+from steadygrad.errors import DamagedCheckpoint, NoCheckpoint
 
 T = TypeVar("T")
 NAME = "manifest.json"
+MODEL, STATE = "model", "state"
+"""The two files of tensors: weights under their own names, and everything else."""
+MODEL_FILE, STATE_FILE, PLAIN_FILE = "model.safetensors", "state.safetensors", "state.pt"
+FILES = {MODEL: MODEL_FILE, STATE: STATE_FILE}
+SET_ASIDE = "set_aside"
+"""Folder for checkpoints that could not be used, each with a reason.txt."""
 FORMAT = "steadygrad-checkpoint"
 VERSION = 1
 PIECE_BYTES = 16 << 20

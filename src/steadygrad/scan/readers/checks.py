@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from steadygrad.checkpoint.refusals import DamagedCheckpoint
-from steadygrad.checkpoint.stored import StoredTensor
+from steadygrad.errors import DamagedCheckpoint
+from steadygrad.scan.stored import StoredTensor
 
 MAX_OVERLAP = 64
 """Views of one storage that are saved beside it are common; this many times the file are not."""

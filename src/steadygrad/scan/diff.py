@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.readers.chunks import map_tensor, split_view
-from steadygrad.checkpoint.readers.formats import read_tensors
-from steadygrad.checkpoint.readers.threads import ReaderPool, Readers
-from steadygrad.checkpoint.scan import Progress
-from steadygrad.checkpoint.stored import StoredTensor
+from steadygrad.scan.checkpoint_scan import Progress
+from steadygrad.scan.readers.chunks import map_tensor, split_view
+from steadygrad.scan.readers.formats import read_tensors
+from steadygrad.scan.readers.threads import ReaderPool, Readers
+from steadygrad.scan.stored import StoredTensor
 
 
 @dataclass(slots=True)

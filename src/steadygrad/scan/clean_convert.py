@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from steadygrad.checkpoint.finite import replace_nonfinite
-from steadygrad.checkpoint.readers.chunks import read_tensor
-from steadygrad.checkpoint.refusals import CheckpointError
-from steadygrad.checkpoint.staging import StagedFile, fits_safetensors
-from steadygrad.checkpoint.stored import Contents
+from steadygrad.disk.staging import StagedFile, fits_safetensors
+from steadygrad.errors import CheckpointError
+from steadygrad.scan.readers.chunks import read_tensor
+from steadygrad.scan.stored import Contents
+from steadygrad.state.finite import replace_nonfinite
 
 SAFETENSORS = ".safetensors"
 

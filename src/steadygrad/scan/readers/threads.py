@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from steadygrad.checkpoint.readers.chunks import ChunkReader
+from steadygrad.scan.readers.chunks import ChunkReader
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

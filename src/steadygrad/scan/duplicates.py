@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES, ChunkReader
-from steadygrad.checkpoint.scan_stats import Stats
-from steadygrad.checkpoint.stored import StoredTensor
+from steadygrad.scan.readers.chunks import CHUNK_BYTES, ChunkReader
+from steadygrad.scan.stats import Stats
+from steadygrad.scan.stored import StoredTensor
 
 MAX_TRIED = 8
 """Tensors that agree in all numbers and are different are rare; a file made of them must not take for ever."""

@@ -14,16 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from steadygrad.checkpoint import manifest
-from steadygrad.checkpoint.load import MODEL_FILE
-from steadygrad.checkpoint.plain import MODEL
-from steadygrad.checkpoint.readers.checks import resolve_inside
-from steadygrad.checkpoint.readers.distributed import METADATA, read_distributed
-from steadygrad.checkpoint.readers.safetensors import looks_like_safetensors, read_safetensors
-from steadygrad.checkpoint.readers.torch import read_torch
-from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint
-from steadygrad.checkpoint.store import SET_ASIDE
-from steadygrad.checkpoint.stored import Contents, StoredTensor
+from steadygrad.disk import manifest
+from steadygrad.disk.manifest import MODEL, MODEL_FILE, SET_ASIDE
+from steadygrad.errors import CheckpointError, DamagedCheckpoint
+from steadygrad.scan.readers.checks import resolve_inside
+from steadygrad.scan.readers.distributed import METADATA, read_distributed
+from steadygrad.scan.readers.safetensors import looks_like_safetensors, read_safetensors
+from steadygrad.scan.readers.torch import read_torch
+from steadygrad.scan.stored import Contents, StoredTensor
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pth.tar")
 INDEX_SUFFIX = ".index.json"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from steadygrad.checkpoint.direct import write_all
-from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, hash_piece, run_soon, start_pool
+from steadygrad.disk.direct import write_all
+from steadygrad.disk.manifest import NAME, FileEntry, Manifest, hash_piece, run_soon, start_pool
 
 WRITING, REMOVING = ".writing-", ".removing-"
 """How names begin that are no checkpoints: one under way, one on its way out."""

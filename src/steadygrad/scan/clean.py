@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint import manifest
-from steadygrad.checkpoint.clean_archive import fix_checksums
-from steadygrad.checkpoint.clean_convert import SAFETENSORS, write_safetensors
-from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES, ChunkReader, map_tensor, split_view
-from steadygrad.checkpoint.readers.formats import find_checkpoints, read_contents
-from steadygrad.checkpoint.readers.safetensors import looks_like_safetensors
-from steadygrad.checkpoint.refusals import CheckpointError
-from steadygrad.checkpoint.scan import Progress, scan_contents
-from steadygrad.checkpoint.stored import Contents, StoredTensor
-from steadygrad.checkpoint.write import WRITING, sync_folder
+from steadygrad.disk import manifest
+from steadygrad.disk.write import WRITING, sync_folder
+from steadygrad.errors import CheckpointError
+from steadygrad.scan.checkpoint_scan import Progress, scan_contents
+from steadygrad.scan.clean_archive import fix_checksums
+from steadygrad.scan.clean_convert import SAFETENSORS, write_safetensors
+from steadygrad.scan.readers.chunks import CHUNK_BYTES, ChunkReader, map_tensor, split_view
+from steadygrad.scan.readers.formats import find_checkpoints, read_contents
+from steadygrad.scan.readers.safetensors import looks_like_safetensors
+from steadygrad.scan.stored import Contents, StoredTensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

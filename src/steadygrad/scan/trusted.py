@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.checkpoint.refusals import CheckpointError
+from steadygrad.errors import CheckpointError
 
 
 def load_trusted(path: Path) -> Any:

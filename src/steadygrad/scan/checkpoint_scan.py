@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from steadygrad.checkpoint import manifest
-from steadygrad.checkpoint.readers.chunks import CHUNK_BYTES, ChunkReader
-from steadygrad.checkpoint.readers.formats import read_contents
-from steadygrad.checkpoint.readers.threads import ReaderPool
-from steadygrad.checkpoint.refusals import DamagedCheckpoint
-from steadygrad.checkpoint.scan_duplicates import find_duplicates
-from steadygrad.checkpoint.scan_stats import ChunkMeter, Stats
-from steadygrad.checkpoint.stored import Contents, StoredTensor
+from steadygrad.disk import manifest
+from steadygrad.errors import DamagedCheckpoint
+from steadygrad.scan.duplicates import find_duplicates
+from steadygrad.scan.readers.chunks import CHUNK_BYTES, ChunkReader
+from steadygrad.scan.readers.formats import read_contents
+from steadygrad.scan.readers.threads import ReaderPool
+from steadygrad.scan.stats import ChunkMeter, Stats
+from steadygrad.scan.stored import Contents, StoredTensor
 
 PIECE_BYTES = 16 * CHUNK_BYTES
 """What one thread takes at a time."""

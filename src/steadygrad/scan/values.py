@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from steadygrad.checkpoint.inert import Call, Name
-from steadygrad.checkpoint.readers.chunks import read_tensor
-from steadygrad.checkpoint.readers.pickle import Place, describe_tensor, is_tensor
-from steadygrad.checkpoint.readers.torch import open_pickle, read_torch
-from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint
+from steadygrad.errors import CheckpointError, DamagedCheckpoint
+from steadygrad.scan.inert import Call, Name
+from steadygrad.scan.readers.chunks import read_tensor
+from steadygrad.scan.readers.pickle import Place, describe_tensor, is_tensor
+from steadygrad.scan.readers.torch import open_pickle, read_torch
 
 LEFT_OUT: Any = object()
 NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q"}

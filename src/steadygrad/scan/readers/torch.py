@@ -13,8 +13,9 @@ import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from steadygrad.checkpoint.inert import Storage
-from steadygrad.checkpoint.readers.pickle import (
+from steadygrad.errors import DamagedCheckpoint, NoCheckpoint, UnsupportedError
+from steadygrad.scan.inert import Storage
+from steadygrad.scan.readers.pickle import (
     KINDS,
     Place,
     describe_tensors,
@@ -22,9 +23,7 @@ from steadygrad.checkpoint.readers.pickle import (
     make_storage,
     tell_left_out,
 )
-from steadygrad.checkpoint.refusals import DamagedCheckpoint, NoCheckpoint
-from steadygrad.checkpoint.stored import Contents
-from steadygrad.errors import UnsupportedError
+from steadygrad.scan.stored import Contents
 
 MAX_PICKLE_BYTES = 512 << 20
 """A pickle describes tensors and does not hold them: those of the largest optimizers have some ten megabytes."""

@@ -16,9 +16,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint
-from steadygrad.checkpoint.stored import StoredTensor
-from steadygrad.errors import UnsupportedError
+from steadygrad.errors import CheckpointError, DamagedCheckpoint, UnsupportedError
+from steadygrad.scan.stored import StoredTensor
 
 CHUNK_BYTES = 1 << 20
 """Fits the second-level cache, and is long enough that the calls around it do not count."""

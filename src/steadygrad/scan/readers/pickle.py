@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from steadygrad.checkpoint.inert import BrokenPickle, Call, Name, Pickle, Storage, Use, read_pickle
-from steadygrad.checkpoint.readers.checks import are_sizes, check_overlap
-from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
-from steadygrad.checkpoint.stored import Contents, StoredTensor, contiguous_stride, count_extent
+from steadygrad.errors import DamagedCheckpoint, UnsafePickleError
+from steadygrad.scan.inert import BrokenPickle, Call, Name, Pickle, Storage, Use, read_pickle
+from steadygrad.scan.readers.checks import are_sizes, check_overlap
+from steadygrad.scan.stored import Contents, StoredTensor, contiguous_stride, count_extent
 
 MAX_NAMES = 8
 """Shown in a refusal."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from steadygrad.checkpoint.refusals import MismatchError
+from steadygrad.errors import MismatchError
 
 FAVOURED = ("", "state_dict.", "model.", "model_state_dict.", "module.", "state_dict.model.", "net.", "params.")
 """Of two prefixes with as many weights behind them, the earlier of these is meant: the model, not its average."""

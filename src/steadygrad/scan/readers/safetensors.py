@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from steadygrad.checkpoint.readers.checks import are_sizes
-from steadygrad.checkpoint.refusals import DamagedCheckpoint
-from steadygrad.checkpoint.stored import Contents, StoredTensor, contiguous_stride
+from steadygrad.errors import DamagedCheckpoint
+from steadygrad.scan.readers.checks import are_sizes
+from steadygrad.scan.stored import Contents, StoredTensor, contiguous_stride
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from steadygrad.checkpoint.readers.distributed import Window
-from steadygrad.checkpoint.readers.torch import find_data
+from steadygrad.scan.readers.distributed import Window
+from steadygrad.scan.readers.torch import find_data
 
 DIRECTORY_ENTRY = 46
 """Bytes of an entry of the table of contents before its name; its checksum is at 16, the lengths behind it at 28."""

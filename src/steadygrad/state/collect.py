@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from steadygrad.measure.shards import MeshPlace, take_local
+from steadygrad.state.shards import MeshPlace, take_local
+from steadygrad.state.tree import remake
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,6 @@ class Collector:
         except Exception as error:  # whatever somebody's __deepcopy__ or __reduce__ raises
             self.left_out.append(f"a {type(value).__name__} of the {self.owner} ({error})")
             return AsItIs(value)
-
-
-def remake(like: Any, items: list[Any]) -> Any:
-    """A list, tuple, named tuple or deque of the kind of `like`."""
-    if isinstance(like, deque):
-        return deque(items, like.maxlen)
-    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.direct import BLOCK_BYTES
-from steadygrad.checkpoint.manifest import PIECE_BYTES
+from steadygrad.disk.direct import BLOCK_BYTES
+from steadygrad.disk.manifest import PIECE_BYTES
 
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
