@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("state", "disk"),
     ("config",),
     ("stats",),
-    ("facts", "errors", "extras", "words", "_version"),
+    ("facts", "errors", "extras", "words", "moved", "_version"),
 )
 """Top to bottom: a part imports only from lines below its own."""
 
