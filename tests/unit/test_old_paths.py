@@ -27,5 +27,5 @@ def test_an_old_path_gives_the_same_thing_and_warns(path: str) -> None:
 
 def test_a_name_that_was_never_there_is_an_attribute_error() -> None:
     old = importlib.import_module("steadygrad.checkpoint.diff")
-    with pytest.raises(AttributeError, match="steadygrad.scan.diff"):
+    with pytest.raises(AttributeError, match=r"steadygrad\.scan\.diff"):
         _ = old.no_such_name
