@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 
 import steadygrad
+import steadygrad_recipes
 
 PACKAGE = Path(steadygrad.__file__).parent
+RECIPES = Path(steadygrad_recipes.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("tune",),
-    ("recipes", "demo"),
     ("adapters", "testing"),
     ("trainer",),
     ("guard", "monitor"),
@@ -38,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("state", "disk"),
     ("config",),
     ("stats",),
-    ("facts", "errors", "extras", "words", "moved", "_version"),
+    ("facts", "errors", "extras", "words", "moved", "recipes", "_version"),
 )
 """Top to bottom: a part imports only from lines below its own."""
 
@@ -108,8 +109,14 @@ def modules() -> dict[str, ast.Module]:
     return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@functools.cache
+def recipe_modules() -> dict[str, ast.Module]:
+    """The same of steadygrad_recipes."""
+    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.rglob("*.py"))}
+
+
 def name_of(path: Path) -> str:
-    parts = ("steadygrad", *path.relative_to(PACKAGE).with_suffix("").parts)
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -126,7 +133,7 @@ def find_imports(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             source = resolve(module, node)
             for alias in node.names:
                 inner = f"{source}.{alias.name}"
-                yield node.lineno, inner if inner in modules() else source
+                yield node.lineno, inner if inner in modules() or inner in recipe_modules() else source
 
 
 def resolve(module: str, node: ast.ImportFrom) -> str:
@@ -203,8 +210,19 @@ def test_the_rule_sees_imports_up_sideways_and_of_the_package_itself() -> None:
     assert [part_of(name) for name in ("steadygrad", "steadygrad.clip.base")] == ["", "clip"]
 
 
+def test_the_engine_never_imports_the_recipes() -> None:
+    wrong = [
+        f"{module}:{line} imports {name}"
+        for module, tree in modules().items()
+        for line, name in find_imports(module, tree)
+        if name.partition(".")[0] == "steadygrad_recipes"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_there_is_no_import_cycle() -> None:
-    graph = {module: {name for _, name in own_imports(module)} & modules().keys() for module in modules()}
+    every = modules() | recipe_modules()
+    graph = {module: {name for _, name in find_imports(module, tree)} & every.keys() for module, tree in every.items()}
     assert find_cycle(graph) is None
 
 
@@ -294,11 +312,13 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [module for module, tree in modules().items() if not ast.get_docstring(tree)]
+    every = modules() | recipe_modules()
+    silent = [module for module, tree in every.items() if not ast.get_docstring(tree)]
     assert not silent
 
 
 def test_no_drawer_for_odds_and_ends() -> None:
     drawers = {"util", "utils", "utilities", "helper", "helpers", "common", "misc"}
-    found = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.stem.lower() in drawers]
+    paths = [*PACKAGE.rglob("*"), *RECIPES.rglob("*")]
+    found = [str(path) for path in paths if path.stem.lower() in drawers]
     assert not found

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.recipes.clip6d.config import Clip6dConfig, ModelConfig
-from steadygrad.recipes.clip6d.data import Corpus, read_corpus
-from steadygrad.recipes.clip6d.fit import build_module, fit
-from steadygrad.recipes.clip6d.module import EnhancedLightningCLIPModule
-from steadygrad.recipes.clip6d.saving import RunSaver
-from steadygrad.recipes.clip6d.synthetic import write_synthetic
+from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
+from steadygrad_recipes.clip6d.data import Corpus, read_corpus
+from steadygrad_recipes.clip6d.fit import build_module, fit
+from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
+from steadygrad_recipes.clip6d.saving import RunSaver
+from steadygrad_recipes.clip6d.synthetic import write_synthetic
 
 TINY = ModelConfig(
     embed_dim=32,

@@ -25,9 +25,9 @@ from torch import Tensor
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.cli import main
 from steadygrad.errors import CheckpointError
-from steadygrad.recipes.clip6d.evaluate import evaluate
-from steadygrad.recipes.clip6d.fit import build_module
-from steadygrad.recipes.clip6d.retrieval import expect_by_chance
+from steadygrad_recipes.clip6d.evaluate import evaluate
+from steadygrad_recipes.clip6d.fit import build_module
+from steadygrad_recipes.clip6d.retrieval import expect_by_chance
 
 
 def test_six_modalities_learn_to_find_each_other(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steadygrad.cli.recipe_fields import Field, spell_value
-from steadygrad.recipes.catalogue import RECIPES, Recipe
+from steadygrad.cli.recipes import Recipe, list_recipes
 
 WIDTH = 92
 INDENT = " " * 23
@@ -16,14 +16,15 @@ INDENT = " " * 23
 
 def describe_recipes() -> list[str]:
     """Which there are, and how one is run."""
-    width = max(len(recipe.name) for recipe in RECIPES)
+    recipes = list_recipes()
+    width = max((len(recipe.name) for recipe in recipes), default=0)
     return [
         "Usage: steadygrad train RECIPE [OPTIONS]",
         "",
         "  Run one of the five trainings, guarded, with its record, checkpoints and report.",
         "",
         "Recipes:",
-        *(f"  {recipe.name.ljust(width)}  {recipe.summary}" for recipe in RECIPES),
+        *(f"  {recipe.name.ljust(width)}  {recipe.summary}" for recipe in recipes),
         "",
         "steadygrad train RECIPE --help lists the fields of one.",
         "",

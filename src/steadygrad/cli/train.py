@@ -28,9 +28,9 @@ from steadygrad.cli.recipe_folder import (
     require_new,
 )
 from steadygrad.cli.recipe_help import describe_recipe, describe_recipes
+from steadygrad.cli.recipes import Recipe, find_recipe
 from steadygrad.config.plain import to_plain
 from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
-from steadygrad.recipes.catalogue import Recipe, find_recipe
 
 TAKES_VALUE = ("config", "resume", "run-dir", "predict")
 SWITCHES = ("quick", "sample")
