@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.act.actor import Actor
-from steadygrad.act.outcome import UNTOUCHED, tell_reflex
+from steadygrad.act.actor import UNTOUCHED, Actor, tell_reflex
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.config import GuardConfig
 from steadygrad.decide import EarlyStopping, Judge

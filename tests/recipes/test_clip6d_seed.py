@@ -29,8 +29,12 @@ from steadygrad_recipes.clip6d.check_setup import check_setup
 from steadygrad_recipes.clip6d.config import ACTIVATIONS, Clip6dConfig
 from steadygrad_recipes.clip6d.data import Batch, CaptionLoader, iterate_validation
 from steadygrad_recipes.clip6d.encoders import ResidualAttentionBlock
-from steadygrad_recipes.clip6d.module import SIMILARITIES, EnhancedLightningCLIPModule
-from steadygrad_recipes.clip6d.plain_logits import average_cross_entropy, compute_plain_logits
+from steadygrad_recipes.clip6d.module import (
+    SIMILARITIES,
+    EnhancedLightningCLIPModule,
+    average_cross_entropy,
+    compute_plain_logits,
+)
 
 
 def make_module(**settings: Any) -> EnhancedLightningCLIPModule:

@@ -19,18 +19,16 @@ from torch import nn
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
 from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
-from steadygrad.checkpoint.catalogue import CheckpointInfo, rank, read_info, read_infos
+from steadygrad.checkpoint.catalogue import TOGETHER, CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
 from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.position import DataPositions
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
+from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, is_sharded, tell_other_ranks
 from steadygrad.checkpoint.signals import SignalWatch
-from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore
-from steadygrad.checkpoint.together import TOGETHER
 from steadygrad.checkpoint.training import put_back
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.disk.manifest import NAME

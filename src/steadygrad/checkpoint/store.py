@@ -31,6 +31,7 @@ from steadygrad.checkpoint.catalogue import (
     keep_run,
     name_folder,
     rank,
+    rank_together,
     read_info,
     read_infos,
 )
@@ -39,7 +40,6 @@ from steadygrad.checkpoint.load import Checkpoint, read_checkpoint
 from steadygrad.checkpoint.plain import Packed, pack
 from steadygrad.checkpoint.proofs import Proofs, write_marks
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.together import rank_together
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.disk.manifest import (
     FILES,

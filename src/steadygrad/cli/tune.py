@@ -12,8 +12,8 @@ from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.cli.recipe_config import Source, build_config, read_source
 from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value, set_path
+from steadygrad.cli.recipe_folder import name_folder
 from steadygrad.cli.recipes import find_recipe, open_recipe
-from steadygrad.cli.run_folder import name_folder
 from steadygrad.config.plain import to_plain
 from steadygrad.errors import UsageError
 

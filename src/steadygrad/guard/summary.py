@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from steadygrad.facts import Action
 from steadygrad.guard.parts import Moment, Parts
-from steadygrad.measure.scan import find_nonfinite
+from steadygrad.measure.check import find_nonfinite
 from steadygrad.measure.states import count_bad
 from steadygrad.state.shards import take_local
 from steadygrad.view.summary import summarise

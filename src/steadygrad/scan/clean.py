@@ -11,23 +11,29 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from steadygrad.disk import manifest
+from steadygrad.disk.staging import StagedFile, fits_safetensors
 from steadygrad.disk.write import WRITING, sync_folder
 from steadygrad.errors import CheckpointError
 from steadygrad.scan.checkpoint_scan import Progress, scan_contents
-from steadygrad.scan.clean_archive import fix_checksums
-from steadygrad.scan.clean_convert import SAFETENSORS, write_safetensors
-from steadygrad.scan.readers.chunks import CHUNK_BYTES, ChunkReader, map_tensor, split_view
+from steadygrad.scan.readers.chunks import CHUNK_BYTES, ChunkReader, map_tensor, read_tensor, split_view
+from steadygrad.scan.readers.distributed import Window
 from steadygrad.scan.readers.formats import find_checkpoints, read_contents
 from steadygrad.scan.readers.safetensors import looks_like_safetensors
+from steadygrad.scan.readers.torch import find_data
 from steadygrad.scan.stored import Contents, StoredTensor
+from steadygrad.state.finite import replace_nonfinite
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -220,3 +226,67 @@ def _write_manifest(folder: Path, counts: dict[str, int]) -> None:
     cleaned = {**before.cleaned, **counts}
     made = dataclasses.replace(before, files=files, cleaned=cleaned)
     (folder / manifest.NAME).write_bytes(made.render())
+
+
+# --- archives -----------------------------------------------------------------------------------------------------
+# Checksums of a zip archive that fit its records again, after bytes of some were written over in place.
+
+
+DIRECTORY_ENTRY = 46
+"""Bytes of an entry of the table of contents before its name; its checksum is at 16, the lengths behind it at 28."""
+BLOCK_BYTES = 1 << 20
+
+
+def fix_checksums(path: Path, start: int, size: int, offsets: Sequence[int]) -> None:
+    """Write the checksum of every record that one of `offsets` lies in; the archive begins at `start` of the file."""
+    with path.open("r+b") as file:
+        window = Window(file, start, size)
+        with zipfile.ZipFile(window) as archive:
+            entry_at = start + archive.start_dir
+            for entry in archive.infolist():
+                begin = start + find_data(path, window, entry, size)  # type: ignore[arg-type]
+                if any(begin <= offset < begin + entry.file_size for offset in offsets):
+                    _write_checksum(file, entry, entry_at, start + entry.header_offset, begin)
+                file.seek(entry_at + 28)
+                entry_at += DIRECTORY_ENTRY + sum(struct.unpack("<HHH", file.read(6)))
+
+
+def _write_checksum(file: BinaryIO, entry: zipfile.ZipInfo, entry_at: int, header_at: int, begin: int) -> None:
+    checksum = struct.pack("<I", _sum_up(file, begin, entry.file_size))
+    end = begin + entry.file_size
+    file.seek(end)
+    described = entry.flag_bits & 8 and file.read(4) == b"PK\x07\x08"
+    for place in (entry_at + 16, end + 4 if described else header_at + 14):
+        file.seek(place)
+        file.write(checksum)
+
+
+def _sum_up(file: BinaryIO, begin: int, length: int) -> int:
+    file.seek(begin)
+    checksum = 0
+    for position in range(0, length, BLOCK_BYTES):
+        checksum = zlib.crc32(file.read(min(BLOCK_BYTES, length - position)), checksum)
+    return checksum
+
+
+# --- conversion ---------------------------------------------------------------------------------------------------
+# The tensors of any checkpoint file, repaired -> a safetensors file. Plain values beside them are left behind.
+
+
+SAFETENSORS = ".safetensors"
+
+
+def write_safetensors(contents: Contents, bad: Collection[str], target: Path, value: float) -> None:
+    """Write every tensor under its name; those named in `bad` with `value` for each NaN and Inf."""
+    tensors: dict[str, torch.Tensor] = {}
+    for stored in contents.tensors:
+        if stored.dtype is None or not fits_safetensors(tensor := read_tensor(stored)):
+            raise CheckpointError(
+                f"{stored.name} has a dtype that safetensors cannot hold: {stored.kind}. Keep the format."
+            )
+        tensors[stored.name] = (replace_nonfinite(tensor, value) if stored.name in bad else tensor).contiguous()
+    staged = StagedFile()
+    staged.stage(tensors, {})
+    with target.open("wb") as file:
+        for piece in staged.pieces():
+            file.write(piece)

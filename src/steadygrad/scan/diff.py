@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.scan.checkpoint_scan import Progress
-from steadygrad.scan.readers.chunks import map_tensor, split_view
+from steadygrad.scan.readers.chunks import ReaderPool, Readers, map_tensor, split_view
 from steadygrad.scan.readers.formats import read_tensors
-from steadygrad.scan.readers.threads import ReaderPool, Readers
 from steadygrad.scan.stored import StoredTensor
 
 

@@ -20,14 +20,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from steadygrad._version import __version__
 from steadygrad.config import FixedNorm, GuardConfig, MeasureConfig, RecordConfig
 from steadygrad.errors import UsageError
-from steadygrad.facts import Action, Incident
+from steadygrad.facts import Action, Incident, StepRecord
 from steadygrad.guard import Guard
+from steadygrad.record import RunDirectory
 from steadygrad_recipes.demo.faults import Fault, FaultPlan, Faults
 from steadygrad_recipes.demo.model import TextModel
 from steadygrad_recipes.demo.own_file import put_into
-from steadygrad_recipes.demo.plain_record import PlainRecord
 from steadygrad_recipes.demo.text import decode, encode, make_texts
 
 MAX_NORM = 1.0
@@ -314,3 +315,44 @@ def _one_thread(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# --- the record of the unguarded run ------------------------------------------------------------------------------
+# PlainRecord: what a loop without a guard could write down by itself -> a run directory, for the report to compare.
+#
+# Loss, norm and learning rate of each step; no finding, no incident: nobody has looked.
+
+
+class PlainRecord:
+    """Writes steps.jsonl of one run."""
+
+    def __init__(self, run_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names = [name for name, _ in model.named_parameters()]
+        versions = {"torch": torch.__version__, "steadygrad": __version__}
+        self._files = RunDirectory(run_dir, config={}, parameters=names, versions=versions)
+        self._optimizer = optimizer
+        self._started, self._next_step = time.perf_counter(), 0
+
+    def write(self, loss: float, grad_norm: float, max_norm: float) -> None:
+        """One step; `grad_norm` is the one before clipping."""
+        clipped = grad_norm > max_norm
+        record = StepRecord(
+            step=self._next_step,
+            loss=loss,
+            grad_norm=grad_norm,
+            clip_coefficient=max_norm / grad_norm if clipped else 1.0,
+            clipped=clipped,
+            skipped=False,
+            num_nonfinite=0,
+            learning_rates=tuple(group["lr"] for group in self._optimizer.param_groups),
+            loss_scale=None,
+            num_microbatches=1,
+            num_dropped_microbatches=0,
+            time_seconds=time.perf_counter() - self._started,
+        )
+        self._files.write_step(record)
+        self._next_step += 1
+
+    def close(self) -> None:
+        """Put everything on disk."""
+        self._files.close()

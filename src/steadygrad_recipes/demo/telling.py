@@ -12,7 +12,7 @@ import torch
 
 from steadygrad.cli.console import Advance, Console
 from steadygrad.cli.exit_codes import DONE, FAILED
-from steadygrad.cli.run_folder import name_folder
+from steadygrad.cli.recipe_folder import name_folder
 from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import SteadygradError, UsageError
 from steadygrad.facts import Action, Incident

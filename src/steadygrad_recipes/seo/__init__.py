@@ -30,7 +30,7 @@ def train(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, co
 
 def predict(config: UltraOptimizedConfig, path: str, *, run_dir: Path, console: Any) -> int:
     """Print the scores of the page at `path`; the exit code."""
-    from steadygrad_recipes.seo.scoring import predict_page
+    from steadygrad_recipes.seo.program import predict_page
 
     return predict_page(config, path, run_dir=run_dir, console=console)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from steadygrad.measure.check import check_nan_inf
 from steadygrad.trainer import Trainer
 from steadygrad.trainer.batches import move_batch
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
-from steadygrad_recipes.seo.metrics import measure_errors, score_losses
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 
 logger = logging.getLogger("steadygrad.recipes.seo")
@@ -230,3 +229,25 @@ def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         return features, words, scores, given
     features, *words, scores = batch
     return features, words[0] if words else None, scores, torch.ones_like(scores, dtype=torch.bool)
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+# Predicted and given scores -> losses and errors, metric by metric. A score that nobody gave counts for nothing.
+
+
+def score_losses(predicted: Tensor, wanted: Tensor, given: Tensor) -> Tensor:  # three [B, M] -> [M]
+    """Mean squared error of each metric, in standardised units; 0 where no score was given."""
+    # The missing ones are taken out before the difference: a mask after it could leave 0 * Inf in the gradient.
+    errors = (predicted.float() - torch.where(given, wanted, predicted.detach().float())).square()
+    return errors.sum(0) / given.sum(0).clamp_min(1)
+
+
+def measure_errors(predicted: Tensor, wanted: Tensor, given: Tensor, metrics: Sequence[str]) -> dict[str, float]:
+    """Mean absolute error of each metric in its own units, and R² over all: 1 is perfect, 0 the scores' mean."""
+    num = given.sum(0).clamp_min(1)
+    errors = torch.where(given, predicted - wanted, 0.0)
+    mean = torch.where(given, wanted, 0.0).sum(0) / num
+    spread = torch.where(given, wanted - mean, 0.0).square().sum(0)
+    share = errors.square().sum(0) / spread.clamp_min(1e-12)
+    told = {f"mae_{name}": float(value) for name, value in zip(metrics, errors.abs().sum(0) / num)}
+    return {**told, "r2": float(1.0 - share.mean())}
