@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.diagnose.frames import find_caller
-from steadygrad.diagnose.subject import find_wrappers, name_inputs
+from steadygrad.diagnose.step_arguments import find_wrappers, name_inputs
 from steadygrad.state.random_state import capture_random
 from steadygrad.state.trained_parameters import unwrap
 

@@ -27,7 +27,7 @@ from steadygrad.diagnose.ranges import Range
 from steadygrad.diagnose.replay import CollectiveError, Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
-from steadygrad.diagnose.subject import name_inputs, name_modules
+from steadygrad.diagnose.step_arguments import name_inputs, name_modules
 from steadygrad.diagnose.symptoms import Symptoms, find_symptoms, name_states
 from steadygrad.diagnose.terms import describe_named_terms, describe_summed_terms
 from steadygrad.diagnose.trace import Event, Trace

@@ -31,7 +31,6 @@ from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.facts import Action, Finding, Incident, StepRecord
 from steadygrad.guard.joining import join_uneven
 from steadygrad.guard.judging import Judging
-from steadygrad.guard.leaving import Leaving
 from steadygrad.guard.parts import Moment, Parts, foresee_uncopied
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.preflight import foresee
@@ -40,6 +39,7 @@ from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.guard.requests import read_number, scale_setting
 from steadygrad.guard.saving import Saver
 from steadygrad.guard.second_try import make_again
+from steadygrad.guard.shutdown import Shutdown
 from steadygrad.guard.stepping import Stepper
 from steadygrad.guard.summary import tell_health, tell_stats, tell_summary
 from steadygrad.measure.loss import check_loss, detach, find_loss
@@ -107,7 +107,7 @@ class Guard:
         self._stepper = Stepper(parts, self._moment, self._judging)
         self._passes = Passes(parts, self._moment, self._judging, self._stepper)
         self._saver = Saver(parts, self._moment, self._judging)
-        self._leaving = Leaving(parts, self._moment, self._judging, self._saver, weakref.WeakMethod(self.close))
+        self._shutdown = Shutdown(parts, self._moment, self._judging, self._saver, weakref.WeakMethod(self.close))
         self._drive: AcceleratorDrive | None = None
         self._closed = False
         if not parts.off:
@@ -124,8 +124,8 @@ class Guard:
         Returns what the function returned, detached; the detached loss; or None.
         """
         self._check_open()
-        self._leaving.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
-        with self._leaving.around_step() as step:
+        self._shutdown.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
+        with self._shutdown.around_step() as step:
             result, step.is_made = self._make_step(subject, args, kwargs)
         return result
 
@@ -135,7 +135,7 @@ class Guard:
         if self._drive is not None and self._drive.is_accumulating:
             return result, False
         owns_backward = self._moment.batches.num > 0 and not self._moment.is_driven
-        self._leaving.is_torn = True
+        self._shutdown.is_torn = True
         try:
             if self._parts.off:
                 self._stepper.step_plainly()
@@ -151,9 +151,9 @@ class Guard:
                 self._parts.used.note(self._parts.trained.named)
                 if not self._parts.off:
                     self._parts.uncleared_gradients.after_step()
-        self._leaving.is_torn = False
+        self._shutdown.is_torn = False
         self._judging.judge_if_arrived()
-        self._saver.save_if_due(ends_round=self._leaving.ends_round)
+        self._saver.save_if_due(ends_round=self._shutdown.ends_round)
         return result, True
 
     def _end_step(self) -> None:
@@ -165,8 +165,8 @@ class Guard:
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
         self._check_open()
-        self._leaving.before_step(has_gradients=self._moment.batches.num > 0)
-        with self._leaving.around_step():
+        self._shutdown.before_step(has_gradients=self._moment.batches.num > 0)
+        with self._shutdown.around_step():
             return self._run_backward(subject, args, kwargs)
 
     def _run_backward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
@@ -297,7 +297,7 @@ class Guard:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
         total = count_items(loader)
-        batches = self._leaving.watch_data(self._parts.checkpoints.iterate(loader))
+        batches = self._shutdown.watch_data(self._parts.checkpoints.iterate(loader))
         for batch in track(batches, describe=self._describe, total=total):
             if self._parts.actor.num_to_refuse:
                 self._parts.actor.refuse_one()
@@ -311,7 +311,7 @@ class Guard:
         On many ranks call it on each: their mean is what counts.
         """
         self._check_open()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             self._validate(read_number(loss, "guard.validate(loss)"))
 
     def _validate(self, told: float) -> None:
@@ -327,7 +327,7 @@ class Guard:
     def end_epoch(self) -> None:
         """The epoch is over: a scheduler by epoch moves."""
         self._check_open()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             self._end_epoch()
 
     def _end_epoch(self) -> None:
@@ -389,7 +389,7 @@ class Guard:
         if self._drive is not None:
             raise UsageError("find_lr cannot run accelerate's backward. Call it on a Guard of the model as it is.")
         self.flush()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             curve = find_lr(
                 self._parts,
                 self._moment,
@@ -437,7 +437,7 @@ class Guard:
         disk that fails.
         """
         self._check_open()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             return self._saver.save()
 
     def resume(self, path: str | Path | None = None, *, strict: bool = True) -> int | None:
@@ -447,7 +447,7 @@ class Guard:
         `strict=False` loads what fits a model that has changed.
         """
         self._check_open()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             return self._saver.resume(path, strict=strict)
 
     @property
@@ -463,7 +463,7 @@ class Guard:
             self.flush()
         finally:
             self._closed = True
-            self._leaving.stop()
+            self._shutdown.stop()
             if self._drive is not None:
                 self._drive.detach()
             self._parts.own_gradients.close()
@@ -486,7 +486,7 @@ class Guard:
             self.close()
             return
         if error is not None:
-            self._leaving.after_error(error)
+            self._shutdown.after_error(error)
         if self._parts.ranks.many:
             self._judging.pending = None  # the other ranks would not answer one that is on its way out
         with contextlib.suppress(TrainingHalted):  # the error on its way out is the one to show
@@ -495,8 +495,8 @@ class Guard:
     # --- small things -------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed and self._leaving.exit_code is not None:
-            raise SystemExit(self._leaving.exit_code)
+        if self._closed and self._shutdown.exit_code is not None:
+            raise SystemExit(self._shutdown.exit_code)
         if self._closed:
             raise UsageError("this guard is closed. Make a new one to go on training.")
 

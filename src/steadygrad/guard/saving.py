@@ -1,6 +1,6 @@
 """Saver: what a Guard remembers, and the checkpoints that hold it with the whole training.
 
-A save is due every so many steps, and after a signal a last time (`leaving.py`). A resume puts back every part in the
+A save is due every so many steps, and after a signal a last time (`shutdown.py`). A resume puts back every part in the
 order in which they lean on each other. What cannot be saved is told, and never ends a training.
 """
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.adapters.scripts.closures import step_with_closure
+from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import list_parts
-from steadygrad.adapters.scripts.telling import Terminal
 from steadygrad.adapters.scripts.watch import Circumstances, Loss, Watch
 from steadygrad.measure.gradients import is_dtensor
 

@@ -24,12 +24,12 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.owners import find_owner
-from steadygrad.adapters.scripts.telling import Terminal
 from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.diagnose.investigator import Investigator
-from steadygrad.diagnose.subject import name_inputs
+from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement

@@ -93,8 +93,8 @@ def test_a_program_that_steps_soon_is_not_stopped_between_its_steps(tmp_path: Pa
 def test_a_step_that_would_take_too_long_is_not_begun(tmp_path: Path) -> None:
     code = """
     signals.GRACE_SECONDS = 0.2
-    import steadygrad.guard.leaving as leaving
-    leaving.GRACE_SECONDS = 0.2
+    import steadygrad.guard.shutdown as shutdown
+    shutdown.GRACE_SECONDS = 0.2
     model, guard = make()
     def slow(x):
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Leaving: a signal -> every guard of the process saves, and the process ends with a code that asks for a restart.
+"""Shutdown: a signal -> every guard of the process saves, and the process ends with a code that asks for a restart.
 
 A step that has begun is finished. Guards that step in turn, as those of a GAN, leave at the end of a round, so that a
 resume finds all of them at the same step; a round ends with the guard after which the first one was seen to step again.
@@ -30,39 +30,39 @@ class _Rounds:
     """Who steps after whom, among the guards that listen."""
 
     def __init__(self) -> None:
-        self.members: list[weakref.ref[Leaving]] = []
-        self._last: weakref.ref[Leaving] | None = None
-        self._closers: weakref.WeakSet[Leaving] = weakref.WeakSet()
-        self.is_leaving = False
+        self.members: list[weakref.ref[Shutdown]] = []
+        self._last: weakref.ref[Shutdown] | None = None
+        self._closers: weakref.WeakSet[Shutdown] = weakref.WeakSet()
+        self.is_shutting_down = False
         """Whether the last save is under way; a reminder that comes meanwhile asks for nothing new."""
 
-    def join(self, member: Leaving) -> None:
+    def join(self, member: Shutdown) -> None:
         self.members = [one for one in self.members if one() is not None]
         if not any(one() is member for one in self.members):
             self.members.append(weakref.ref(member))
 
-    def leave(self, member: Leaving) -> None:
+    def leave(self, member: Shutdown) -> None:
         self.members = [one for one in self.members if one() not in (None, member)]
         self._closers.discard(member)
 
-    def list_members(self) -> list[Leaving]:
+    def list_members(self) -> list[Shutdown]:
         return [member for one in self.members if (member := one()) is not None]
 
-    def note_begin(self, member: Leaving) -> None:
+    def note_begin(self, member: Shutdown) -> None:
         last = None if self._last is None else self._last()
         if last is not None and self.is_first(member):
             self._closers.add(last)
 
-    def note_end(self, member: Leaving) -> None:
+    def note_end(self, member: Shutdown) -> None:
         if member in self.list_members():
             self._last = weakref.ref(member)
 
-    def is_first(self, member: Leaving) -> bool:
+    def is_first(self, member: Shutdown) -> bool:
         """Whether a round begins with it."""
         members = self.list_members()
         return not members or members[0] is member
 
-    def ends_with(self, member: Leaving) -> bool:
+    def ends_with(self, member: Shutdown) -> bool:
         """Whether a round is over after its step."""
         return len(self.list_members()) < 2 or member in self._closers
 
@@ -82,7 +82,7 @@ class _Step:
     is_made: bool = False
 
 
-class Leaving:
+class Shutdown:
     """One guard's part in answering a signal."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Leaving:
         self._parts, self._moment, self._judging, self._saver, self._close = parts, moment, judging, saver, close
         self.watch = parts.checkpoints.signals
         mine = weakref.ref(self)  # the list of those who listen must not keep a dropped guard alive
-        self.watch.answer = lambda _: None if (leaving := mine()) is None else leaving._leave_between()
+        self.watch.answer = lambda _: None if (shutdown := mine()) is None else shutdown._leave_between()
         self._began = self._step_seconds = 0.0
         self._has_batch = self._has_joined = False
         self.is_torn = False
@@ -183,17 +183,17 @@ class Leaving:
         """Save all guards of the process, close them, and end it; not while one of them is in the middle of a step."""
         received = self.watch.received or signal.SIGTERM
         members = [one for one in _rounds.list_members() if one._parts.checkpoints.is_listening] or [self]
-        if _rounds.is_leaving or any(member.watch.is_busy or member.is_torn for member in members):
+        if _rounds.is_shutting_down or any(member.watch.is_busy or member.is_torn for member in members):
             return
-        _rounds.is_leaving = True
+        _rounds.is_shutting_down = True
         try:
             code = self._save_and_close(members, received)
         finally:
-            _rounds.is_leaving = False
+            _rounds.is_shutting_down = False
         raise SystemExit(code) from error
 
     @staticmethod
-    def _save_and_close(members: list[Leaving], received: signal.Signals) -> int:
+    def _save_and_close(members: list[Shutdown], received: signal.Signals) -> int:
         saves = [member._save() for member in members]  # those of one directory at one moment, under one token
         code = EXIT_CODE if all(save is not None and save.wait() is not None for save in saves) else 128 + received
         for member in members:
