@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -315,6 +316,18 @@ def test_every_module_says_what_it_is() -> None:
     every = modules() | recipe_modules()
     silent = [module for module, tree in every.items() if not ast.get_docstring(tree)]
     assert not silent
+
+
+def test_a_newcomer_opens_at_most_five_files_and_each_is_there() -> None:
+    text = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("## Where to begin\n")[2].partition("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) == 6
+    for row in rows:
+        for way in row.split("instead:"):  # of two sorts of bug in one task each has its own files
+            paths = re.findall(r"`([\w/]+\.py)`", way)
+            assert 3 <= len(paths) <= 5, row
+            assert not [path for path in paths if not (PACKAGE / path).is_file()]
 
 
 def test_no_drawer_for_odds_and_ends() -> None:
