@@ -20,9 +20,16 @@ NEW = "steadygrad_recipes"
 RENAMED = {
     "catalogue": "steadygrad.cli.recipes",
     "seo.reading": f"{NEW}.seo.readers",
+    "seo.metrics": f"{NEW}.seo.trainer",
+    "seo.scoring": f"{NEW}.seo.program",
     "clip6d.keeping": f"{NEW}.clip6d.saving",
+    "clip6d.plain_logits": f"{NEW}.clip6d.module",
+    "cod.unguarded": f"{NEW}.cod.trainer",
+    "mmdit.description": f"{NEW}.mmdit.program",
+    "mmdit.synthetic": f"{NEW}.mmdit.data",
+    "demo.plain_record": f"{NEW}.demo.story",
 }
-"""What has another name now, as well as another place."""
+"""What has another name now, or is part of another module, as well as in another place."""
 
 __path__: list[str] = []  # a package: modules below it are asked of the finder
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from steadygrad.errors import UsageError
 from steadygrad_recipes.mmdit.config import DataConfig
-from steadygrad_recipes.mmdit.data import Corpus, measure_rows, read_corpus, write_rows
-from steadygrad_recipes.mmdit.synthetic import VOCAB, make_corpus
+from steadygrad_recipes.mmdit.data import VOCAB, Corpus, make_corpus, measure_rows, read_corpus, write_rows
 
 
 def make_arrays(num: int = 10, **changes: Tensor) -> dict[str, Tensor]:

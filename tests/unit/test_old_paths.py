@@ -41,14 +41,17 @@ def test_a_name_that_was_never_there_is_an_attribute_error() -> None:
 
 def test_the_old_path_of_the_recipes_gives_the_very_same_modules_and_warns() -> None:
     code = (
-        "import warnings\n"
+        "import importlib.util, warnings\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    from steadygrad.recipes.seo.config import UltraOptimizedConfig as old\n"
         "    import steadygrad.recipes.seo.reading as reading\n"
+        "    import steadygrad.recipes\n"
+        "    found = [importlib.util.find_spec(f'steadygrad.recipes.{name}') for name in steadygrad.recipes.RENAMED]\n"
         "    from steadygrad.recipes import cod\n"
         "import steadygrad_recipes.cod, steadygrad_recipes.seo.readers\n"
         "from steadygrad_recipes.seo.config import UltraOptimizedConfig as new\n"
+        "assert all(found)\n"
         "assert old is new and cod is steadygrad_recipes.cod and reading is steadygrad_recipes.seo.readers\n"
         "assert steadygrad_recipes.cod.__spec__.name == 'steadygrad_recipes.cod'\n"
         "print(*[w.category.__name__ for w in caught])\n"

@@ -18,7 +18,6 @@ from torch import nn
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
-from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
 from steadygrad.checkpoint.catalogue import TOGETHER, CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
@@ -29,7 +28,7 @@ from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, is_sharded, tell_other_ranks
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.store import CheckpointStore
-from steadygrad.checkpoint.training import put_back
+from steadygrad.checkpoint.training import gather_accumulated, put_accumulated, put_back
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.disk.manifest import NAME
 from steadygrad.errors import CheckpointError, NonFiniteStateError, UnsupportedError, UsageError

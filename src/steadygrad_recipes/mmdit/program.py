@@ -7,26 +7,27 @@ most; one that is resumed later keeps that rate, unless another is asked for.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from steadygrad.act.precision import half_matmul_works
 from steadygrad.config import Precision
-from steadygrad.errors import TrainingHalted
+from steadygrad.config.plain import build, to_plain
+from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.trainer import load_trained
 from steadygrad.trainer.batches import count_steps
 from steadygrad.trainer.setup import choose_device
-from steadygrad_recipes.mmdit.config import MMDiTConfig
-from steadygrad_recipes.mmdit.data import Corpus, Rows, measure_rows, read_corpus, write_rows
-from steadygrad_recipes.mmdit.description import NAME, Description
+from steadygrad_recipes.mmdit.config import MMDiTConfig, ModelConfig
+from steadygrad_recipes.mmdit.data import Corpus, Rows, make_corpus, measure_rows, read_corpus, write_rows
 from steadygrad_recipes.mmdit.metrics import Batch, measure_baseline
-from steadygrad_recipes.mmdit.model import MMDiT
+from steadygrad_recipes.mmdit.model import MMDiT, Shapes
 from steadygrad_recipes.mmdit.sampling import draw_samples, spell
-from steadygrad_recipes.mmdit.synthetic import make_corpus
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
 VAL_BATCH = 64
@@ -200,3 +201,53 @@ def write_samples(
         console.say(f"  {line}", "dim")
     console.say(f"{len(rows)} samples are in {folder}")
     return rows
+
+
+# --- what the run is ----------------------------------------------------------------------------------------------
+# `mmdit.json` of a run directory: what the model looks like, so that samples need no data, and how it went on.
+#
+# Written aside and renamed. It holds plain values only.
+
+
+NAME = "mmdit.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is written down."""
+
+    shapes: dict[str, Any]
+    model: dict[str, Any]
+    vocab: list[str] | None
+    asked_lr: float
+    """The learning rate of the settings."""
+    lr: float
+    """The one that is trained with: lower after a recovery."""
+
+    @classmethod
+    def of(cls, config: MMDiTConfig, corpus: Corpus) -> Description:
+        """Of a training that begins."""
+        words = None if corpus.vocab is None else list(corpus.vocab)
+        rate = config.optimizer.lr
+        return cls(dataclasses.asdict(corpus.shapes), to_plain(config.model), words, rate, rate)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Description:
+        """Of a run."""
+        try:
+            return cls(**json.loads((run_dir / NAME).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{run_dir} is no run of mmdit: {NAME} cannot be used ({error}). Train first, or give --run-dir."
+            ) from None
+
+    def write(self, run_dir: Path) -> None:
+        """Whole or not at all."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        aside = run_dir / f"{NAME}.tmp"
+        aside.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+        aside.replace(run_dir / NAME)
+
+    def make_model(self) -> MMDiT:
+        """An untrained model of this shape."""
+        return MMDiT(build(ModelConfig, self.model), Shapes(**self.shapes))
