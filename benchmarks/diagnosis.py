@@ -27,7 +27,7 @@ from steadygrad.diagnose import diagnose
 from steadygrad.diagnose.closeup import Closeup
 from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.replay import Step, call_user
-from steadygrad.diagnose.subject import name_modules
+from steadygrad.diagnose.step_arguments import name_modules
 from steadygrad.diagnose.trace import Trace
 
 MOST_STEPS = 12.0

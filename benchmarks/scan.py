@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from machine import describe_machine, write_results
-from steadygrad.checkpoint.scan import scan_checkpoint
+from steadygrad.scan.checkpoint_scan import scan_checkpoint
 
 BASE, OURS = "safetensors + isfinite", "scan"
 LAYERS_PER_GIB = 16

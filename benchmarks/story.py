@@ -40,7 +40,7 @@ class Silence:
 
 def tell_story(*, quick: bool) -> dict[str, Any]:
     """Run the demo; what the picture needs of it."""
-    from steadygrad.recipes.demo import DemoSettings, run_demo
+    from steadygrad_recipes.demo import DemoSettings, run_demo
 
     logging.disable(logging.WARNING)
     settings = DemoSettings.quick() if quick else DemoSettings()

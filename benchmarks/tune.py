@@ -34,12 +34,11 @@ import torch
 
 from machine import RESULTS, write_results
 from steadygrad.cli.recipe_fields import merge, nest
+from steadygrad.cli.recipes import find_recipe, open_recipe
 from steadygrad.config.plain import build, read_mapping
 from steadygrad.errors import TrainingHalted
-from steadygrad.recipes.catalogue import find_recipe
 from steadygrad.tune.ledger import Ledger
 from steadygrad.tune.plan import make_plan
-from steadygrad.tune.programs import open_recipe
 from steadygrad.tune.search import Search
 from steadygrad.tune.storage import open_study
 from steadygrad.tune.tuning import Tuned, Tuning, describe_request
@@ -106,19 +105,19 @@ def open_training(recipe: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
     """Trainer and loaders, as the recipe's own program makes them; nothing is written."""
     config = build(find_recipe(recipe).load().Config, values)
     if recipe == "seo":
-        from steadygrad.recipes.seo.data import load_data
-        from steadygrad.recipes.seo.program import build_model
-        from steadygrad.recipes.seo.trainer import make_trainer
+        from steadygrad_recipes.seo.data import load_data
+        from steadygrad_recipes.seo.program import build_model
+        from steadygrad_recipes.seo.trainer import make_trainer
 
         data = load_data(config)
         return make_trainer(build_model(config, data), config, run_dir=None), data.make_loaders(config.batch_size)
     if recipe == "cod":
-        from steadygrad.recipes.cod.data import open_datasets, open_loaders
-        from steadygrad.recipes.cod.trainer import CodTrainer
+        from steadygrad_recipes.cod.data import open_datasets, open_loaders
+        from steadygrad_recipes.cod.trainer import CodTrainer
 
         train_set, test_set, _ = open_datasets(config)
         return CodTrainer(config, run_dir=None), open_loaders(config, train_set, test_set)
-    from steadygrad.recipes.mmdit.program import load_corpus, make_loaders, make_trainer
+    from steadygrad_recipes.mmdit.program import load_corpus, make_loaders, make_trainer
 
     corpus = load_corpus(config)
     return make_trainer(config, corpus, None, Silence()), make_loaders(config, corpus)

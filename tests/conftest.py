@@ -39,7 +39,7 @@ def _nothing_compiled_is_left() -> Iterator[None]:
 def _no_guard_hears_signals_of_the_next_test() -> Iterator[None]:
     """A guard that a test did not close would save and end the process at the next test's signal."""
     yield
-    leaving = sys.modules.get("steadygrad.guard.leaving")
-    for member in [] if leaving is None else leaving._rounds.list_members():
+    shutdown = sys.modules.get("steadygrad.guard.shutdown")
+    for member in [] if shutdown is None else shutdown._rounds.list_members():
         member.watch.stop()
         member.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,14 +18,15 @@ from pathlib import Path
 import pytest
 
 import steadygrad
+import steadygrad_recipes
 
 PACKAGE = Path(steadygrad.__file__).parent
+RECIPES = Path(steadygrad_recipes.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli",),
     ("tune",),
-    ("recipes", "demo"),
     ("adapters", "testing"),
     ("trainer",),
     ("guard", "monitor"),
@@ -34,10 +36,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("diagnose", "checkpoint"),
     ("act",),
     ("clip",),
-    ("measure", "detect", "decide", "record", "losses", "nn"),
+    ("measure", "detect", "decide", "record", "losses", "nn", "scan"),
+    ("state", "disk"),
     ("config",),
     ("stats",),
-    ("facts", "errors", "extras", "words", "_version"),
+    ("facts", "errors", "extras", "words", "moved", "recipes", "_version"),
 )
 """Top to bottom: a part imports only from lines below its own."""
 
@@ -107,8 +110,14 @@ def modules() -> dict[str, ast.Module]:
     return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@functools.cache
+def recipe_modules() -> dict[str, ast.Module]:
+    """The same of steadygrad_recipes."""
+    return {name_of(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(RECIPES.rglob("*.py"))}
+
+
 def name_of(path: Path) -> str:
-    parts = ("steadygrad", *path.relative_to(PACKAGE).with_suffix("").parts)
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -125,7 +134,7 @@ def find_imports(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             source = resolve(module, node)
             for alias in node.names:
                 inner = f"{source}.{alias.name}"
-                yield node.lineno, inner if inner in modules() else source
+                yield node.lineno, inner if inner in modules() or inner in recipe_modules() else source
 
 
 def resolve(module: str, node: ast.ImportFrom) -> str:
@@ -202,8 +211,19 @@ def test_the_rule_sees_imports_up_sideways_and_of_the_package_itself() -> None:
     assert [part_of(name) for name in ("steadygrad", "steadygrad.clip.base")] == ["", "clip"]
 
 
+def test_the_engine_never_imports_the_recipes() -> None:
+    wrong = [
+        f"{module}:{line} imports {name}"
+        for module, tree in modules().items()
+        for line, name in find_imports(module, tree)
+        if name.partition(".")[0] == "steadygrad_recipes"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_there_is_no_import_cycle() -> None:
-    graph = {module: {name for _, name in own_imports(module)} & modules().keys() for module in modules()}
+    every = modules() | recipe_modules()
+    graph = {module: {name for _, name in find_imports(module, tree)} & every.keys() for module, tree in every.items()}
     assert find_cycle(graph) is None
 
 
@@ -293,11 +313,25 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [module for module, tree in modules().items() if not ast.get_docstring(tree)]
+    every = modules() | recipe_modules()
+    silent = [module for module, tree in every.items() if not ast.get_docstring(tree)]
     assert not silent
+
+
+def test_a_newcomer_opens_at_most_five_files_and_each_is_there() -> None:
+    text = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("## Where to begin\n")[2].partition("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) == 6
+    for row in rows:
+        for way in row.split("instead:"):  # of two sorts of bug in one task each has its own files
+            paths = re.findall(r"`([\w/]+\.py)`", way)
+            assert 3 <= len(paths) <= 5, row
+            assert not [path for path in paths if not (PACKAGE / path).is_file()]
 
 
 def test_no_drawer_for_odds_and_ends() -> None:
     drawers = {"util", "utils", "utilities", "helper", "helpers", "common", "misc"}
-    found = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.stem.lower() in drawers]
+    paths = [*PACKAGE.rglob("*"), *RECIPES.rglob("*")]
+    found = [str(path) for path in paths if path.stem.lower() in drawers]
     assert not found

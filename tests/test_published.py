@@ -112,7 +112,7 @@ def test_contributing_names_only_what_is_there() -> None:
         "tests/tensor/test_clip.py": "STRATEGIES",
         "tests/zoo/cures/cure.py": "class Cure",
         "src/steadygrad/diagnose/explanations/entry.py": "class Entry",
-        "src/steadygrad/recipes/catalogue.py": "RECIPES =",
+        "src/steadygrad_recipes/__init__.py": "RECIPES =",
         "benchmarks/lr_sensitivity.py": "COLUMNS =",
         "benchmarks/tables.py": "SUMMARIES",
     }

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from steadygrad.act.precision import choose_precision, conservative_scaler
     from steadygrad.act.sanitize import handle_nan_inf
     from steadygrad.checkpoint import CheckpointStore
-    from steadygrad.checkpoint.foreign import load_checkpoint
     from steadygrad.guard import Guard
     from steadygrad.measure.check import check_nan_inf
     from steadygrad.monitor import ActivationMonitor, GradientHealthMonitor
     from steadygrad.record.logger import LoggerSink
     from steadygrad.record.tensorboard import TensorBoardSink
     from steadygrad.record.wandb import WandbSink
+    from steadygrad.scan.foreign import load_checkpoint
     from steadygrad.trainer import Trainer
 
 __all__ = [
@@ -121,7 +121,7 @@ _LAZY = {
     "choose_precision": "steadygrad.act.precision",
     "conservative_scaler": "steadygrad.act.precision",
     "handle_nan_inf": "steadygrad.act.sanitize",
-    "load_checkpoint": "steadygrad.checkpoint.foreign",
+    "load_checkpoint": "steadygrad.scan.foreign",
 }
 _PACKAGES = ("diagnose", "losses", "nn")
 """Exported as they are; `diagnose` can be called."""

@@ -3,6 +3,12 @@
     SteadygradError
     ├── ConfigError (ValueError)      a setting is wrong; raised on construction, before the first step
     ├── UsageError (RuntimeError)     a call that cannot work: no graph, no gradient, a closed guard
+    │   └── CheckpointError           a checkpoint that cannot be written, read or used
+    │       ├── DamagedCheckpoint     a folder that was cut short, changed or never finished
+    │       │   └── NoCheckpoint      nothing there, or a file of another kind
+    │       ├── NonFiniteStateError   a state that must not be saved, or should not have been
+    │       ├── UnsafePickleError     a file that would run code when it is read
+    │       └── MismatchError         a checkpoint of another model
     ├── UnsupportedError (TypeError)  an engine, dtype or layout that is refused by name
     └── TrainingHalted (RuntimeError) the policy, or `on_nonfinite=Action.RAISE`, ended the run
         └── NonFiniteError            ... because loss or gradients were not finite
@@ -11,6 +17,9 @@ Every message has three beats: what was found, where, and what to do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from steadygrad.facts import Incident
 
@@ -41,3 +50,58 @@ class TrainingHalted(SteadygradError, RuntimeError):
 
 class NonFiniteError(TrainingHalted):
     """Loss or gradients were not finite, and the configuration asked for an exception. No weight was touched."""
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+class CheckpointError(UsageError):
+    """A checkpoint could not be written, read or used."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A folder whose contents are not what was written."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(
+            f"{folder} cannot be used: {reason}. Use the checkpoint before it; resume() does so by itself."
+        )
+        self.folder, self.reason = folder, reason
+
+
+class NoCheckpoint(DamagedCheckpoint):
+    """A path where there never was a checkpoint."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        CheckpointError.__init__(self, f"{folder} is no checkpoint: {reason}. Name the folder or the file of one.")
+        self.folder, self.reason = folder, reason
+
+
+class NonFiniteStateError(CheckpointError):
+    """A state with NaN or Inf in it. `tensors` says how many elements of which."""
+
+    def __init__(self, where: str, tensors: Mapping[str, int]) -> None:
+        shown = ", ".join(f"{name} ({count})" for name, count in list(tensors.items())[:5])
+        more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
+        plural = "" if len(tensors) == 1 else "s"
+        super().__init__(
+            f"{where} holds values that are not finite in {len(tensors)} tensor{plural}: {shown}{more}. "
+            "Go back to the last good checkpoint, or save with clean=True to replace them."
+        )
+        self.tensors = dict(tensors)
+
+
+class UnsafePickleError(CheckpointError):
+    """A pickle that needs more than plain containers and tensors. Nothing of it was run."""
+
+    def __init__(self, path: Path, wanted: Sequence[str]) -> None:
+        names = ", ".join(wanted) if wanted else "something that could not be read"
+        super().__init__(
+            f"{path} was refused: reading it would run {names}. Nothing was run. Ask for weights as safetensors; where "
+            "you know who wrote the file, load it with trust=True, or scan it with --trust."
+        )
+        self.wanted = list(wanted)
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint does not fit the model or the optimizers."""

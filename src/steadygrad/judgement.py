@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.act.actor import Actor
-from steadygrad.act.followers import Followers
-from steadygrad.act.outcome import UNTOUCHED, tell_reflex
+from steadygrad.act.actor import UNTOUCHED, Actor, tell_reflex
+from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.config import GuardConfig
 from steadygrad.decide import EarlyStopping, Judge
 from steadygrad.decide.health import tell_health
@@ -79,7 +78,7 @@ class Judgement:
         config: GuardConfig,
         *,
         detector: Detector,
-        followers: Followers,
+        schedule_and_ema: ScheduleAndEma,
         actor: Actor,
         recorder: Recorder,
         own: Detector | None = None,
@@ -90,7 +89,7 @@ class Judgement:
         `prover`: tests findings on finite numbers before they are answered; None: they are only reported.
         """
         self._prover = prover
-        self._config, self._followers, self._actor, self._recorder = config, followers, actor, recorder
+        self._config, self._schedule_and_ema, self._actor, self._recorder = config, schedule_and_ema, actor, recorder
         self._detector, self._own = detector, own
         self._judge = Judge(config.policy, on_nonfinite=config.on_nonfinite)
         self._started = time.monotonic()
@@ -131,7 +130,7 @@ class Judgement:
         ranks that a bad step began on, `extra` is what the user's program told beside the loss.
         """
         if not reading.skipped:
-            self._followers.after_applied()
+            self._schedule_and_ema.after_applied()
         self._epoch_losses.add(None if reading.skipped else reading.loss)
         self.tally.add(reading)
         self.last_reading = reading

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from steadygrad import StepRecord
-from steadygrad.adapters.held_schedule import HeldSchedule
+from steadygrad.adapters.lightning import HeldSchedule
 
 
 @dataclass

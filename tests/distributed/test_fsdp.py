@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from steadygrad import AdaptiveUnitClip, Guard, GuardConfig, UnsupportedError, ZClip
 from steadygrad.config import FixedNorm, MeasureConfig, Policy, SnapshotConfig
-from steadygrad.measure.shards import take_local
+from steadygrad.state.shards import take_local
 from steadygrad.testing.ranks import run_ranks
 
 NUM_STEPS = 6

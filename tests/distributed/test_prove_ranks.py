@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from steadygrad import Guard, GuardConfig, ProveConfig
 from steadygrad.diagnose.replay import is_replaying
 from steadygrad.facts import Proof
-from steadygrad.measure.shards import take_local
 from steadygrad.prove.comparison import Comparison
+from steadygrad.state.shards import take_local
 from steadygrad.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")

@@ -20,7 +20,7 @@ from steadygrad.checkpoint import UnsafePickleError
 from steadygrad.checkpoint.sharded import ShardedStore
 from steadygrad.checkpoint.shared_tensors import read_table
 from steadygrad.config import CheckpointConfig, ZClip
-from steadygrad.measure.shards import take_local
+from steadygrad.state.shards import take_local
 from steadygrad.testing.ranks import RanksFailed, run_ranks
 
 NUM_STEPS, SAVED = 8, 5

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steadygrad import Guard, GuardConfig, ZClip
 from steadygrad.checkpoint import CheckpointStore, NonFiniteStateError
-from steadygrad.checkpoint.image import FileImage
+from steadygrad.disk.staging import StagedFile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*runs without fused=True")]
 
@@ -113,7 +113,7 @@ def test_what_was_saved_on_one_device_goes_on_on_another(tmp_path: Path, there: 
 
 
 def test_host_memory_is_pinned_and_used_again() -> None:
-    image = FileImage()
+    image = StagedFile()
     image.stage({"a": torch.randn(5000, device="cuda")}, {})
     assert all(segment.is_pinned() for segment in image._segments)
     addresses = [segment.data_ptr() for segment in image._segments]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from steadygrad import Guard, GuardConfig, MeasureConfig
-from steadygrad.measure.shards import take_local
+from steadygrad.state.shards import take_local
 from steadygrad.testing.ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*runs without fused=True")]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from steadygrad import FixedNorm, Guard, GuardConfig
 from steadygrad.losses import MultiwayScale, multiway_contrastive, safe_normalize
-from steadygrad.recipes.clip6d.config import Clip6dConfig, ModelConfig
-from steadygrad.recipes.clip6d.encoders import ImageEncoder, TextEncoder, VectorEncoder, count_parameters
-from steadygrad.recipes.clip6d.tokens import encode_batch
+from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
+from steadygrad_recipes.clip6d.encoders import ImageEncoder, TextEncoder, VectorEncoder, count_parameters
+from steadygrad_recipes.clip6d.tokens import encode_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -80,9 +80,9 @@ def train(model: ModelConfig, precision: str, folder: Path, run_dir: Path, resum
     """Six steps of the whole recipe, on Lightning."""
     pytest.importorskip("lightning")
     pytest.importorskip("PIL")
-    from steadygrad.recipes.clip6d.data import read_corpus
-    from steadygrad.recipes.clip6d.fit import build_module, fit
-    from steadygrad.recipes.clip6d.synthetic import write_synthetic
+    from steadygrad_recipes.clip6d.data import read_corpus
+    from steadygrad_recipes.clip6d.fit import build_module, fit
+    from steadygrad_recipes.clip6d.synthetic import write_synthetic
 
     settings: dict[str, Any] = {"batch_size": 8, "epochs": 1, "max_steps": 6, "warmup_steps": 2, "save_every": 3}
     config = Clip6dConfig(precision=precision, device="cuda", model=model, **settings)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from steadygrad.recipes.cod import CodConfig, train
-from steadygrad.recipes.cod.data import open_datasets, open_loaders
-from steadygrad.recipes.cod.trainer import CodTrainer
 from steadygrad.testing import poison_gradient
+from steadygrad_recipes.cod import CodConfig, train
+from steadygrad_recipes.cod.data import open_datasets, open_loaders
+from steadygrad_recipes.cod.trainer import CodTrainer
 
 REAL: dict[str, Any] = {
     "num_made": 12,

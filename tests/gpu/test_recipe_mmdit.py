@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from steadygrad.facts import Severity, StepRecord
-from steadygrad.recipes.mmdit import program
-from steadygrad.recipes.mmdit.config import (
+from steadygrad.testing import poison_gradient
+from steadygrad_recipes.mmdit import program
+from steadygrad_recipes.mmdit.config import (
     DataConfig,
     LossConfig,
     MMDiTConfig,
@@ -19,11 +20,10 @@ from steadygrad.recipes.mmdit.config import (
     OptimizerConfig,
     TrainingConfig,
 )
-from steadygrad.recipes.mmdit.data import Rows
-from steadygrad.recipes.mmdit.metrics import measure_baseline
-from steadygrad.recipes.mmdit.model import MMDiT, Shapes
-from steadygrad.recipes.mmdit.trainer import MMDiTTrainer
-from steadygrad.testing import poison_gradient
+from steadygrad_recipes.mmdit.data import Rows
+from steadygrad_recipes.mmdit.metrics import measure_baseline
+from steadygrad_recipes.mmdit.model import MMDiT, Shapes
+from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
 LARGE = ModelConfig(hidden_size=1024, num_layers=23, num_heads=16)
 SHAPES = Shapes(vocab_size=8192, text_length=256, num_latents=32, latent_dim=64)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from steadygrad.recipes.seo.config import UltraOptimizedConfig
-from steadygrad.recipes.seo.features import FEATURES
-from steadygrad.recipes.seo.model import UltraOptimizedSEOMetricsModule
-from steadygrad.recipes.seo.trainer import UltraOptimizedSEOTrainer
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+from steadygrad_recipes.seo.features import FEATURES
+from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
+from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
 pytestmark = pytest.mark.gpu
 

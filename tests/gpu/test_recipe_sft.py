@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from steadygrad.recipes.sft.config import SftConfig, TinyModel
-from steadygrad.recipes.sft.fine_tune import Trained, train_model
+from steadygrad_recipes.sft.config import SftConfig, TinyModel
+from steadygrad_recipes.sft.fine_tune import Trained, train_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -84,8 +84,8 @@ def test_bf16_weights_with_lora_in_fp32_train_too(tmp_path: Path) -> None:
 
 
 def test_a_poisoned_gradient_is_skipped_under_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from steadygrad.recipes.sft import fine_tune as module
     from steadygrad.testing import poison_gradient
+    from steadygrad_recipes.sft import fine_tune as module
 
     build = module.build_trainer
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.config import SnapshotConfig
+from steadygrad.state.random_state import capture_random, restore_random
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.recipes.clip6d.config import Clip6dConfig, ModelConfig
-from steadygrad.recipes.clip6d.data import Corpus, read_corpus
-from steadygrad.recipes.clip6d.fit import build_module, fit
-from steadygrad.recipes.clip6d.keeping import RunKeeper
-from steadygrad.recipes.clip6d.module import EnhancedLightningCLIPModule
-from steadygrad.recipes.clip6d.synthetic import write_synthetic
+from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
+from steadygrad_recipes.clip6d.data import Corpus, read_corpus
+from steadygrad_recipes.clip6d.fit import build_module, fit
+from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
+from steadygrad_recipes.clip6d.saving import RunSaver
+from steadygrad_recipes.clip6d.synthetic import write_synthetic
 
 TINY = ModelConfig(
     embed_dim=32,
@@ -68,11 +68,11 @@ class Console:
 
 def train(
     config: Clip6dConfig, run_dir: Path, *, resume: str | None = None, corpus: Corpus | None = None
-) -> tuple[EnhancedLightningCLIPModule, RunKeeper]:
+) -> tuple[EnhancedLightningCLIPModule, RunSaver]:
     corpus = open_shapes(config) if corpus is None else corpus
     module = build_module(config, corpus)
-    keeper = fit(module, corpus, config, run_dir=run_dir, resume=resume, console=Console())
-    return module, keeper
+    saver = fit(module, corpus, config, run_dir=run_dir, resume=resume, console=Console())
+    return module, saver
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from steadygrad.recipes.seo.config import UltraOptimizedConfig
-from steadygrad.recipes.seo.data import SEOData, split_data
-from steadygrad.recipes.seo.program import build_model
-from steadygrad.recipes.seo.reading import Row
-from steadygrad.recipes.seo.synthetic import make_rows
-from steadygrad.recipes.seo.trainer import UltraOptimizedSEOTrainer
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+from steadygrad_recipes.seo.data import SEOData, split_data
+from steadygrad_recipes.seo.program import build_model
+from steadygrad_recipes.seo.readers import Row
+from steadygrad_recipes.seo.synthetic import make_rows
+from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
 SMALL: dict[str, Any] = {
     "device": "cpu",

@@ -14,8 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded here
 import torch
 from torch import Tensor
 
-from steadygrad.recipes.sft.config import SftConfig, TinyModel
-from steadygrad.recipes.sft.data import Example, make_examples
+from steadygrad_recipes.sft.config import SftConfig, TinyModel
+from steadygrad_recipes.sft.data import Example, make_examples
 
 SMALL: dict[str, Any] = {
     "num_synthetic": 700,
@@ -94,7 +94,7 @@ RARE = "!"
 
 def make_overflowing_folder(folder: Path, rows: Sequence[Example], width: int = 32) -> str:
     """A model in which one neuron answers to RARE with about 1e5: more than fp16 can hold, nothing to fp32 or bf16."""
-    from steadygrad.recipes.sft.model import make_model, make_tokenizer
+    from steadygrad_recipes.sft.model import make_model, make_tokenizer
 
     tokenizer = make_tokenizer(rows, 384)
     model = make_model(TinyModel(width=width), tokenizer, 64, 0)

@@ -14,12 +14,12 @@ from clip6d_trainings import TINY, Console, make_config, open_shapes, shapes_fol
 from PIL import Image
 
 from steadygrad.errors import ConfigError, UsageError
-from steadygrad.recipes.clip6d.config import Clip6dConfig, ModelConfig
-from steadygrad.recipes.clip6d.data import CaptionDataset, CaptionLoader, read_corpus
-from steadygrad.recipes.clip6d.fit import open_corpus
-from steadygrad.recipes.clip6d.neighbours import find_captions
-from steadygrad.recipes.clip6d.retrieval import list_pairs, measure_recall, rank_matches
-from steadygrad.recipes.clip6d.tokens import FILL, encode, encode_batch
+from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
+from steadygrad_recipes.clip6d.data import CaptionDataset, CaptionLoader, read_corpus
+from steadygrad_recipes.clip6d.fit import open_corpus
+from steadygrad_recipes.clip6d.neighbours import find_captions
+from steadygrad_recipes.clip6d.retrieval import list_pairs, measure_recall, rank_matches
+from steadygrad_recipes.clip6d.tokens import FILL, encode, encode_batch
 
 TEXT = ("image", "en", "de")
 

@@ -25,12 +25,16 @@ from steadygrad.adapters.lightning import EnhancedTrainingMixin
 from steadygrad.cli import main
 from steadygrad.losses import StableLossFunctions, get_stable_loss_function, multiway_contrastive, safe_normalize
 from steadygrad.nn import ImprovedActivations, add_gradient_checkpointing
-from steadygrad.recipes.clip6d.check_setup import check_setup
-from steadygrad.recipes.clip6d.config import ACTIVATIONS, Clip6dConfig
-from steadygrad.recipes.clip6d.data import Batch, CaptionLoader, iterate_validation
-from steadygrad.recipes.clip6d.encoders import ResidualAttentionBlock
-from steadygrad.recipes.clip6d.module import SIMILARITIES, EnhancedLightningCLIPModule
-from steadygrad.recipes.clip6d.plain_logits import average_cross_entropy, compute_plain_logits
+from steadygrad_recipes.clip6d.check_setup import check_setup
+from steadygrad_recipes.clip6d.config import ACTIVATIONS, Clip6dConfig
+from steadygrad_recipes.clip6d.data import Batch, CaptionLoader, iterate_validation
+from steadygrad_recipes.clip6d.encoders import ResidualAttentionBlock
+from steadygrad_recipes.clip6d.module import (
+    SIMILARITIES,
+    EnhancedLightningCLIPModule,
+    average_cross_entropy,
+    compute_plain_logits,
+)
 
 
 def make_module(**settings: Any) -> EnhancedLightningCLIPModule:
@@ -244,8 +248,8 @@ def test_gradient_checkpointing_is_a_field(tmp_path: Path) -> None:
     losses = []
     for on in (False, True):
         model = dataclasses.replace(TINY, gradient_checkpointing=on)
-        _, keeper = train(make_config(modalities=("image", "en"), max_steps=2, model=model), tmp_path / str(on))
-        losses.append(keeper.metrics["val_loss"])
+        _, saver = train(make_config(modalities=("image", "en"), max_steps=2, model=model), tmp_path / str(on))
+        losses.append(saver.metrics["val_loss"])
     assert losses[0] == losses[1]
 
 
@@ -304,7 +308,7 @@ def test_the_check_of_the_setup_prints_what_the_seed_expects(capsys: pytest.Capt
 def test_the_check_of_the_setup_fails_where_a_loss_is_not_finite(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = "steadygrad.recipes.clip6d.check_setup.get_stable_loss_function"
+    where = "steadygrad_recipes.clip6d.check_setup.get_stable_loss_function"
     monkeypatch.setattr(where, lambda **_: compute_plain_logits)
 
     assert check_setup() == 4
@@ -315,7 +319,7 @@ def test_the_check_of_the_setup_fails_where_a_loss_is_not_finite(
 def test_large_norms_under_a_guard_are_worth_one_warning_an_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("steadygrad.recipes.clip6d.module.EXPLODING", 1e-6)
+    monkeypatch.setattr("steadygrad_recipes.clip6d.module.EXPLODING", 1e-6)
     config = make_config(modalities=("en", "vector"), num_synthetic=60, epochs=3)
     train(config, tmp_path, corpus=open_shapes(config, num=60))
 

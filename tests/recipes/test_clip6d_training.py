@@ -23,11 +23,11 @@ from clip6d_trainings import (
 from torch import Tensor
 
 from steadygrad.checkpoint import CheckpointStore
-from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.cli import main
-from steadygrad.recipes.clip6d.evaluate import evaluate
-from steadygrad.recipes.clip6d.fit import build_module
-from steadygrad.recipes.clip6d.retrieval import expect_by_chance
+from steadygrad.errors import CheckpointError
+from steadygrad_recipes.clip6d.evaluate import evaluate
+from steadygrad_recipes.clip6d.fit import build_module
+from steadygrad_recipes.clip6d.retrieval import expect_by_chance
 
 
 def test_six_modalities_learn_to_find_each_other(tmp_path: Path) -> None:
@@ -37,9 +37,9 @@ def test_six_modalities_learn_to_find_each_other(tmp_path: Path) -> None:
     before = evaluate(build_module(config, corpus), corpus, config)
     assert before["R@10"] < 1.5 * chance["R@10"], "an untrained model only guesses"
 
-    _, keeper = train(config, tmp_path, corpus=corpus)
+    _, saver = train(config, tmp_path, corpus=corpus)
 
-    found = keeper.metrics
+    found = saver.metrics
     assert found["R@1"] > 5 * chance["R@1"]
     assert found["R@10"] > 2 * chance["R@10"]
     assert found["val_loss"] < 0.8 * math.log(config.batch_size**5), "below that of guessing among all combinations"
@@ -53,12 +53,12 @@ def test_every_version_of_the_loss_learns(version: int, tmp_path: Path) -> None:
     config = make_config(modalities=("en", "zh", "vector"), stable_loss_version=version, epochs=2)
     corpus = open_shapes(config)
     chance = expect_by_chance(len(corpus.val))["R@1"]
-    _, keeper = train(config, tmp_path, corpus=corpus)
+    _, saver = train(config, tmp_path, corpus=corpus)
     # Of three seeds the worst: loss 0.36 of guessing, from the rest 14 times chance.
-    assert keeper.metrics["val_loss"] < 0.5 * math.log(config.batch_size**2), "far below that of guessing"
-    assert keeper.metrics["(rest) R@1"] > 8 * chance
+    assert saver.metrics["val_loss"] < 0.5 * math.log(config.batch_size**2), "far below that of guessing"
+    assert saver.metrics["(rest) R@1"] > 8 * chance
     if version > 0:  # a product says nothing of pairs: of three seeds 2.0 to 4.8 times chance, others 24 to 31
-        assert keeper.metrics["R@1"] > 8 * chance
+        assert saver.metrics["R@1"] > 8 * chance
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_every_version_of_the_loss_learns(version: int, tmp_path: Path) -> None:
 def test_any_of_the_modalities_can_be_trained(modalities: tuple[str, ...], tmp_path: Path) -> None:
     config = make_config(modalities=modalities, max_steps=4)
     before = weights_of(build_module(config, open_shapes(config)))
-    module, keeper = train(config, tmp_path)
-    found = {name.removeprefix("R@1/") for name in keeper.metrics if name.startswith("R@1/")}
+    module, saver = train(config, tmp_path)
+    found = {name.removeprefix("R@1/") for name in saver.metrics if name.startswith("R@1/")}
     pairs = {f"{a}->{b}" for a in modalities for b in modalities if a != b}
     assert found == pairs | ({f"(rest)->{name}" for name in modalities} if len(modalities) > 2 else set())
     still = [name for name, value in weights_of(module).items() if torch.equal(value, before[name])]
@@ -88,15 +88,15 @@ def test_gradients_vanish_without_the_stable_loss(tmp_path: Path, capsys: pytest
     corpus = open_shapes(config)
     chance = math.log(config.batch_size) / config.batch_size**4
 
-    module, keeper = train(config, tmp_path, corpus=corpus)
+    module, saver = train(config, tmp_path, corpus=corpus)
 
     assert module.gradient_monitor is not None
     norms = list(module.gradient_monitor.history["global_norm"])
     assert len(norms) == 64, "a whole epoch"
     assert max(norms) < 1e-7
     assert "Vanishing gradients detected" in capsys.readouterr().out
-    assert keeper.metrics["val_loss"] == pytest.approx(chance, rel=1e-3)
-    assert keeper.metrics["R@1"] < 2 * expect_by_chance(len(corpus.val))["R@1"]
+    assert saver.metrics["val_loss"] == pytest.approx(chance, rel=1e-3)
+    assert saver.metrics["R@1"] < 2 * expect_by_chance(len(corpus.val))["R@1"]
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,16 @@ def test_the_training_that_vanished_learns_with_the_stable_loss(
     """By the norm of the sum, which is the seed's advice, and by the very product, at its own scale."""
     config = make_config(stable_loss_version=version, epochs=epochs, model=WIDE)
     corpus = open_shapes(config)
-    _, keeper = train(config, tmp_path, corpus=corpus)
-    assert keeper.metrics["val_loss"] < share * math.log(config.batch_size**5)
-    assert keeper.metrics[found] > 4 * expect_by_chance(len(corpus.val))["R@1"]
+    _, saver = train(config, tmp_path, corpus=corpus)
+    assert saver.metrics["val_loss"] < share * math.log(config.batch_size**5)
+    assert saver.metrics[found] > 4 * expect_by_chance(len(corpus.val))["R@1"]
 
 
 def test_the_guard_tells_of_gradients_that_vanish(tmp_path: Path) -> None:
     config = make_config(use_stable_loss=False, max_steps=25, model=WIDE)
-    _, keeper = train(config, tmp_path)
-    assert keeper.guard is not None
-    assert {finding.kind for finding in keeper.guard.findings} == {"vanishing_gradient"}
+    _, saver = train(config, tmp_path)
+    assert saver.guard is not None
+    assert {finding.kind for finding in saver.guard.findings} == {"vanishing_gradient"}
 
 
 def test_a_bad_sample_kills_the_unprotected_training_and_not_the_protected_one(tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_bad_sample_kills_the_unprotected_training_and_not_the_protected_one(t
     assert not all(bool(value.isfinite().all()) for value in dead.state_dict().values())
     assert not CheckpointStore(tmp_path / "off" / "checkpoints").list(), "no checkpoint holds what is not finite"
 
-    alive, keeper = train(config, tmp_path / "on", corpus=corpus)
+    alive, saver = train(config, tmp_path / "on", corpus=corpus)
     assert all(bool(value.isfinite().all()) for value in alive.state_dict().values())
-    assert keeper.metrics["R@1"] > 4 * expect_by_chance(len(corpus.val))["R@1"]
-    assert keeper.metrics["val_loss"] < 0.75 * math.log(config.batch_size**5)
+    assert saver.metrics["R@1"] > 4 * expect_by_chance(len(corpus.val))["R@1"]
+    assert saver.metrics["val_loss"] < 0.75 * math.log(config.batch_size**5)
     steps = [json.loads(line) for line in (tmp_path / "on" / "steps.jsonl").read_text().splitlines()]
     assert [step["skipped"] for step in steps].count(True) == 1
     kinds = {
@@ -153,7 +153,7 @@ def test_a_resume_from_any_checkpoint_is_exact(tmp_path: Path) -> None:
     changes = {"epochs": 3, "save_every": 4, "eval_every": 3, "accumulation_steps": 2, "keep_last": 20, "model": model}
     config = make_config(modalities=("image", "en", "vector"), num_synthetic=60, **changes)
     corpus = open_shapes(config, num=60)
-    whole, keeper = train(config, tmp_path / "whole", corpus=corpus)
+    whole, saver = train(config, tmp_path / "whole", corpus=corpus)
     checkpoints = CheckpointStore(tmp_path / "whole" / "checkpoints").list()
     steps = [info.step for info in checkpoints]
     assert steps == [4, 5, 8, 10, 12, 15]
@@ -162,8 +162,8 @@ def test_a_resume_from_any_checkpoint_is_exact(tmp_path: Path) -> None:
         torch.manual_seed(info.step)  # another process would have drawn other numbers
         resumed, again = train(config, tmp_path / f"from{info.step}", resume=str(info.path), corpus=corpus)
         assert_equal(weights_of(resumed), weights_of(whole))
-        assert again.metrics == keeper.metrics
-        assert again._progress.train_history == keeper._progress.train_history
+        assert again.metrics == saver.metrics
+        assert again._progress.train_history == saver._progress.train_history
         first = json.loads((tmp_path / f"from{info.step}" / "steps.jsonl").read_text().splitlines()[0])
         assert first["step"] == info.step
 
@@ -189,10 +189,10 @@ def test_a_training_killed_by_sigkill_resumes_exactly(
 
 def test_a_run_that_is_over_has_nothing_left_to_do(tmp_path: Path) -> None:
     config = make_config(modalities=("en", "vector"), max_steps=3)
-    module, keeper = train(config, tmp_path)
+    module, saver = train(config, tmp_path)
     again, kept = train(config, tmp_path, resume="latest")
     assert_equal(weights_of(again), weights_of(module))
-    assert kept.metrics == keeper.metrics
+    assert kept.metrics == saver.metrics
 
 
 def test_a_checkpoint_of_another_program_is_refused_by_its_path(tmp_path: Path) -> None:
@@ -214,6 +214,6 @@ def test_switched_off_in_the_environment_it_is_lightnings_plain_loop(
 ) -> None:
     monkeypatch.setenv("STEADYGRAD", "off")
     config = make_config(modalities=("en", "vector"), max_steps=3)
-    _, keeper = train(config, tmp_path)
+    _, saver = train(config, tmp_path)
     assert not (tmp_path / "steps.jsonl").exists()
-    assert keeper._progress.train_history[0]["num_steps"] == 3
+    assert saver._progress.train_history[0]["num_steps"] == 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from steadygrad.errors import UsageError
-from steadygrad.recipes.cod.config import CodConfig
-from steadygrad.recipes.cod.data import make_pictures, open_datasets, open_loaders, read_mask
-from steadygrad.recipes.cod.folder import find_split
+from steadygrad_recipes.cod.config import CodConfig
+from steadygrad_recipes.cod.data import make_pictures, open_datasets, open_loaders, read_mask
+from steadygrad_recipes.cod.folder import find_split
 
 Image = pytest.importorskip("PIL.Image", reason="no pillow: pip install 'steadygrad[recipes]'")
 

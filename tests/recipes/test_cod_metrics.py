@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from steadygrad.recipes.cod.metrics import MaskScores, measure_structure, score_mask
+from steadygrad_recipes.cod.metrics import MaskScores, measure_structure, score_mask
 
 
 def spell_s_measure(p: Tensor, y: Tensor) -> float:

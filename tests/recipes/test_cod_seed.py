@@ -14,10 +14,10 @@ import torch
 
 from steadygrad.errors import ConfigError
 from steadygrad.facts import StepRecord
-from steadygrad.recipes.cod import QUICK, TAKES_WEIGHTS, CodConfig, words
-from steadygrad.recipes.cod.model import CamouflageNet
-from steadygrad.recipes.cod.stages import free_backbone, freeze_backbone, make_cycle, make_optimizer, make_stages
-from steadygrad.recipes.cod.trainer import CodTrainer
+from steadygrad_recipes.cod import QUICK, TAKES_WEIGHTS, CodConfig, words
+from steadygrad_recipes.cod.model import CamouflageNet
+from steadygrad_recipes.cod.stages import free_backbone, freeze_backbone, make_cycle, make_optimizer, make_stages
+from steadygrad_recipes.cod.trainer import CodTrainer
 
 TINY: dict[str, Any] = {**QUICK, "num_made": 16, "epochs": 2, "stage1_epochs": 1, "device": "cpu"}
 
@@ -51,7 +51,7 @@ def test_every_flag_of_the_account_is_taken_by_the_command() -> None:
     pytest.importorskip("click")
     from steadygrad.cli.recipe_fields import list_fields
     from steadygrad.cli.train import make_config, read_arguments
-    from steadygrad.recipes import cod
+    from steadygrad_recipes import cod
 
     arguments = (
         "--dataset-path /path/to/COD10K --resume ./checkpoints/best_model.pth --lr 0.000125 --batch-size 2 "
@@ -223,7 +223,7 @@ def test_wrong_settings_are_refused_by_name(changes: dict[str, Any], message: st
 
 
 def test_settings_can_be_listed_without_torch() -> None:
-    code = "import sys, steadygrad.recipes.cod as cod; cod.Config(**cod.QUICK); print('torch' in sys.modules)"
+    code = "import sys, steadygrad_recipes.cod as cod; cod.Config(**cod.QUICK); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 
@@ -232,7 +232,7 @@ def test_a_file_to_resume_from_begins_a_run_of_its_own(tmp_path: Path, monkeypat
     """`--resume ./checkpoints/best_model.pth` of another program: its weights, in a new folder."""
     pytest.importorskip("click")
     from steadygrad.cli.recipe_folder import choose_folder, is_weights
-    from steadygrad.recipes.cod.recipe import find_best
+    from steadygrad_recipes.cod.recipe import find_best
 
     monkeypatch.chdir(tmp_path)
     Path("checkpoints").mkdir()

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.cli import main
-from steadygrad.recipes.cod import QUICK, CodConfig, predict, train
-from steadygrad.recipes.cod.data import MadeDataset, open_datasets, open_loaders
-from steadygrad.recipes.cod.metrics import MaskScores
-from steadygrad.recipes.cod.pictures import encode_png
-from steadygrad.recipes.cod.recipe import find_best
-from steadygrad.recipes.cod.trainer import CodTrainer
 from steadygrad.testing import poison_batches, poison_gradient
+from steadygrad_recipes.cod import QUICK, CodConfig, predict, train
+from steadygrad_recipes.cod.data import MadeDataset, open_datasets, open_loaders
+from steadygrad_recipes.cod.metrics import MaskScores
+from steadygrad_recipes.cod.pictures import encode_png
+from steadygrad_recipes.cod.recipe import find_best
+from steadygrad_recipes.cod.trainer import CodTrainer
 
 TINY: dict[str, Any] = {
     **QUICK,
@@ -170,7 +170,7 @@ def test_switching_off_by_the_environment_is_the_unprotected_loop(monkeypatch: p
 
 
 def test_the_recipe_without_protection_says_how_to_recover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steadygrad.recipes.cod.recipe.CodTrainer", _ExplodingTrainer)
+    monkeypatch.setattr("steadygrad_recipes.cod.recipe.CodTrainer", _ExplodingTrainer)
     console = Lines()
     assert train(CodConfig(**TINY, protect=False), run_dir=tmp_path, resume=None, console=console) == 2
     assert "ValueError: Training stopped due to NaN/Inf gradients." in console.lines

@@ -9,9 +9,9 @@ import pytest
 from steadygrad.config import Precision
 from steadygrad.config.plain import build, read_mapping, to_plain
 from steadygrad.errors import ConfigError
-from steadygrad.recipes.mmdit import QUICK, Config
-from steadygrad.recipes.mmdit.config import MMDiTConfig, OptimizerConfig, TrainingConfig
-from steadygrad.recipes.mmdit.trainer import make_trainer_config
+from steadygrad_recipes.mmdit import QUICK, Config
+from steadygrad_recipes.mmdit.config import MMDiTConfig, OptimizerConfig, TrainingConfig
+from steadygrad_recipes.mmdit.trainer import make_trainer_config
 
 RECOMMENDED = """
 optimizer:

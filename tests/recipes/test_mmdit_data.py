@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from steadygrad.errors import UsageError
-from steadygrad.recipes.mmdit.config import DataConfig
-from steadygrad.recipes.mmdit.data import Corpus, measure_rows, read_corpus, write_rows
-from steadygrad.recipes.mmdit.synthetic import VOCAB, make_corpus
+from steadygrad_recipes.mmdit.config import DataConfig
+from steadygrad_recipes.mmdit.data import VOCAB, Corpus, make_corpus, measure_rows, read_corpus, write_rows
 
 
 def make_arrays(num: int = 10, **changes: Tensor) -> dict[str, Tensor]:

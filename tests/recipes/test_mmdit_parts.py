@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steadygrad.recipes.mmdit.config import DiffusionConfig, LossConfig, ModelConfig, SamplingConfig
-from steadygrad.recipes.mmdit.diffusion import Hidden, draw_times, find_clean, go_back, hide, onto_sphere
-from steadygrad.recipes.mmdit.losses import JointLoss
-from steadygrad.recipes.mmdit.metrics import place_on_sphere, take_from_sphere
-from steadygrad.recipes.mmdit.model import MMDiT, Shapes, group_parameters
-from steadygrad.recipes.mmdit.sampling import draw_samples, spell
+from steadygrad_recipes.mmdit.config import DiffusionConfig, LossConfig, ModelConfig, SamplingConfig
+from steadygrad_recipes.mmdit.diffusion import Hidden, draw_times, find_clean, go_back, hide, onto_sphere
+from steadygrad_recipes.mmdit.losses import JointLoss
+from steadygrad_recipes.mmdit.metrics import place_on_sphere, take_from_sphere
+from steadygrad_recipes.mmdit.model import MMDiT, Shapes, group_parameters
+from steadygrad_recipes.mmdit.sampling import draw_samples, spell
 
 SHAPES = Shapes(vocab_size=11, text_length=6, num_latents=3, latent_dim=8)
 TINY = ModelConfig(hidden_size=16, num_layers=2, num_heads=2)

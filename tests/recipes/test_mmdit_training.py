@@ -21,8 +21,9 @@ from steadygrad import GuardConfig, SnapshotConfig
 from steadygrad.cli import main
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted
-from steadygrad.recipes.mmdit import program
-from steadygrad.recipes.mmdit.config import (
+from steadygrad.testing import corrupt_weight, poison_gradient
+from steadygrad_recipes.mmdit import program
+from steadygrad_recipes.mmdit.config import (
     DataConfig,
     LossConfig,
     MMDiTConfig,
@@ -31,14 +32,12 @@ from steadygrad.recipes.mmdit.config import (
     SamplingConfig,
     TrainingConfig,
 )
-from steadygrad.recipes.mmdit.data import read_corpus
-from steadygrad.recipes.mmdit.description import Description
-from steadygrad.recipes.mmdit.metrics import evaluate, measure_baseline
-from steadygrad.recipes.mmdit.model import MMDiT
-from steadygrad.recipes.mmdit.sampling import draw_samples
-from steadygrad.recipes.mmdit.synthetic import VOCAB, make_corpus
-from steadygrad.recipes.mmdit.trainer import MMDiTTrainer
-from steadygrad.testing import corrupt_weight, poison_gradient
+from steadygrad_recipes.mmdit.data import VOCAB, make_corpus, read_corpus
+from steadygrad_recipes.mmdit.metrics import evaluate, measure_baseline
+from steadygrad_recipes.mmdit.model import MMDiT
+from steadygrad_recipes.mmdit.program import Description
+from steadygrad_recipes.mmdit.sampling import draw_samples
+from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
 
 class Lines:
@@ -363,7 +362,7 @@ KILLED = """
 import os, signal, sys, torch
 torch.set_num_threads(1)
 from steadygrad.cli import main
-from steadygrad.recipes.mmdit.trainer import MMDiTTrainer
+from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
 def end_step(self, record):
     if record.step == int(sys.argv[1]):

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from steadygrad import ConfigError, UsageError
 from steadygrad.cli import main
-from steadygrad.recipes.seo.config import UltraOptimizedConfig
-from steadygrad.recipes.seo.data import encode_text, load_data
-from steadygrad.recipes.seo.features import FEATURES, parse_page
-from steadygrad.recipes.seo.metrics import measure_errors, score_losses
-from steadygrad.recipes.seo.reading import read_rows
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+from steadygrad_recipes.seo.data import encode_text, load_data
+from steadygrad_recipes.seo.features import FEATURES, parse_page
+from steadygrad_recipes.seo.readers import read_rows
+from steadygrad_recipes.seo.trainer import measure_errors, score_losses
 
 PAGE = """<!doctype html><html lang="en"><head><title>Bread at home</title>
 <meta name="Description" content="How to bake bread at home.">

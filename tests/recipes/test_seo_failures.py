@@ -17,9 +17,9 @@ import torch
 from seo_trainings import make_training, rows, train
 
 from steadygrad.facts import Action
-from steadygrad.recipes.seo.trainer import UltraOptimizedSEOTrainer
 from steadygrad.testing import poison_batches
 from steadygrad.trainer import load_trained
+from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
 
 class RateSetWrongly(UltraOptimizedSEOTrainer):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from seo_trainings import make_training, train
 
-from steadygrad.recipes.seo.config import UltraOptimizedConfig
-from steadygrad.recipes.seo.model import UltraOptimizedSEOMetricsModule
-from steadygrad.recipes.seo.trainer import MOST_WEIGHT_DECAY, UltraOptimizedSEOTrainer
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
+from steadygrad_recipes.seo.trainer import MOST_WEIGHT_DECAY, UltraOptimizedSEOTrainer
 
 PARTS = ["model_healthy", "gradients_healthy", "losses_healthy", "parameters_healthy", "overall_healthy"]
 
@@ -273,8 +273,8 @@ def test_full_training_cycle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 def test_norms_and_actions_go_to_tensorboard_where_it_is_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    from steadygrad.recipes.seo.program import build_model
-    from steadygrad.recipes.seo.trainer import make_trainer as make_recorded
+    from steadygrad_recipes.seo.program import build_model
+    from steadygrad_recipes.seo.trainer import make_trainer as make_recorded
 
     first, data = make_training(epochs=1)
     config = dataclasses.replace(first.config, tensorboard=True)

@@ -31,16 +31,16 @@ from sft_trainings import (
 import steadygrad
 from steadygrad.cli import main
 from steadygrad.errors import ConfigError, UsageError
-from steadygrad.recipes.sft import predict
-from steadygrad.recipes.sft.config import SftConfig
-from steadygrad.recipes.sft.data import Example, make_examples
+from steadygrad_recipes.sft import predict
+from steadygrad_recipes.sft.config import SftConfig
+from steadygrad_recipes.sft.data import Example, make_examples
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 from steadygrad.adapters.transformers import GradientMonitoringCallback, SafeLoss, safe_compute_loss
-from steadygrad.recipes.sft.fine_tune import Trained, make_arguments, train_model
-from steadygrad.recipes.sft.model import TINY_TARGETS
-from steadygrad.recipes.sft.tell import NormKeeper, describe_step, find_warnings, spell_logs
+from steadygrad_recipes.sft.fine_tune import Trained, make_arguments, train_model
+from steadygrad_recipes.sft.model import TINY_TARGETS
+from steadygrad_recipes.sft.tell import NormKeeper, describe_step, find_warnings, spell_logs
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:::steadygrad")]
 
@@ -316,7 +316,7 @@ def test_patience_ends_the_training_when_validation_does_not_improve(tmp_path: P
 KILLED = """
 import os, signal, sys
 from steadygrad.cli import main
-from steadygrad.recipes.sft import checkpoints, fine_tune
+from steadygrad_recipes.sft import checkpoints, fine_tune
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -11,15 +11,15 @@ from sft_trainings import write_rows
 
 from steadygrad.config import Precision
 from steadygrad.errors import ConfigError, UsageError
-from steadygrad.recipes.sft import QUICK, Config
-from steadygrad.recipes.sft.config import LongPrompts, SftConfig, TinyModel
-from steadygrad.recipes.sft.data import Example, make_examples, parse_row, read_examples, read_file
+from steadygrad_recipes.sft import QUICK, Config
+from steadygrad_recipes.sft.config import LongPrompts, SftConfig, TinyModel
+from steadygrad_recipes.sft.data import Example, make_examples, parse_row, read_examples, read_file
 
 pytest.importorskip("transformers")
-from steadygrad.recipes.sft.checkpoints import find_checkpoint, find_damage, write_seal
-from steadygrad.recipes.sft.metrics import is_right, parse_answer, score, score_commonest
-from steadygrad.recipes.sft.model import add_lora, load_folder, make_model, make_tokenizer
-from steadygrad.recipes.sft.rows import EpochSampler, Padder, encode, encode_all, has_labels
+from steadygrad_recipes.sft.checkpoints import find_checkpoint, find_damage, write_seal
+from steadygrad_recipes.sft.metrics import is_right, parse_answer, score, score_commonest
+from steadygrad_recipes.sft.model import add_lora, load_folder, make_model, make_tokenizer
+from steadygrad_recipes.sft.rows import EpochSampler, Padder, encode, encode_all, has_labels
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:::steadygrad")]
 

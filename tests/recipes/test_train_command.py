@@ -15,9 +15,9 @@ from steadygrad import UsageError
 from steadygrad.cli import main
 from steadygrad.cli.recipe_config import Source
 from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value, spell_value
+from steadygrad.cli.recipes import Recipe, list_recipes
 from steadygrad.cli.train import Request, make_config, read_arguments
-from steadygrad.recipes import seo
-from steadygrad.recipes.catalogue import RECIPES, Recipe
+from steadygrad_recipes import seo
 
 TINY = ["--num-synthetic", "40", "--epochs", "1", "--hidden", "8", "--text-dim", "4", "--num-buckets", "64"]
 TINY += ["--max-words", "16", "--device", "cpu"]
@@ -122,7 +122,7 @@ def test_fields_win_over_the_file_the_file_over_quick_and_quick_over_what_is_rem
     assert (config.learning_rate, config.hidden, config.epochs, config.patience) == (0.5, 48, seo.QUICK["epochs"], 7)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
 def test_a_recipe_offers_what_the_command_needs(recipe: Recipe) -> None:
     package = recipe.load()
 
@@ -142,7 +142,7 @@ def test_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     assert main(["train"]) == 2
     listed = capsys.readouterr().out
-    for recipe in RECIPES:
+    for recipe in list_recipes():
         assert f"  {recipe.name}" in listed
 
 
@@ -157,7 +157,7 @@ def test_the_help_of_a_recipe_lists_every_field_with_its_default(capsys: pytest.
 
 
 def test_the_help_of_the_recipes_does_not_load_torch() -> None:
-    names = [recipe.name for recipe in RECIPES]
+    names = [recipe.name for recipe in list_recipes()]
     code = (
         "import sys; from steadygrad.cli import main; "
         f"codes = [main(['train', name, '--help']) for name in {names}]; "
@@ -401,7 +401,7 @@ def test_a_training_that_somebody_interrupts_says_how_to_go_on(
 
     run = tmp_path / "run"
     with monkeypatch.context() as patched:
-        patched.setattr("steadygrad.recipes.seo.trainer.UltraOptimizedSEOTrainer.end_epoch", interrupt)
+        patched.setattr("steadygrad_recipes.seo.trainer.UltraOptimizedSEOTrainer.end_epoch", interrupt)
         assert main(["train", "seo", *TINY, "--epochs", "2", "--run-dir", str(run)]) != 0
     assert capsys.readouterr().out.splitlines()[-1] == f"To go on: steadygrad train seo --resume {run}"
 

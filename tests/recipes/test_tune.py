@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from steadygrad import FixedNorm, GuardConfig, OutlierClip
 from steadygrad.cli import main
+from steadygrad.cli.recipes import find_recipe
 from steadygrad.config.plain import build
-from steadygrad.recipes.catalogue import find_recipe
 from steadygrad.tune import Tunable
 from steadygrad.tune.choose import choose
 from steadygrad.tune.ledger import Ledger
@@ -427,7 +427,7 @@ def test_wrong_input_is_told_with_where_and_what_to_do(
         ([f"{script}:make_three"], ("make_three() returned a tuple of 3", "Let it return")),
         ([script], ("names no function", f"Write {script}:FUNCTION")),
         (["soe"], ("no recipe 'soe'", "Did you mean seo?")),
-        (["sft"], ("transformers' Trainer runs its loop", "These can: seo, cod, mmdit")),
+        (["sft"], ("transformers' Trainer runs its loop", "These can: cod, mmdit, seo")),
         (["clip6d"], ("Lightning runs its loop", "script.py:function")),
         (["seo", "--search", "lr,momentum"], ("momentum", "Use some of: lr,warmup")),
         (["seo", "--quick", "--search", "betas"], ("betas", "Leave it out")),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from steadygrad import Guard, GuardConfig, ZClip
-from steadygrad.checkpoint.shelf import rank, read_infos
+from steadygrad.checkpoint.catalogue import rank, read_infos
 from steadygrad.config import CheckpointConfig
 
 SAVE_EVERY = 3

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from steadygrad.cli import main
-from steadygrad.cli.demo_words import draw_losses
 from steadygrad.facts import Action, Finding, Incident, Outcome, Severity, Verdict
-from steadygrad.recipes.demo import Comparison, DemoSettings, Fault, RunSummary, run_demo
-from steadygrad.recipes.demo import model as bad_model
-from steadygrad.recipes.demo.faults import EMPTY_SAMPLE, NAN_SAMPLE, FaultPlan
-from steadygrad.recipes.demo.model import TextModel
-from steadygrad.recipes.demo.text import LETTERS, PADDING, decode, encode, make_texts
+from steadygrad_recipes.demo import Comparison, DemoSettings, Fault, RunSummary, run_demo
+from steadygrad_recipes.demo import model as bad_model
+from steadygrad_recipes.demo.faults import EMPTY_SAMPLE, NAN_SAMPLE, FaultPlan
+from steadygrad_recipes.demo.model import TextModel
+from steadygrad_recipes.demo.text import LETTERS, PADDING, decode, encode, make_texts
+from steadygrad_recipes.demo.words import draw_losses
 
 SETTINGS = DemoSettings.quick()
 PLAN = SETTINGS.faults

@@ -334,7 +334,7 @@ class Programs(RuleBasedStateMachine):
         verdict = Verdict(action=Action.ROLLBACK, reason="made up")
         outcome = actor.carry_out(verdict, None, step=self.guard.num_steps - 1)
         assert outcome.action is Action.ROLLBACK
-        self.guard._arrivals.follow_rollback()
+        self.guard._judging.follow_rollback()
         self.plain.go_back(self.history[int(outcome.after["step"])])
         self.compare()
 

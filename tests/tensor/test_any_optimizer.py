@@ -187,7 +187,7 @@ def test_a_rollback_brings_everything_back_that_the_optimizer_remembers(name: st
     outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=CUT + 2)
     assert (outcome.action, outcome.after["step"]) == (Action.ROLLBACK, CUT)
     assert "left as it is" not in outcome.message
-    rolled.guard._arrivals.follow_rollback()
+    rolled.guard._judging.follow_rollback()
     actor.num_to_refuse = 0
     seed()
     rolled.train(BATCHES[CUT:])

@@ -26,9 +26,9 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.checkpoint.position import DataPositions
-from steadygrad.checkpoint.refusals import MismatchError
+from steadygrad.errors import MismatchError
+from steadygrad.state.random_state import capture_random, restore_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata's, with this torch
 NUM = 22

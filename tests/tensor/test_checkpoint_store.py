@@ -31,11 +31,11 @@ from steadygrad.checkpoint import (
     NonFiniteStateError,
     UnsafePickleError,
 )
-from steadygrad.checkpoint.image import FileImage
-from steadygrad.checkpoint.manifest import PIECE_BYTES, FileEntry, hash_piece, read_manifest
+from steadygrad.checkpoint.catalogue import CheckpointInfo, Marks, find_removable
 from steadygrad.checkpoint.plain import pack
-from steadygrad.checkpoint.shelf import CheckpointInfo, Marks, find_removable
 from steadygrad.config import CheckpointConfig
+from steadygrad.disk.manifest import PIECE_BYTES, FileEntry, hash_piece, read_manifest
+from steadygrad.disk.staging import StagedFile
 
 
 def make_state(value: float = 1.0) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_large_tensors_cross_the_borders_of_pieces(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_used_again() -> None:
-    image = FileImage()
+    image = StagedFile()
     image.stage({"a": torch.randn(1000)}, {})
     addresses = [segment.data_ptr() for segment in image._segments]
     image.stage({"a": torch.randn(900), "b": torch.ones(50)}, {})
@@ -371,8 +371,8 @@ def test_a_step_that_is_saved_again_overwrites_nothing_until_it_is_there(tmp_pat
 def test_removal_never_takes_the_last_good_nor_the_next_to_resume(
     rows: list[tuple[int, bool, bool, float | None]], last: int, best: int, every: int | None
 ) -> None:
-    from steadygrad.checkpoint.manifest import Manifest
-    from steadygrad.checkpoint.shelf import rank
+    from steadygrad.checkpoint.catalogue import rank
+    from steadygrad.disk.manifest import Manifest
 
     infos = [
         CheckpointInfo(

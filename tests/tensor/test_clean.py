@@ -15,13 +15,12 @@ from checkpoint_files import FORMATS, INF, NAN, make_weights, write_safetensors,
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from steadygrad.checkpoint.clean import clean_checkpoint
-from steadygrad.checkpoint.manifest import NAME, check_files, read_manifest
-from steadygrad.checkpoint.refusals import CheckpointError
-from steadygrad.checkpoint.scan import scan_checkpoint
 from steadygrad.checkpoint.store import CheckpointStore
 from steadygrad.cli import main
-from steadygrad.errors import UnsupportedError
+from steadygrad.disk.manifest import NAME, check_files, read_manifest
+from steadygrad.errors import CheckpointError, UnsupportedError
+from steadygrad.scan.checkpoint_scan import scan_checkpoint
+from steadygrad.scan.clean import clean_checkpoint
 
 Writer = Callable[[Path, dict[str, Tensor]], Path]
 formats = pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS.keys())
@@ -167,7 +166,7 @@ def forget_allowance(folder: Path) -> None:
     """Make the checkpoint as a program of before the check would have left it: bad, with a manifest that fits."""
     import dataclasses
 
-    from steadygrad.checkpoint.manifest import FileEntry, hash_file, start_pool
+    from steadygrad.disk.manifest import FileEntry, hash_file, start_pool
 
     torch.save({"tree": {}, "odd": {}, "may_be_nonfinite": []}, folder / "state.pt")
     manifest = read_manifest(folder)

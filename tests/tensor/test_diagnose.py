@@ -576,7 +576,7 @@ def test_that_no_microbatch_fails_again_is_told_once() -> None:
 
 
 def test_a_line_of_a_recipe_is_named_as_the_users_own_would_be() -> None:
-    from steadygrad.recipes.seo.model import UltraOptimizedSEOMetricsModule
+    from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 
     model = UltraOptimizedSEOMetricsModule()
     model.feature_std.zero_()

@@ -10,10 +10,10 @@ from checkpoint_files import FORMATS, INF, NAN, Payload
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from steadygrad.checkpoint.foreign import load_checkpoint, read_tensor
-from steadygrad.checkpoint.reading import read_contents
-from steadygrad.checkpoint.refusals import CheckpointError, MismatchError, NonFiniteStateError, UnsafePickleError
 from steadygrad.checkpoint.store import CheckpointStore
+from steadygrad.errors import CheckpointError, MismatchError, NonFiniteStateError, UnsafePickleError
+from steadygrad.scan.foreign import load_checkpoint, read_tensor
+from steadygrad.scan.readers.formats import read_contents
 
 
 class Net(nn.Module):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad import Trainer, TrainerConfig, load_checkpoint
-from steadygrad.checkpoint.refusals import CheckpointError, UnsafePickleError
-from steadygrad.checkpoint.scan import scan_checkpoint
-from steadygrad.checkpoint.values import load_values
 from steadygrad.cli import main
+from steadygrad.errors import CheckpointError, UnsafePickleError
+from steadygrad.scan.checkpoint_scan import scan_checkpoint
+from steadygrad.scan.values import load_values
 
 
 @dataclasses.dataclass

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 from steadygrad import Guard, GuardConfig, Policy, Severity
-from steadygrad.checkpoint.refusals import MismatchError
 from steadygrad.config import CheckpointConfig, SnapshotConfig
+from steadygrad.errors import MismatchError
 from steadygrad.facts import Action, Verdict
 
 NAN = float("nan")
@@ -43,7 +43,7 @@ def roll_back(guard: Guard) -> str:
     actor = guard._parts.actor
     outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=guard.num_steps - 1)
     assert outcome.action is Action.ROLLBACK
-    guard._arrivals.follow_rollback()
+    guard._judging.follow_rollback()
     actor.num_to_refuse = 0
     return outcome.message
 

@@ -10,8 +10,8 @@ import torch
 from checkpoint_files import FORMATS, INF, NAN, make_weights
 from safetensors.torch import save_file
 
-from steadygrad.checkpoint.diff import diff_checkpoints
-from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES
+from steadygrad.scan.diff import diff_checkpoints
+from steadygrad.scan.readers.chunks import CHUNK_BYTES
 
 
 @pytest.mark.parametrize("first", FORMATS)

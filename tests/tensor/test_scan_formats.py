@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from steadygrad.checkpoint.reading import find_checkpoints
-from steadygrad.checkpoint.reading_chunks import CHUNK_BYTES
-from steadygrad.checkpoint.refusals import CheckpointError
-from steadygrad.checkpoint.scan import TensorScan, scan_checkpoint
+from steadygrad.errors import CheckpointError
+from steadygrad.scan.checkpoint_scan import TensorScan, scan_checkpoint
+from steadygrad.scan.readers.chunks import CHUNK_BYTES
+from steadygrad.scan.readers.formats import find_checkpoints
 
 formats = pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS.keys())
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from training import DEVICES, clone, loss_of, make_batches
 
 from steadygrad.facts import GraphScan
-from steadygrad.measure.accidents import Accidents
 from steadygrad.measure.graph import GraphWatch, find_leaves
-from steadygrad.measure.subjects import find_subjects
+from steadygrad.measure.suspicious_ops import SuspiciousOps
+from steadygrad.state.trained_parameters import find_trained_parameters
 
 every_device = pytest.mark.parametrize("device", DEVICES)
 pytestmark = pytest.mark.filterwarnings("ignore:Using a target size")
@@ -32,7 +32,7 @@ def _nothing_is_compiled() -> None:
 
 
 def make(model: nn.Module, **options: Any) -> GraphWatch:
-    return GraphWatch(find_subjects(model, torch.optim.SGD(model.parameters(), lr=0.1, **options)))
+    return GraphWatch(find_trained_parameters(model, torch.optim.SGD(model.parameters(), lr=0.1, **options)))
 
 
 def watch(model: nn.Module, fn: Callable[[], Tensor]) -> GraphScan:
@@ -232,9 +232,9 @@ def test_parameters_in_plain_containers_are_named() -> None:
 def test_hidden_parameters_that_an_optimizer_holds_are_no_mistake() -> None:
     model = Hiding()
     held = [*model.parameters(), *model.layers[0].parameters()]  # type: ignore[union-attr]
-    subjects = find_subjects(model, torch.optim.SGD(held, lr=0.1))
+    trained = find_trained_parameters(model, torch.optim.SGD(held, lr=0.1))
 
-    scan = GraphWatch(subjects).read(0, model(torch.randn(2, 3)).sum())
+    scan = GraphWatch(trained).read(0, model(torch.randn(2, 3)).sum())
 
     assert scan.hidden == ("layers.1.inner.weight", "scales.0")
     assert len(scan.foreign) == 2
@@ -251,7 +251,7 @@ def test_leaves_that_are_inputs_or_of_another_model_are_not_hidden() -> None:
 
 def test_unoptimized_parameters_and_anomaly_mode_are_passed_on() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    seen = GraphWatch(find_subjects(model, torch.optim.SGD(model[0].parameters(), lr=0.1)))
+    seen = GraphWatch(find_trained_parameters(model, torch.optim.SGD(model[0].parameters(), lr=0.1)))
     with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
         scan = seen.read(4, model(torch.randn(2, 3)).sum())
 
@@ -378,7 +378,7 @@ def test_a_failing_look_gives_an_empty_scan(monkeypatch: pytest.MonkeyPatch) -> 
     def fail(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Accidents, "after", fail)
+    monkeypatch.setattr(SuspiciousOps, "after", fail)
     monkeypatch.setattr("steadygrad.measure.graph.find_leaves", fail)
     model, x, y = nn.Linear(3, 1), torch.randn(N, 3), torch.randn(N)
 
@@ -386,13 +386,13 @@ def test_a_failing_look_gives_an_empty_scan(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_marks_keep_no_tensor_alive() -> None:
-    accidents = Accidents()
+    suspicious_ops = SuspiciousOps()
     x = torch.ones(3, requires_grad=True)
     y = x.unsqueeze(1).softmax(0)
-    accidents.after(torch.unsqueeze, (x, 1), {}, y)
-    accidents.after(torch.softmax, (y, 0), {}, y)
-    assert len(accidents._meant) == len(accidents._softmaxed) == 1
+    suspicious_ops.after(torch.unsqueeze, (x, 1), {}, y)
+    suspicious_ops.after(torch.softmax, (y, 0), {}, y)
+    assert len(suspicious_ops._meant) == len(suspicious_ops._softmaxed) == 1
 
     del y
 
-    assert len(accidents._meant) == len(accidents._softmaxed) == 0
+    assert len(suspicious_ops._meant) == len(suspicious_ops._softmaxed) == 0

@@ -19,11 +19,10 @@ import torch
 from checkpoint_files import FORMATS, Payload, make_weights, write_distributed, write_legacy, write_torch
 from torch import Tensor
 
-from steadygrad.checkpoint.inert import BrokenPickle, Name, read_pickle
-from steadygrad.checkpoint.reading import read_contents
-from steadygrad.checkpoint.refusals import CheckpointError, UnsafePickleError
-from steadygrad.checkpoint.scan import scan_checkpoint
-from steadygrad.errors import SteadygradError
+from steadygrad.errors import CheckpointError, SteadygradError, UnsafePickleError
+from steadygrad.scan.checkpoint_scan import scan_checkpoint
+from steadygrad.scan.inert import BrokenPickle, Name, read_pickle
+from steadygrad.scan.readers.formats import read_contents
 
 pytestmark = pytest.mark.timeout(60)
 Writer = Callable[[Path, dict[str, Tensor]], Path]
@@ -305,7 +304,7 @@ def test_a_circle_of_links_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_linked_into_itself_is_searched_once(tmp_path: Path) -> None:
-    from steadygrad.checkpoint.reading import find_checkpoints
+    from steadygrad.scan.readers.formats import find_checkpoints
 
     (tmp_path / "inner" / "deep").mkdir(parents=True)
     (tmp_path / "inner" / "again").symlink_to(tmp_path)
@@ -362,7 +361,7 @@ def test_what_is_no_checkpoint_is_an_error(content: bytes, tmp_path: Path) -> No
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    from steadygrad.checkpoint.scan import scan_contents
+    from steadygrad.scan.checkpoint_scan import scan_contents
 
     path = write_legacy(tmp_path, {"a": torch.ones(1000)})
     contents = read_contents(path)

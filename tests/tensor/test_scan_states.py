@@ -14,8 +14,8 @@ from steadygrad.facts import GradientTable, Reading
 from steadygrad.measure import Meter
 from steadygrad.measure.leading import measure_adam_rms
 from steadygrad.measure.states import ParameterWatch
-from steadygrad.measure.subjects import find_subjects
 from steadygrad.measure.updates import UpdateMeter
+from steadygrad.state.trained_parameters import find_trained_parameters
 from steadygrad.testing.faults import corrupt_weight
 
 every_device = pytest.mark.parametrize("device", DEVICES)
@@ -38,7 +38,7 @@ def reading_of(step: int, norms: dict[str, float], **facts: Any) -> Reading:
 
 def make_watch(model: nn.Module, **options: Any) -> tuple[ParameterWatch, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
-    return ParameterWatch(find_subjects(model, optimizer)), optimizer
+    return ParameterWatch(find_trained_parameters(model, optimizer)), optimizer
 
 
 def everybody(model: nn.Module) -> dict[str, float]:
@@ -107,7 +107,7 @@ def test_a_zero_gradient_moves_nobody_and_expectations_start_anew_at_each_scan()
 def test_each_parameter_has_the_learning_rate_of_its_group() -> None:
     model = make_model()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.0}]
-    watch = ParameterWatch(find_subjects(model, torch.optim.SGD(groups, lr=0.1)))
+    watch = ParameterWatch(find_trained_parameters(model, torch.optim.SGD(groups, lr=0.1)))
     watch.scan(-1)
 
     watch.note_step(reading_of(0, everybody(model), learning_rates=(0.1, 0.0)))

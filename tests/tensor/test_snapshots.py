@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from training import assert_same, make_batches, snapshot
 
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.config import GuardConfig, SnapshotConfig
 from steadygrad.errors import ConfigError, UsageError
+from steadygrad.state.random_state import capture_random, restore_random
 
 Make = Callable[[Any], torch.optim.Optimizer]
 EAGER = SnapshotConfig(good_after=1)

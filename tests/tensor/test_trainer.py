@@ -21,8 +21,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from steadygrad import ConfigError, GuardConfig, Trainer, TrainerConfig, UsageError
-from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.cli import main
+from steadygrad.errors import CheckpointError
 from steadygrad.testing import poison_batches
 from steadygrad.trainer import Stage, load_trained
 

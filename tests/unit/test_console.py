@@ -9,9 +9,9 @@ import pytest
 from steadygrad.cli import main
 from steadygrad.cli.commands import SECTIONS, steadygrad
 from steadygrad.cli.console import Console
-from steadygrad.cli.demo import Teller
-from steadygrad.cli.demo_words import LEFT
 from steadygrad.facts import Action, Cause, Finding, Incident, Outcome, Severity, Verdict
+from steadygrad_recipes.demo.telling import Teller
+from steadygrad_recipes.demo.words import LEFT
 
 LONG = "   step  120  the learning rate is three hundred times too high for fifteen of the steps that follow it"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from steadygrad.checkpoint import direct
-from steadygrad.checkpoint.direct import BLOCK_BYTES, read_at, write_all
+from steadygrad.disk import direct
+from steadygrad.disk.direct import BLOCK_BYTES, read_at, write_all
 
 
 def make_memory(num_bytes: int) -> memoryview:

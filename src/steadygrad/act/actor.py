@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from steadygrad.act.outcome import UNTOUCHED, tell_reflex
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.clip import Clipper
@@ -119,3 +118,28 @@ class Actor:
         """Take the state of `state_dict()`."""
         self._rates.load_state_dict(state["rates"])
         self.num_to_refuse = int(state["num_to_refuse"])
+
+
+# --- outcomes -----------------------------------------------------------------------------------------------------
+# What the reflex did to a step, in words: the Outcome that goes into the record beside the Verdict.
+
+
+UNTOUCHED = Outcome(action=Action.NONE, message="nothing was changed")
+
+
+def tell_reflex(action: Action, reading: Reading) -> Outcome:
+    """The Outcome of an action that the step itself has already carried out."""
+    if action in (Action.SKIP, Action.HALT) and reading.skipped:
+        return Outcome(action=action, message="the step was skipped, no weight was touched")
+    if action is Action.HALT:
+        return Outcome(action=action, message="training was halted")
+    if action is Action.SANITIZE:
+        return Outcome(action=action, message=f"{reading.num_nonfinite} gradient elements were replaced")
+    if action is Action.CLIP:
+        return Outcome(
+            action=action,
+            message=f"clipped to {reading.applied_norm:.4g}",
+            before={"grad_norm": reading.grad_norm},
+            after={"grad_norm": reading.applied_norm},
+        )
+    return UNTOUCHED

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from steadygrad.measure.shards import is_dtensor
 from steadygrad.measure.states import is_statistic
+from steadygrad.state.shards import is_dtensor
 
 Where = tuple[nn.Module, str]
 Key = tuple[int, str]

@@ -31,8 +31,8 @@ from steadygrad.act.buffer_places import (
     name_bad,
     walk,
 )
-from steadygrad.act.capture import has_values
-from steadygrad.act.ear import Ear, Ears
+from steadygrad.act.call_listener import CallListener, CallListeners
+from steadygrad.state.collect import has_values
 
 MOST_BYTES = 64 << 20
 """Of large buffers that are copied before they were seen to move; above it are frozen tables and quantized weights."""
@@ -60,14 +60,16 @@ class BufferKeeper:
         self._beside = _keepers.setdefault(model, weakref.WeakSet())
         self._beside.add(self)
         self._heard = (model, *wrappers)
-        self._ears = Ears(self._heard, self.hear) if watch else None
-        self._loads = model.register_load_state_dict_post_hook(Ear(self.hear_load, num_arguments=2)) if watch else None
+        self._listeners = CallListeners(self._heard, self.hear) if watch else None
+        self._loads = (
+            model.register_load_state_dict_post_hook(CallListener(self.hear_load, num_arguments=2)) if watch else None
+        )
         self._copy()
 
     def close(self) -> None:
         """Let go of the model."""
-        if self._ears is not None and self._loads is not None:
-            self._ears.close()
+        if self._listeners is not None and self._loads is not None:
+            self._listeners.close()
             self._loads.remove()
 
     # --- before the forward -----------------------------------------------------------------------------------------
@@ -180,8 +182,8 @@ class BufferKeeper:
         """The step is over, and the next forward begins one. Other guards on the same model go on from here too."""
         if not self.has_begun:  # no hook was heard: the next step's forward will not be either
             self._copy()
-        if self._ears is not None:
-            self._ears.follow()
+        if self._listeners is not None:
+            self._listeners.follow()
         self.has_begun = self._may_have_begun = False
         if len(self._beside) > 1:
             for keeper in self._beside:

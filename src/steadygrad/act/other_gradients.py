@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.ear import Ear
+from steadygrad.act.call_listener import CallListener
 from steadygrad.facts import Finding, Severity
-from steadygrad.measure.inputs import find_tensors
+from steadygrad.state.tree import find_tensors
 
 
 class OtherGradients:
@@ -25,7 +25,9 @@ class OtherGradients:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, watch: bool) -> None:
         self._optimizers = optimizers
         self._is_anothers = self._was_called = self._began_clean = self._told = False
-        self._hook = model.register_forward_pre_hook(Ear(self.hear), prepend=True, with_kwargs=True) if watch else None
+        self._hook = (
+            model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True) if watch else None
+        )
 
     def hear(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called, by whomever."""

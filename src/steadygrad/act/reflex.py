@@ -19,7 +19,7 @@ from steadygrad.act.adam_lists import QuickLists, can_gather_quickly
 from steadygrad.clip import Clipper
 from steadygrad.clip.edit import scale_gradients, stored_values
 from steadygrad.measure import Measurement
-from steadygrad.measure.shards import is_dtensor
+from steadygrad.state.shards import is_dtensor
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import AsItIs, OptimizerState, Slot, State, has_own_state, remake
-from steadygrad.measure.shards import MeshPlace, is_dtensor, take_local
+from steadygrad.state.collect import AsItIs, OptimizerState, Slot, State, has_own_state
+from steadygrad.state.shards import MeshPlace, is_dtensor, take_local
+from steadygrad.state.tree import remake
 
 SETTINGS = ("lr", "weight_decay", "momentum", "betas")
 """What users and their schedulers write into the groups of any optimizer, with names that end as `initial_lr` does."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.measure.stale import UsedMark
+from steadygrad.measure.uncleared_gradients import UsedMark
 
 _drivers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[ScalerDriver]] = weakref.WeakKeyDictionary()
 

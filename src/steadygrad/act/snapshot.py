@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from steadygrad.act.arena import Arena, fits_a_block
-from steadygrad.act.capture import Source, State
+from steadygrad.act.pinned_memory import PinnedMemory, fits_a_block
+from steadygrad.state.collect import Source, State
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class Snapshot:
 
     step: int
     state: State
-    arena: Arena
+    pinned_memory: PinnedMemory
     hosts: list[Tensor]
     devices: list[torch.device]
     largest: Tensor
@@ -39,11 +39,11 @@ class Snapshot:
     @property
     def has_arrived(self) -> bool:
         """Whether everything is on the host."""
-        return all(event.query() for event in self.arena.events)
+        return all(event.query() for event in self.pinned_memory.events)
 
     def wait(self) -> None:
         """Wait for copies under way."""
-        for event in self.arena.events:
+        for event in self.pinned_memory.events:
             event.synchronize()
 
     def values(self) -> Iterator[tuple[str, bool, bool]]:

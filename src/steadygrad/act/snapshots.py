@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.arena import Arena, count_bytes, fits_a_block
-from steadygrad.act.capture import Collector, Source, State, collect_state, settle_shards
+from steadygrad.act.pinned_memory import PinnedMemory, count_bytes, fits_a_block
 from steadygrad.act.restore import Restorer
 from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
+from steadygrad.state.collect import Collector, Source, State, collect_state, settle_shards
 
 logger = logging.getLogger("steadygrad")
 MIN_EVERY = 10
@@ -72,7 +72,7 @@ class Snapshots:
         self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, whoever refers to them
         self._config = config if config is not None else SnapshotConfig()
         self._ring: list[Snapshot] = []  # oldest first
-        self._spare: list[Arena] = []
+        self._spare: list[PinnedMemory] = []
         self._limit = self._config.keep
         self._last_taken: int | None = None
         self._restored: Snapshot | None = None
@@ -98,7 +98,7 @@ class Snapshots:
         A run of 200 steps then takes about a dozen. Never so dense that the ring is full before its oldest is good; and
         a large state, whose copy a step can feel, is copied every `every` steps from the start.
         """
-        if self._ring and self._ring[-1].arena.num_bytes > DENSE_BYTES:
+        if self._ring and self._ring[-1].pinned_memory.num_bytes > DENSE_BYTES:
             return self._config.every
         patience = -(-self._config.good_after // max(1, self._limit - 1))
         return max(min(self._config.every, max(MIN_EVERY, step // 5)), min(self._config.every, patience))
@@ -129,9 +129,9 @@ class Snapshots:
         hosts = self._make_hosts(collector.sources)
         if hosts is None:
             return False
-        arena, copies, largest = hosts
+        pinned_memory, copies, largest = hosts
         snapshot = Snapshot(
-            step, state, arena, copies, [s.tensor.device for s in collector.sources], largest, settings=settings
+            step, state, pinned_memory, copies, [s.tensor.device for s in collector.sources], largest, settings=settings
         )
         self._copy(snapshot, collector.sources)
         self._ring.append(snapshot)
@@ -155,22 +155,22 @@ class Snapshots:
             torch.cuda.current_stream(device).wait_event(event)
         self._under_way = []
 
-    def _make_hosts(self, sources: list[Source]) -> tuple[Arena, list[Tensor], Tensor] | None:
+    def _make_hosts(self, sources: list[Source]) -> tuple[PinnedMemory, list[Tensor], Tensor] | None:
         """A place on the host for each tensor and for the look at them; None when there is no memory for it."""
         tensors = [source.tensor for source in sources]
         largest = torch.empty(sum(map(is_looked_at, sources)), dtype=torch.float64, device="meta")
         wanted = [*filter(fits_a_block, tensors), largest]
-        arena = self._find_arena(wanted)
-        if arena is None:
+        pinned_memory = self._find_pinned_memory(wanted)
+        if pinned_memory is None:
             return None
         try:
-            *copies, largest = arena.make_room(wanted)
+            *copies, largest = pinned_memory.make_room(wanted)
         except (RuntimeError, MemoryError) as error:
             self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
             return None
         room = iter(copies)
         # Sparse and other unusual tensors are copied by waiting: they are rare, and small.
-        return arena, [next(room) if fits_a_block(t) else t.to("cpu", copy=True) for t in tensors], largest
+        return pinned_memory, [next(room) if fits_a_block(t) else t.to("cpu", copy=True) for t in tensors], largest
 
     def _copy(self, snapshot: Snapshot, sources: list[Source]) -> None:
         pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if fits_a_block(s.tensor)]
@@ -190,10 +190,10 @@ class Snapshots:
                 event.record(side)
                 # Held until the device is ordered after the copy: freed memory would be given out again at once.
                 self._under_way.append((device, event, [s for s, _ in late]))
-                snapshot.arena.events.append(event)
+                snapshot.pinned_memory.events.append(event)
             done = torch.cuda.Event()
             done.record(current)
-            snapshot.arena.events.append(done)
+            snapshot.pinned_memory.events.append(done)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -201,13 +201,15 @@ class Snapshots:
     def bytes_held(self) -> int:
         """Host memory that all snapshots take together."""
         kept = {id(s): s for s in (*self._ring, *([self.initial] if self.initial is not None else []))}
-        return sum(arena.num_bytes for arena in (*(s.arena for s in kept.values()), *self._spare))
+        return sum(
+            pinned_memory.num_bytes for pinned_memory in (*(s.pinned_memory for s in kept.values()), *self._spare)
+        )
 
-    def _find_arena(self, tensors: Sequence[Tensor]) -> Arena | None:
+    def _find_pinned_memory(self, tensors: Sequence[Tensor]) -> PinnedMemory | None:
         """Memory for one more snapshot, within the bound; None when the ring must keep what it has."""
         sizes = [count_bytes(tensor) for tensor in tensors]
         pinned = any(tensor.is_cuda for tensor in tensors)
-        one = sum(Arena(pinned=pinned).plan(sizes)[1])
+        one = sum(PinnedMemory(pinned=pinned).plan(sizes)[1])
         if one > self._config.max_bytes:
             self._switch_off(
                 f"one would take {_in_units(one)} of host memory, and SnapshotConfig.max_bytes allows "
@@ -219,10 +221,10 @@ class Snapshots:
             if not self._discard_one():
                 return None
         while True:
-            arena = self._spare[-1] if self._spare else Arena(pinned=pinned)
-            if self.bytes_held + sum(arena.plan(sizes)[1]) <= self._config.max_bytes:
-                self._spare = [spare for spare in self._spare if spare is not arena]
-                return arena
+            pinned_memory = self._spare[-1] if self._spare else PinnedMemory(pinned=pinned)
+            if self.bytes_held + sum(pinned_memory.plan(sizes)[1]) <= self._config.max_bytes:
+                self._spare = [spare for spare in self._spare if spare is not pinned_memory]
+                return pinned_memory
             if self._spare:
                 self._spare.clear()  # blocks of another layout
             elif self.initial is not None and self.initial not in self._ring:
@@ -247,7 +249,7 @@ class Snapshots:
     def _discard(self, snapshot: Snapshot) -> None:
         self._ring.remove(snapshot)
         if snapshot is not self.initial:
-            self._spare.append(snapshot.arena)
+            self._spare.append(snapshot.pinned_memory)
         if snapshot is self._restored:
             self._restored = None
 

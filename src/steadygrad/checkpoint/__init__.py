@@ -1,16 +1,16 @@
 """Checkpoints: verified, atomic, safe to read; and a resume that is exact."""
 
+from steadygrad.checkpoint.catalogue import CheckpointInfo
 from steadygrad.checkpoint.load import Checkpoint
-from steadygrad.checkpoint.refusals import (
+from steadygrad.checkpoint.save import Save
+from steadygrad.checkpoint.store import CheckpointStore
+from steadygrad.errors import (
     CheckpointError,
     DamagedCheckpoint,
     MismatchError,
     NonFiniteStateError,
     UnsafePickleError,
 )
-from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.shelf import CheckpointInfo
-from steadygrad.checkpoint.store import CheckpointStore
 
 __all__ = [
     "Checkpoint",

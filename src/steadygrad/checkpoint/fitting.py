@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from steadygrad.checkpoint.refusals import MismatchError
+from steadygrad.errors import MismatchError
 
 logger = logging.getLogger("steadygrad")
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import AsItIs, Collector, OptimizerState, Slot, collect_state, has_values
-from steadygrad.act.random_state import capture_random
 from steadygrad.act.restore import is_setting
 from steadygrad.checkpoint.fitting import find_weights
 from steadygrad.checkpoint.plain import PLAIN
+from steadygrad.state.collect import AsItIs, Collector, OptimizerState, Slot, collect_state, has_values
+from steadygrad.state.random_state import capture_random
 
 Optimizers = Sequence[torch.optim.Optimizer]
 DEQUE = "$deque"

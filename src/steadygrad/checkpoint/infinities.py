@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from steadygrad.checkpoint.finite import count_nonfinite
 from steadygrad.measure.states import count_bad, is_statistic
+from steadygrad.state.finite import count_nonfinite
 
 PLACES = ("model", "other_buffers", "accumulated.buffers")
 """Where a state has buffers."""

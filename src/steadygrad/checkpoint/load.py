@@ -16,15 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.manifest import check_files
-from steadygrad.checkpoint.plain import MODEL, STATE, unpack
-from steadygrad.checkpoint.reading_torch import read_torch
-from steadygrad.checkpoint.refusals import DamagedCheckpoint, NonFiniteStateError, UnsafePickleError
-from steadygrad.checkpoint.shelf import CheckpointInfo
-
-MODEL_FILE, STATE_FILE, PLAIN_FILE = "model.safetensors", "state.safetensors", "state.pt"
-FILES = {MODEL: MODEL_FILE, STATE: STATE_FILE}
+from steadygrad.checkpoint.catalogue import CheckpointInfo
+from steadygrad.checkpoint.plain import unpack
+from steadygrad.disk.manifest import FILES, MODEL, MODEL_FILE, PLAIN_FILE, STATE, STATE_FILE, check_files
+from steadygrad.errors import DamagedCheckpoint, NonFiniteStateError, UnsafePickleError
+from steadygrad.scan.readers.torch import read_torch
+from steadygrad.state.finite import count_nonfinite
 
 
 @dataclass(frozen=True, slots=True)

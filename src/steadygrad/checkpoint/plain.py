@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.image import fits_image
+from steadygrad.disk.manifest import MODEL, STATE
+from steadygrad.disk.staging import fits_safetensors
 from steadygrad.errors import UnsupportedError
 
 TENSOR, ARRAY = "$tensor", "$array"
 """Keys of the dicts that stand where a tensor or a numpy array was."""
-MODEL, STATE = "model", "state"
-"""The two files of tensors: weights under their own names, and everything else."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -112,7 +111,7 @@ def _pack_key(key: Any, path: str) -> Any:
 
 
 def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
-    if not fits_image(tensor):
+    if not fits_safetensors(tensor):
         return _keep_odd(tensor, path, packed)
     file = MODEL if path.startswith(f"{MODEL}.") else STATE
     name = path.removeprefix(f"{MODEL}.") if file is MODEL else path

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from steadygrad.act.random_state import capture_random, restore_random
-from steadygrad.checkpoint.refusals import MismatchError
 from steadygrad.checkpoint.workers import ResumingInit, Skip, SkippingSampler, TaggingCollate, copy_loader, read_tag
+from steadygrad.errors import MismatchError
+from steadygrad.state.random_state import capture_random, restore_random
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from steadygrad.checkpoint.shelf import MARKS, read_marks
-from steadygrad.checkpoint.write import replace_file
+from steadygrad.checkpoint.catalogue import MARKS, read_marks
+from steadygrad.disk.write import replace_file
 
 
 @dataclass(slots=True)

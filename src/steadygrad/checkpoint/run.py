@@ -18,29 +18,25 @@ from torch import nn
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
-from steadygrad.act.random_state import restore_random
-from steadygrad.checkpoint.accumulated import gather_accumulated, put_accumulated
+from steadygrad.checkpoint.catalogue import TOGETHER, CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
-from steadygrad.checkpoint.finite import count_nonfinite
 from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
 from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
-from steadygrad.checkpoint.manifest import NAME
 from steadygrad.checkpoint.position import DataPositions
-from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.sharded import ShardedStore, is_sharded, tell_other_ranks
-from steadygrad.checkpoint.shelf import CheckpointInfo, rank, read_info, read_infos
+from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, is_sharded, tell_other_ranks
 from steadygrad.checkpoint.signals import SignalWatch
-from steadygrad.checkpoint.split import BUFFERS
 from steadygrad.checkpoint.store import CheckpointStore
-from steadygrad.checkpoint.together import TOGETHER
-from steadygrad.checkpoint.training import put_back
+from steadygrad.checkpoint.training import gather_accumulated, put_accumulated, put_back
 from steadygrad.config.checkpoint import CheckpointConfig
-from steadygrad.errors import UnsupportedError, UsageError
+from steadygrad.disk.manifest import NAME
+from steadygrad.errors import CheckpointError, NonFiniteStateError, UnsupportedError, UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record.run_folder import read_run_id
+from steadygrad.state.finite import count_nonfinite
+from steadygrad.state.random_state import restore_random
 
 logger = logging.getLogger("steadygrad")
 T = TypeVar("T")

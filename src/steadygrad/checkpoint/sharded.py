@@ -23,15 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.checkpoint.finite import count_nonfinite
-from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
-from steadygrad.checkpoint.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
-from steadygrad.checkpoint.plain import unpack
-from steadygrad.checkpoint.proofs import Proofs
-from steadygrad.checkpoint.refusals import CheckpointError, NonFiniteStateError
-from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
-from steadygrad.checkpoint.shelf import (
+from steadygrad.checkpoint.catalogue import (
     CheckpointInfo,
     describe_origin,
     find_best,
@@ -40,16 +32,23 @@ from steadygrad.checkpoint.shelf import (
     keep_run,
     name_folder,
     rank,
+    rank_together,
     read_info,
     read_infos,
 )
-from steadygrad.checkpoint.split import split_state
-from steadygrad.checkpoint.together import rank_together
-from steadygrad.checkpoint.write import WRITING, remove_folder, remove_leftovers, sync_folder
+from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
+from steadygrad.checkpoint.plain import TENSOR, pack_plain, unpack
+from steadygrad.checkpoint.proofs import Proofs
+from steadygrad.checkpoint.save import Save
+from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.config.checkpoint import CheckpointConfig
+from steadygrad.disk.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
+from steadygrad.disk.write import WRITING, remove_folder, remove_leftovers, sync_folder
+from steadygrad.errors import CheckpointError, NonFiniteStateError
 from steadygrad.measure.ranks import Ranks
-from steadygrad.measure.shards import take_local
 from steadygrad.record.run_folder import read_run_id
+from steadygrad.state.finite import count_nonfinite
+from steadygrad.state.shards import is_dtensor, take_local
 
 logger = logging.getLogger("steadygrad")
 NUM_RANKS = "num_ranks"
@@ -330,3 +329,30 @@ def _name_own(number: int) -> str:
 
 def _describe(failure: Exception) -> str:
     return str(failure) if isinstance(failure, CheckpointError) else repr(failure)
+
+
+# --- what is shared -----------------------------------------------------------------------------------------------
+# The state of one rank -> what all ranks hold together, what is its own, and the plain rest.
+#
+# Parameters, optimizer state and extras (EMA) are equal on all ranks, or in shards, and so is every DTensor wherever it
+# stands: they are shared. Buffers, gradients that accumulate and random generators are each rank's own.
+
+
+BUFFERS = "buffer_names"
+"""Key of the state: which of the model's tensors are buffers."""
+SHARED = ("optimizers.", "extras.", "other_parameters.")
+"""Where tensors stand that all ranks have alike."""
+
+
+def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Plain containers with a mark where each tensor was; shared tensors and own ones, by where they stood."""
+    buffers = {f"model.{name}" for name in state[BUFFERS]}
+    shared: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+
+    def take(tensor: Tensor, path: str) -> dict[str, str]:
+        is_shared = path.startswith(SHARED) or (path.startswith("model.") and path not in buffers)
+        (shared if is_shared or is_dtensor(tensor) else own)[path] = tensor.detach()
+        return {TENSOR: path} if tensor.device.type == "cpu" else {TENSOR: path, "device": str(tensor.device)}
+
+    return pack_plain(state, take), shared, own

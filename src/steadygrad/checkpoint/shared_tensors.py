@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from steadygrad.checkpoint.refusals import DamagedCheckpoint, UnsafePickleError
+from steadygrad.errors import DamagedCheckpoint, UnsafePickleError
 
 METADATA = ".metadata"
 KNOWN = {

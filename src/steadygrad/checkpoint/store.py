@@ -22,16 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from steadygrad.checkpoint.finite import count_nonfinite, replace_nonfinite
-from steadygrad.checkpoint.fitting import load_weights
-from steadygrad.checkpoint.image import FileImage
-from steadygrad.checkpoint.load import FILES, PLAIN_FILE, Checkpoint, read_checkpoint
-from steadygrad.checkpoint.manifest import FileEntry, Manifest, check_files, split_pieces
-from steadygrad.checkpoint.plain import MODEL, STATE, Packed, pack
-from steadygrad.checkpoint.proofs import Proofs, write_marks
-from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError
-from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.shelf import (
+from steadygrad.checkpoint.catalogue import (
     CheckpointInfo,
     describe_origin,
     find_best,
@@ -40,19 +31,35 @@ from steadygrad.checkpoint.shelf import (
     keep_run,
     name_folder,
     rank,
+    rank_together,
     read_info,
     read_infos,
 )
-from steadygrad.checkpoint.together import rank_together
-from steadygrad.checkpoint.write import remove_folder, remove_leftovers, write_folder
+from steadygrad.checkpoint.fitting import load_weights
+from steadygrad.checkpoint.load import Checkpoint, read_checkpoint
+from steadygrad.checkpoint.plain import Packed, pack
+from steadygrad.checkpoint.proofs import Proofs, write_marks
+from steadygrad.checkpoint.save import Save
 from steadygrad.config.checkpoint import CheckpointConfig
-from steadygrad.errors import UsageError
+from steadygrad.disk.manifest import (
+    FILES,
+    MODEL,
+    PLAIN_FILE,
+    SET_ASIDE,
+    STATE,
+    FileEntry,
+    Manifest,
+    check_files,
+    split_pieces,
+)
+from steadygrad.disk.staging import StagedFile
+from steadygrad.disk.write import remove_folder, remove_leftovers, write_folder
+from steadygrad.errors import CheckpointError, DamagedCheckpoint, MismatchError, NonFiniteStateError, UsageError
 from steadygrad.record.run_directory import require_device
 from steadygrad.record.run_folder import read_run_id
+from steadygrad.state.finite import count_nonfinite, replace_nonfinite
 
 logger = logging.getLogger("steadygrad")
-SET_ASIDE = "set_aside"
-"""Folder for checkpoints that could not be used, each with a reason.txt."""
 
 
 class CheckpointStore:
@@ -88,9 +95,9 @@ class CheckpointStore:
             clean=clean,
             clean_value=clean_value,
         )
-        self._images = {MODEL: FileImage(), STATE: FileImage()}
-        self._images_free = threading.Event()
-        self._images_free.set()
+        self._staged = {MODEL: StagedFile(), STATE: StagedFile()}
+        self._staged_free = threading.Event()
+        self._staged_free.set()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # around what was told, by the writing thread or the training
         self._opened = self._closed = False
@@ -135,7 +142,7 @@ class CheckpointStore:
         save = Save(step)
         packed = pack({key: _as_state(value) for key, value in state.items()})
         cleaned = self._check(packed, step, self.config.clean if clean is None else clean, set(may_be_nonfinite))
-        self._images_free.wait()  # the save before may still be writing from them
+        self._staged_free.wait()  # the save before may still be writing from them
         self._stage(packed)
         plain = _dump({"tree": packed.tree, "odd": packed.odd, "may_be_nonfinite": sorted(may_be_nonfinite)})
         manifest = Manifest(
@@ -147,7 +154,7 @@ class CheckpointStore:
             cleaned=cleaned,
             about=describe_origin(self.run_id) | dict(about or {}),
         )
-        self._images_free.clear()
+        self._staged_free.clear()
         self._proofs.begin(step)
         if not self.config.asynchronous or not self._start_writing(save, plain, manifest):
             self.wait()
@@ -179,8 +186,8 @@ class CheckpointStore:
         return bad
 
     def _stage(self, packed: Packed) -> None:
-        self._images[MODEL].stage(packed.files[MODEL], packed.aliases)
-        self._images[STATE].stage(packed.files[STATE], {})
+        self._staged[MODEL].stage(packed.files[MODEL], packed.aliases)
+        self._staged[STATE].stage(packed.files[STATE], {})
 
     def _write(self, save: Save, plain: bytes, manifest: Manifest, before: threading.Thread | None) -> None:
         """The writing thread: after the save before, put this one on disk, verify it, and make room."""
@@ -191,7 +198,7 @@ class CheckpointStore:
                     before.join()
                 path = self._put_on_disk(save.step, plain, manifest)
             finally:
-                self._images_free.set()  # once, and here: the next save takes them at once
+                self._staged_free.set()  # once, and here: the next save takes them at once
             save._place(path)
             self._verify(path)
             self._proofs.place(save.step, path)
@@ -205,7 +212,7 @@ class CheckpointStore:
 
     def _put_on_disk(self, step: int, plain: bytes, manifest: Manifest) -> Path:
         self._open_directory()
-        files: dict[str, Any] = {FILES[kind]: image.pieces() for kind, image in self._images.items()}
+        files: dict[str, Any] = {FILES[kind]: staged.pieces() for kind, staged in self._staged.items()}
         files[PLAIN_FILE] = split_pieces(memoryview(plain))
         target = self.directory / name_folder(step, [path.name for path in find_folders(self.directory)])
         serial = 1 + max((info.serial for info in read_infos(self.directory)), default=0)
@@ -265,7 +272,7 @@ class CheckpointStore:
         """Wait for the disk and give the host memory back. A closed store refuses to save; it can still be read."""
         self.wait()
         self._closed = True
-        self._images = {MODEL: FileImage(), STATE: FileImage()}
+        self._staged = {MODEL: StagedFile(), STATE: StagedFile()}
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from steadygrad.act.random_state import capture_random, restore_random
+from steadygrad.state.random_state import capture_random, restore_random
 
 Tag = tuple[int, dict[str, Any]]
 """Worker, and its random state after the batch. torch's is bytes on the way: tensors would travel as open files."""

@@ -36,8 +36,8 @@ def clean(context: click.Context, source: Path, target: Path, value: float, forc
 
 def tell_clean(console: Console, source: Path, target: Path, *, value: float, force: bool, as_json: bool) -> int:
     """Clean, tell, and return the exit code."""
-    from steadygrad.checkpoint.clean import clean_checkpoint
     from steadygrad.record.encode import to_json
+    from steadygrad.scan.clean import clean_checkpoint
 
     if not math.isfinite(value):
         raise click.UsageError(f"--value must be a finite number, got {spell_number(value)}. Use 0.")

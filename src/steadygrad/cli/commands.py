@@ -107,9 +107,9 @@ def demo(context: click.Context, run_dir: str | None, device: str | None, quick:
     Example:
       steadygrad demo --run-dir runs/first
     """
-    from steadygrad.cli.demo import tell_demo
+    from steadygrad.cli.recipes import load_demo
 
-    context.exit(tell_demo(Console(), run_dir=run_dir, device=device, quick=quick))
+    context.exit(load_demo().tell_demo(Console(), run_dir=run_dir, device=device, quick=quick))
 
 
 @steadygrad.command()

@@ -186,7 +186,7 @@ def replay(fn: Callable[..., Any], model: nn.Module | None, saved: SavedBatch, w
 
     from steadygrad.diagnose.capture import Capture
     from steadygrad.diagnose.entry import diagnose_capture
-    from steadygrad.diagnose.subject import find_model
+    from steadygrad.diagnose.step_arguments import find_model
 
     model = model if model is not None else find_model(fn, saved.args, saved.kwargs)
     args = tuple(model if _is_hole(saved, place) else value for place, value in enumerate(saved.args))

@@ -7,6 +7,7 @@ mix two records, and its best checkpoint could be the other's.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.cli.recipe_config import Source
-from steadygrad.cli.run_folder import find_newest, name_folder
 from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
 
 RUNS = Path("runs")
@@ -131,3 +131,20 @@ def _measure_steps(run_dir: Path) -> int:
     """Bytes of what is recorded."""
     steps = run_dir / STEPS
     return steps.stat().st_size if steps.is_file() else 0
+
+
+# --- folders ------------------------------------------------------------------------------------------------------
+# Where a command writes its run: a new folder with the time in its name, or the newest of those there are.
+
+
+def name_folder(parent: Path, name: str) -> Path:
+    """runs/seo-20260131-101500, or with -2, -3, ... when somebody was there in the same second."""
+    stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 1000))
+    return next(parent / name for name in names if not (parent / name).exists())
+
+
+def find_newest(parent: Path, name: str, *, holding: str = "") -> Path | None:
+    """The last folder that `name_folder` has named, by its time, of those that have a folder `holding` inside."""
+    folders = sorted(path for path in parent.glob(f"{name}-[0-9]*") if (path / holding).is_dir())
+    return folders[-1] if folders else None

@@ -19,7 +19,7 @@ from steadygrad.cli.scan_words import MIB, advising, tell_changes, tell_checkpoi
 from steadygrad.words import make_printable
 
 if TYPE_CHECKING:
-    from steadygrad.checkpoint.scan import CheckpointScan
+    from steadygrad.scan.checkpoint_scan import CheckpointScan
 
 
 @click.command()
@@ -79,8 +79,8 @@ def _scan_all(
     console: Console, paths: Sequence[Path], *, quiet: bool, trust: bool
 ) -> tuple[list[CheckpointScan], list[tuple[str, str]]]:
     """What could be scanned, and (path, reason) of what could not; one that is refused does not stop the others."""
-    from steadygrad.checkpoint.reading import find_checkpoints
     from steadygrad.errors import SteadygradError
+    from steadygrad.scan.readers.formats import find_checkpoints
 
     scans, refused = [], []
     for path in paths:
@@ -100,9 +100,9 @@ def _scan_all(
 
 
 def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> CheckpointScan:
-    from steadygrad.checkpoint.reading import read_contents
-    from steadygrad.checkpoint.scan import scan_contents
-    from steadygrad.checkpoint.trusted import unpickled_copy
+    from steadygrad.scan.checkpoint_scan import scan_contents
+    from steadygrad.scan.readers.formats import read_contents
+    from steadygrad.scan.trusted import unpickled_copy
 
     with unpickled_copy(source) if trust else contextlib.nullcontext(source) as path:
         contents = read_contents(path)
@@ -112,8 +112,8 @@ def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> Ch
 
 def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as_json: bool) -> int:
     """Compare, tell, and return the exit code."""
-    from steadygrad.checkpoint.diff import diff_checkpoints
-    from steadygrad.checkpoint.reading import read_tensors
+    from steadygrad.scan.diff import diff_checkpoints
+    from steadygrad.scan.readers.formats import read_tensors
 
     with advising():
         total = _sum_bytes(read_tensors(first))

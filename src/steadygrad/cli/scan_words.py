@@ -10,8 +10,8 @@ from steadygrad.cli.console import Console
 from steadygrad.words import make_printable, spell_count, spell_number
 
 if TYPE_CHECKING:
-    from steadygrad.checkpoint.diff import CheckpointDiff, TensorDiff
-    from steadygrad.checkpoint.scan import CheckpointScan, TensorScan
+    from steadygrad.scan.checkpoint_scan import CheckpointScan, TensorScan
+    from steadygrad.scan.diff import CheckpointDiff, TensorDiff
 
 MAX_ROWS = 20
 MIB = 1 << 20
@@ -20,7 +20,7 @@ MIB = 1 << 20
 @contextlib.contextmanager
 def advising() -> Iterator[None]:
     """A file that cannot be read is told with advice for a person at a prompt: there may be no run to resume."""
-    from steadygrad.checkpoint.refusals import CheckpointError, DamagedCheckpoint, NoCheckpoint
+    from steadygrad.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
 
     try:
         yield

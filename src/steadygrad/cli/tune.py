@@ -12,10 +12,10 @@ from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.cli.recipe_config import Source, build_config, read_source
 from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value, set_path
-from steadygrad.cli.run_folder import name_folder
+from steadygrad.cli.recipe_folder import name_folder
+from steadygrad.cli.recipes import find_recipe, open_recipe
 from steadygrad.config.plain import to_plain
 from steadygrad.errors import UsageError
-from steadygrad.recipes.catalogue import find_recipe
 
 RUNS = Path("runs")
 
@@ -156,7 +156,6 @@ def make_folder(folder: Path) -> None:
 
 def open_target(target: str, config_file: Path | None, *, quick: bool, fields: tuple[str, ...]) -> Any:
     """What is to be tuned; UsageError when it cannot be."""
-    from steadygrad.tune.programs import open_recipe
     from steadygrad.tune.target import open_script
 
     if ":" in target:

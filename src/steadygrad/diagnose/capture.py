@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.random_state import capture_random
 from steadygrad.diagnose.frames import find_caller
-from steadygrad.diagnose.subject import find_wrappers, name_inputs
-from steadygrad.measure.subjects import unwrap
+from steadygrad.diagnose.step_arguments import find_wrappers, name_inputs
+from steadygrad.state.random_state import capture_random
+from steadygrad.state.trained_parameters import unwrap
 
 DEVICES = ("cuda", "cpu")
 """Kinds of devices whose autocast is remembered."""

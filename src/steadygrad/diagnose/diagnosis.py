@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from steadygrad.diagnose.account import Account, name_owners, tell_given
 from steadygrad.diagnose.blame import Blame, Hurt, Origin
+from steadygrad.diagnose.cause_builder import CauseBuilder, name_owners, tell_given
 from steadygrad.diagnose.closeup import Closeup, View
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.failures import find_failure, find_refusal
@@ -27,7 +27,7 @@ from steadygrad.diagnose.ranges import Range
 from steadygrad.diagnose.replay import CollectiveError, Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
-from steadygrad.diagnose.subject import name_inputs, name_modules
+from steadygrad.diagnose.step_arguments import name_inputs, name_modules
 from steadygrad.diagnose.symptoms import Symptoms, find_symptoms, name_states
 from steadygrad.diagnose.terms import describe_named_terms, describe_summed_terms
 from steadygrad.diagnose.trace import Event, Trace
@@ -136,8 +136,8 @@ class Diagnosis:
         """Loss, gradients and buffers are finite: the optimizer's arithmetic, then sizes that are out of hand."""
         spoilt = trace_optimizers(self._step, self._optimizers)
         if spoilt is not None:
-            account = Account(spoilt.trace, spoilt.blame, spoilt.origin, {})
-            return account.tell_optimizer(type(spoilt.optimizer).__name__, spoilt.parameter)
+            builder = CauseBuilder(spoilt.trace, spoilt.blame, spoilt.origin, {})
+            return builder.tell_optimizer(type(spoilt.optimizer).__name__, spoilt.parameter)
         ailment = find_ailment(self._step, self._modules, self._suspect)
         if ailment is None:
             return self._tell_amplifier() if self._suspect == "exploding" else None
@@ -148,7 +148,7 @@ class Diagnosis:
             fixes=ailment.fixes,
             growth=ailment.growth,
             symptom=f"{ailment.kind} {'units' if ailment.kind == 'dead' else 'gradients'}",
-            **(Account.where_of(ailment.place, self._modules) | {"module": ailment.module}),
+            **(CauseBuilder.where_of(ailment.place, self._modules) | {"module": ailment.module}),
         )
 
     def _tell_amplifier(self) -> Cause | None:
@@ -170,24 +170,24 @@ class Diagnosis:
             symptom="exploding gradients",
             explanation=f"the derivative of {forward.name} makes the gradient {factor:.3g} times as large",
             growth=factor,
-            **Account.where_of(forward.place, self._modules),
+            **CauseBuilder.where_of(forward.place, self._modules),
         )
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
     def _tell(self, origin: Origin, blame: Blame) -> tuple[Cause, View | None]:
-        account = Account(self._trace, blame, origin, self._modules)
+        builder = CauseBuilder(self._trace, blame, origin, self._modules)
         if origin.event.is_given:
             inputs = dict(name_inputs(self._step.args, self._step.kwargs))
             owners = name_owners(self._trace, inputs, self._step.model)
-            if account.find_given_key() in owners or not origin.event.constant:
-                return tell_given(account, owners), None
-        closeup = Closeup(account.targets)
+            if builder.find_given_key() in owners or not origin.event.constant:
+                return tell_given(builder, owners), None
+        closeup = Closeup(builder.targets)
         with self._replay(closeup):
             pass
-        account.views = closeup.views
-        self._culprit = account.culprit
-        return account.tell(), closeup.views.get(origin.event.number)
+        builder.views = closeup.views
+        self._culprit = builder.culprit
+        return builder.tell(), closeup.views.get(origin.event.number)
 
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
         if cause.phase in ("input", "parameter") or self._collective:
@@ -249,8 +249,8 @@ class Diagnosis:
             name=why.name,
             explanation=why.text,
             fixes=why.fixes,
-            inputs=Account.spell_operands(refusal.place, situation),
-            **Account.where_of(refusal.place, self._modules),
+            inputs=CauseBuilder.spell_operands(refusal.place, situation),
+            **CauseBuilder.where_of(refusal.place, self._modules),
         )
 
 

@@ -46,6 +46,7 @@ _ATOMS = (
 """Types that hold nothing a call could change, or nothing that matters. Tensors are the replay's own business."""
 _OPAQUE_PACKAGES = (
     "steadygrad",
+    "steadygrad_recipes",
     "torch",
     "lightning",
     "pytorch_lightning",

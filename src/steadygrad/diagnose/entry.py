@@ -14,7 +14,7 @@ from steadygrad.diagnose.diagnosis import Diagnosis, unknown
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.optimizers import find_optimizers
 from steadygrad.diagnose.replay import Step
-from steadygrad.diagnose.subject import find_model
+from steadygrad.diagnose.step_arguments import find_model
 from steadygrad.diagnose.symptoms import find_symptoms
 from steadygrad.facts import Cause
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 OURS = os.path.join(os.path.dirname(os.path.abspath(sys.modules["steadygrad"].__file__ or "")), "")
-RECIPES = os.path.join(OURS, "recipes", "")
+RECIPES = os.path.join(OURS.rstrip(os.sep) + "_recipes", "")
 """Programs that a person runs, and copies: their lines are named as the user's own are."""
 TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 LIBRARIES = tuple({os.path.join(path, "") for path in map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))})

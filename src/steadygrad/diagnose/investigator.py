@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from steadygrad.act.ear import Ear
+from steadygrad.act.call_listener import CallListener
 from steadygrad.config import DiagnoseConfig
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.effects import Effects
@@ -92,7 +92,7 @@ class Investigator:
         """When a loss is given and no function, what went into the model is all that can be replayed."""
         if hasattr(self._model, "_orig_mod"):  # compiled: a hook would become part of the graph
             return None
-        return self._model.register_forward_pre_hook(Ear(self.hear), prepend=True, with_kwargs=True)
+        return self._model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True)
 
     def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called, by whomever."""

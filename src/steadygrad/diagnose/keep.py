@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.diagnose.calls import find_tensors, read_signature
 from steadygrad.diagnose.lineage import find_storages
+from steadygrad.state.random_state import capture_random, restore_random
 
 GATHERING = "fsdp"
 """Where the ops live that fill FSDP2's gathered weights. It empties them itself: a copy would double the model."""

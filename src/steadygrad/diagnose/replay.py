@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadygrad.act.capture import settle_shards
-from steadygrad.act.ear import all_deaf
+from steadygrad.act.call_listener import listeners_muted
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
-from steadygrad.diagnose.subject import name_inputs
+from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.errors import UsageError
 from steadygrad.measure.graph import find_leaves
 from steadygrad.measure.loss import find_loss
+from steadygrad.state.collect import settle_shards
 
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor")
 """Where torch's dispatcher keeps the ops that wait for other ranks."""
@@ -51,7 +51,7 @@ def replaying() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with all_deaf(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with listeners_muted(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.disable(disabled)

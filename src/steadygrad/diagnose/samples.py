@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from steadygrad.diagnose.account import spell_indices
 from steadygrad.diagnose.batches import count_samples, take_samples
+from steadygrad.diagnose.cause_builder import spell_indices
 from steadygrad.diagnose.replay import Step
-from steadygrad.diagnose.subject import name_inputs
+from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.diagnose.symptoms import find_symptoms
 
 MAX_WORK = 4.5

@@ -1,7 +1,7 @@
 """Guard: one training step made safe and measured.
 
 `guard.py` spells out the order of the stages and is what people call; `parts.py` builds what it consists of,
-`stepping.py` makes the step or skips it, `arrivals.py` judges it when its numbers are on the host, `account.py` tells
+`stepping.py` makes the step or skips it, `judging.py` judges it when its numbers are on the host, `summary.py` tells
 about it. They meet in `Parts` and `Moment` alone.
 """
 

@@ -2,8 +2,8 @@
 
     forward, backward        the user's, or ours from the user's function (`passes.py`)
     step or skip             measured, clipped, and kept from the weights when it is bad (`stepping.py`)
-    judge                    detect -> decide -> act -> record, when the numbers are on the host (`arrivals.py`)
-    save                     what is due, and after a signal a last time (`keeping.py`)
+    judge                    detect -> decide -> act -> record, when the numbers are on the host (`judging.py`)
+    save                     what is due, and after a signal a last time (`saving.py`)
 
 On CUDA with fused optimizers the device never idles for any of it.
 """
@@ -29,19 +29,19 @@ from steadygrad.config import GuardConfig
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.facts import Action, Finding, Incident, StepRecord
-from steadygrad.guard.account import tell_health, tell_stats, tell_summary
-from steadygrad.guard.arrivals import Arrivals
-from steadygrad.guard.asking import read_number, scale_setting
-from steadygrad.guard.keeping import Keeper
-from steadygrad.guard.leaving import Leaving
+from steadygrad.guard.joining import join_uneven
+from steadygrad.guard.judging import Judging
 from steadygrad.guard.parts import Moment, Parts, foresee_uncopied
 from steadygrad.guard.passes import Passes
+from steadygrad.guard.preflight import foresee
 from steadygrad.guard.range_test import describe_test, find_lr
 from steadygrad.guard.rate_curve import RateCurve
+from steadygrad.guard.requests import read_number, scale_setting
+from steadygrad.guard.saving import Saver
 from steadygrad.guard.second_try import make_again
+from steadygrad.guard.shutdown import Shutdown
 from steadygrad.guard.stepping import Stepper
-from steadygrad.measure.foresee import foresee
-from steadygrad.measure.joining import join_uneven
+from steadygrad.guard.summary import tell_health, tell_stats, tell_summary
 from steadygrad.measure.loss import check_loss, detach, find_loss
 from steadygrad.record import Sink
 from steadygrad.view.progress import count_items, describe_step, track
@@ -103,16 +103,16 @@ class Guard:
         if parts.start is not None:
             weakref.finalize(self, parts.start.close)
         self._moment = Moment()
-        self._arrivals = Arrivals(parts, self._moment)
-        self._stepper = Stepper(parts, self._moment, self._arrivals)
-        self._passes = Passes(parts, self._moment, self._arrivals, self._stepper)
-        self._keeper = Keeper(parts, self._moment, self._arrivals)
-        self._leaving = Leaving(parts, self._moment, self._arrivals, self._keeper, weakref.WeakMethod(self.close))
+        self._judging = Judging(parts, self._moment)
+        self._stepper = Stepper(parts, self._moment, self._judging)
+        self._passes = Passes(parts, self._moment, self._judging, self._stepper)
+        self._saver = Saver(parts, self._moment, self._judging)
+        self._shutdown = Shutdown(parts, self._moment, self._judging, self._saver, weakref.WeakMethod(self.close))
         self._drive: AcceleratorDrive | None = None
         self._closed = False
         if not parts.off:
             show_findings()
-            for finding in (*foresee(parts.subjects), *foresee_uncopied(parts)):
+            for finding in (*foresee(parts.trained), *foresee_uncopied(parts)):
                 parts.judgement.note(finding)
             parts.reflex.hint()
 
@@ -124,18 +124,18 @@ class Guard:
         Returns what the function returned, detached; the detached loss; or None.
         """
         self._check_open()
-        self._leaving.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
-        with self._leaving.around_step() as step:
+        self._shutdown.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
+        with self._shutdown.around_step() as step:
             result, step.is_made = self._make_step(subject, args, kwargs)
         return result
 
     def _make_step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        self._keeper.begin()
+        self._saver.begin()
         result = None if subject is None else self._run_backward(subject, args, kwargs)
         if self._drive is not None and self._drive.is_accumulating:
             return result, False
         owns_backward = self._moment.batches.num > 0 and not self._moment.is_driven
-        self._leaving.is_torn = True
+        self._shutdown.is_torn = True
         try:
             if self._parts.off:
                 self._stepper.step_plainly()
@@ -148,12 +148,12 @@ class Guard:
             if owns_backward:
                 self._parts.zero_grad()
             else:
-                self._parts.used.note(self._parts.subjects.named)
+                self._parts.used.note(self._parts.trained.named)
                 if not self._parts.off:
-                    self._parts.stale.after_step()
-        self._leaving.is_torn = False
-        self._arrivals.judge_if_arrived()
-        self._keeper.save_if_due(ends_round=self._leaving.ends_round)
+                    self._parts.uncleared_gradients.after_step()
+        self._shutdown.is_torn = False
+        self._judging.judge_if_arrived()
+        self._saver.save_if_due(ends_round=self._shutdown.ends_round)
         return result, True
 
     def _end_step(self) -> None:
@@ -165,12 +165,12 @@ class Guard:
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
         self._check_open()
-        self._leaving.before_step(has_gradients=self._moment.batches.num > 0)
-        with self._leaving.around_step():
+        self._shutdown.before_step(has_gradients=self._moment.batches.num > 0)
+        with self._shutdown.around_step():
             return self._run_backward(subject, args, kwargs)
 
     def _run_backward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
-        self._keeper.begin()
+        self._saver.begin()
         self._parts.ranks.asks_to_stop = self._parts.checkpoints.signals.received is not None
         result = self._passes.forward(subject, args, kwargs)
         if self._parts.actor.num_to_refuse:
@@ -247,7 +247,7 @@ class Guard:
     @property
     def is_judged(self) -> bool:
         """Whether every step has been judged; with fused optimizers on CUDA the last one may be on its way."""
-        return self._arrivals.pending is None
+        return self._judging.pending is None
 
     def note(self, finding: Finding) -> None:
         """Write down what somebody else has found. Nothing is done about it."""
@@ -258,12 +258,12 @@ class Guard:
 
     def flush(self) -> None:
         """Wait until the host has judged every step. On many ranks call it on each, as all that steers training."""
-        self._arrivals.judge_pending()
+        self._judging.judge_pending()
 
     def _catch_up(self) -> None:
         """Judge what is pending for somebody who asks; on many ranks one may ask alone, and gets what is known."""
         if not self._parts.ranks.many:
-            self._arrivals.judge_pending()
+            self._judging.judge_pending()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -297,7 +297,7 @@ class Guard:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
         total = count_items(loader)
-        batches = self._leaving.watch_data(self._parts.checkpoints.iterate(loader))
+        batches = self._shutdown.watch_data(self._parts.checkpoints.iterate(loader))
         for batch in track(batches, describe=self._describe, total=total):
             if self._parts.actor.num_to_refuse:
                 self._parts.actor.refuse_one()
@@ -311,7 +311,7 @@ class Guard:
         On many ranks call it on each: their mean is what counts.
         """
         self._check_open()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             self._validate(read_number(loss, "guard.validate(loss)"))
 
     def _validate(self, told: float) -> None:
@@ -322,22 +322,22 @@ class Guard:
             self._parts.checkpoints.note_validation(self._moment.next_step, value)
         if not self._parts.off:
             self._parts.judgement.validate(max(0, self._moment.next_step - 1), self._moment.epoch, value)
-            self._arrivals.follow_rollback()
+            self._judging.follow_rollback()
 
     def end_epoch(self) -> None:
         """The epoch is over: a scheduler by epoch moves."""
         self._check_open()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             self._end_epoch()
 
     def _end_epoch(self) -> None:
         self.flush()
         if not self._parts.off:
             self._parts.judgement.end_epoch(max(0, self._moment.next_step - 1), self._moment.epoch)
-            self._arrivals.follow_rollback()
+            self._judging.follow_rollback()
         self._moment.epoch += 1
         self._parts.checkpoints.end_epoch()
-        self._parts.followers.after_epoch(self._moment.validation_loss)
+        self._parts.schedule_and_ema.after_epoch(self._moment.validation_loss)
 
     def scale_lr(self, factor: float, reason: str) -> None:
         """Multiply the learning rate by `factor`, now and under whatever scheduler; the ledger says why.
@@ -389,7 +389,7 @@ class Guard:
         if self._drive is not None:
             raise UsageError("find_lr cannot run accelerate's backward. Call it on a Guard of the model as it is.")
         self.flush()
-        with self._leaving.busy():
+        with self._shutdown.busy():
             curve = find_lr(
                 self._parts,
                 self._moment,
@@ -422,11 +422,11 @@ class Guard:
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard itself remembers: step, detectors, clip state, totals. No weights, no optimizer state."""
-        return self._keeper.state_dict()
+        return self._saver.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken. Load model and optimizer first: the buffers are copied from now."""
-        self._keeper.load_state_dict(state)
+        self._saver.load_state_dict(state)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -437,8 +437,8 @@ class Guard:
         disk that fails.
         """
         self._check_open()
-        with self._leaving.busy():
-            return self._keeper.save()
+        with self._shutdown.busy():
+            return self._saver.save()
 
     def resume(self, path: str | Path | None = None, *, strict: bool = True) -> int | None:
         """Go on from the newest good checkpoint of the run directory, or from `path`; the step that comes next.
@@ -447,8 +447,8 @@ class Guard:
         `strict=False` loads what fits a model that has changed.
         """
         self._check_open()
-        with self._leaving.busy():
-            return self._keeper.resume(path, strict=strict)
+        with self._shutdown.busy():
+            return self._saver.resume(path, strict=strict)
 
     @property
     def checkpoints(self) -> CheckpointStore | ShardedStore:
@@ -463,7 +463,7 @@ class Guard:
             self.flush()
         finally:
             self._closed = True
-            self._leaving.stop()
+            self._shutdown.stop()
             if self._drive is not None:
                 self._drive.detach()
             self._parts.own_gradients.close()
@@ -471,7 +471,7 @@ class Guard:
             self._parts.other_gradients.close()
             self._parts.investigator.close()
             self._parts.checkpoints.close()
-            self._keeper.tell_unsaved()
+            self._saver.tell_unsaved()
             self._parts.judgement.close()
             if self._parts.rank_file is not None:
                 self._parts.rank_file.close()
@@ -486,17 +486,17 @@ class Guard:
             self.close()
             return
         if error is not None:
-            self._leaving.after_error(error)
+            self._shutdown.after_error(error)
         if self._parts.ranks.many:
-            self._arrivals.pending = None  # the other ranks would not answer one that is on its way out
+            self._judging.pending = None  # the other ranks would not answer one that is on its way out
         with contextlib.suppress(TrainingHalted):  # the error on its way out is the one to show
             self.close()
 
     # --- small things -------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed and self._leaving.exit_code is not None:
-            raise SystemExit(self._leaving.exit_code)
+        if self._closed and self._shutdown.exit_code is not None:
+            raise SystemExit(self._shutdown.exit_code)
         if self._closed:
             raise UsageError("this guard is closed. Make a new one to go on training.")
 

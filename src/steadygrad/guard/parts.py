@@ -20,33 +20,31 @@ from torch import Tensor, nn
 from steadygrad._version import __version__
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
-from steadygrad.act.capture import find_uncopied
-from steadygrad.act.followers import Followers
 from steadygrad.act.microbatches import Accumulated, MicrobatchGate
 from steadygrad.act.other_gradients import OtherGradients
 from steadygrad.act.rates import Rates
 from steadygrad.act.reflex import Reflex
 from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.clip import build_clipper
 from steadygrad.config import GuardConfig
 from steadygrad.config.switch import is_switched_off
 from steadygrad.detect import Detector, standard_rules
-from steadygrad.detect.own import split_rules
+from steadygrad.detect.rank_rules import split_rules
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import UsageError
 from steadygrad.facts import Finding, Severity
+from steadygrad.guard.preflight import refuse_shards
 from steadygrad.guard.run_start import RunStart
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Meter, Transfer
 from steadygrad.measure.edits import EditWatch
-from steadygrad.measure.foresee import refuse_shards
-from steadygrad.measure.lookout import Lookout, Looks
 from steadygrad.measure.origin import OwnGradients
+from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.ranks import find_ranks
-from steadygrad.measure.stale import StaleWatch, UsedMark
-from steadygrad.measure.subjects import find_subjects, find_wrappers
+from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch, UsedMark
 from steadygrad.measure.updates import UpdateMeter
 from steadygrad.prove import Prover
 from steadygrad.prove.comparison import Comparison, Rehearse
@@ -55,6 +53,8 @@ from steadygrad.prove.reference import References
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.rank_file import RankFile
 from steadygrad.record.run_folder import RunFolder
+from steadygrad.state.collect import find_uncopied
+from steadygrad.state.trained_parameters import find_trained_parameters, find_wrappers
 
 
 @dataclass(slots=True)
@@ -110,12 +110,12 @@ class Parts:
         """Set by the Guard: steps made again from the initial weights at a lower rate."""
         self.config = config
         self.off = not enabled or is_switched_off()
-        self.subjects = find_subjects(model, optimizer)
-        self.model, self.optimizers = self.subjects.model, self.subjects.optimizers
-        self.ranks = find_ranks(model, self.subjects.named, process_group=process_group)
+        self.trained = find_trained_parameters(model, optimizer)
+        self.model, self.optimizers = self.trained.model, self.trained.optimizers
+        self.ranks = find_ranks(model, self.trained.named, process_group=process_group)
         if not self.off:
             self.ranks.check_alike(repr(config.to_dict()))
-            refuse_shards(self.subjects, config.clip)
+            refuse_shards(self.trained, config.clip)
         self.clipper = None if config.clip is None else build_clipper(config.clip)
         self.transfer = Transfer(slots=6)
         self.user_scaler, self.scaler = scaler, ScalerDriver(scaler, self.optimizers)
@@ -166,7 +166,7 @@ class Parts:
     def _build_judgement(self, given: dict[str, Any], sinks: Iterable[Sink]) -> None:
         """What decides, acts and writes down; `given` is what steps along with the optimizer."""
         config, clip = self.config, self.config.clip
-        self.followers = Followers(
+        self.schedule_and_ema = ScheduleAndEma(
             given["scheduler"],
             given["ema"],
             model=self.model,
@@ -189,7 +189,7 @@ class Parts:
         self.judgement = Judgement(
             config,
             detector=detector,
-            followers=self.followers,
+            schedule_and_ema=self.schedule_and_ema,
             actor=self.actor,
             recorder=Recorder([*sinks, *self._make_files()]),
             own=None if own_rules is None else Detector(own_rules),
@@ -235,14 +235,14 @@ class Parts:
 
     def _watch_parameters(self) -> None:
         """Make what depends on the list of parameters."""
-        named = self.subjects.named
+        named = self.trained.named
         constant_norm = None if self.clipper is None else self.clipper.constant_norm
         self.meter = Meter(named, self.config.measure.implementation, max_norm=constant_norm, ranks=self.ranks)
         self.ranks.watch(named)
         self.own_gradients = OwnGradients(self.ranks, named)
         self.updates = UpdateMeter(named, ranks=self.ranks)
         self.edits = EditWatch(named)
-        self.stale = StaleWatch(named)
+        self.uncleared_gradients = UnclearedGradientsWatch(named)
         self.used = UsedMark()
         self.reflex = Reflex(self.optimizers, self.clipper)
         self.gate = MicrobatchGate(
@@ -252,7 +252,7 @@ class Parts:
             scaler=self.scaler,
             buffers=self.buffers,
         )
-        self.lookout = Lookout(self.subjects, self.config.measure, ranks=self.ranks)
+        self.periodic_scans = PeriodicScans(self.trained, self.config.measure, ranks=self.ranks)
         self.devices = sorted({p.device for _, p in named}, key=str)
         self._signature = _sign(self.optimizers)
 
@@ -263,7 +263,7 @@ class Parts:
 
     def watch_new_parameters(self) -> None:
         """From now on these are watched too. Every step before must have been judged."""
-        self.subjects = find_subjects(self.model, self.optimizers)
+        self.trained = find_trained_parameters(self.model, self.optimizers)
         self.own_gradients.close()
         self._watch_parameters()
 
@@ -295,7 +295,7 @@ class Parts:
         self.record = RunDirectory(
             self.folder.path,
             config=self.config.to_dict(),
-            parameters=[name for name, _ in self.subjects.named],
+            parameters=[name for name, _ in self.trained.named],
             versions={"steadygrad": __version__, "torch": torch.__version__},
             opens=False,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steadygrad.act.precision import DTYPES
 from steadygrad.errors import UsageError
-from steadygrad.guard.arrivals import Arrivals
+from steadygrad.guard.judging import Judging
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.stepping import Stepper
 
@@ -23,8 +23,8 @@ from steadygrad.guard.stepping import Stepper
 class Passes:
     """Runs the two passes, or watches those that somebody else runs."""
 
-    def __init__(self, parts: Parts, moment: Moment, arrivals: Arrivals, stepper: Stepper) -> None:
-        self._parts, self._moment, self._arrivals, self._stepper = parts, moment, arrivals, stepper
+    def __init__(self, parts: Parts, moment: Moment, judging: Judging, stepper: Stepper) -> None:
+        self._parts, self._moment, self._judging, self._stepper = parts, moment, judging, stepper
         self._is_watching = False
 
     def forward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ class Passes:
         drops_bad = parts.config.drop_bad_microbatches and not parts.off
         batches.num += 1
         if not parts.off:
-            parts.lookout.look_at_graph(self._moment.next_step, self._moment.looks, loss)
+            parts.periodic_scans.look_at_graph(self._moment.next_step, self._moment.looks, loss)
             parts.ranks.start([loss] if drops_bad else [*batches.losses, loss])
         if drops_bad:
             parts.ranks.check_synchronised()
@@ -93,7 +93,7 @@ class Passes:
         batches.num += 1
         if parts.off or parts.actor.num_to_refuse:
             return
-        parts.lookout.look_at_graph(self._moment.next_step, self._moment.looks, loss)
+        parts.periodic_scans.look_at_graph(self._moment.next_step, self._moment.looks, loss)
         batches.losses.append(loss.detach())
         parts.ranks.start(batches.losses)
 
@@ -104,7 +104,7 @@ class Passes:
             return
         self._is_watching = True
         try:
-            with self._parts.lookout.around_forward(self._moment.next_step, self._moment.looks, args, kwargs):
+            with self._parts.periodic_scans.around_forward(self._moment.next_step, self._moment.looks, args, kwargs):
                 yield
         finally:
             self._is_watching = False
@@ -120,11 +120,11 @@ class Passes:
         if step == 0 and parts.snapshots.due(0):
             with parts.buffers.as_saved():  # the forward of a loss that is given has moved them
                 parts.snapshots.take(0, parts.list_settings())
-        parts.lookout.begin()
+        parts.periodic_scans.begin()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._parts.config.autocast is None:
             return contextlib.nullcontext()
-        device = self._parts.subjects.named[0][1].device.type
+        device = self._parts.trained.named[0][1].device.type
         dtype = DTYPES[self._parts.config.autocast]
         return torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)

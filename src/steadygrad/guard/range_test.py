@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.config import GuardConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Reading, Severity
-from steadygrad.guard.edge import EdgeWatch, keep_telling
+from steadygrad.guard.breakdown import BreakdownWatch, keep_telling
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.guard.rate_curve import RateCurve, RatePoint, read_curve
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal, draw_batches
+from steadygrad.state.random_state import capture_random, restore_random
 
 KIND = "learning_rate_test"
 MIN_STEPS = 10
@@ -90,7 +90,7 @@ def run_range(
     config = dataclasses.replace(config, measure=dataclasses.replace(config.measure, parameters_every=1))
     rates, points, why = RateSetter(rehearsal.optimizers), [], ""
     num_first = max(MIN_FIRST, steps // 10)
-    watch = EdgeWatch(num_first=num_first)
+    watch = BreakdownWatch(num_first=num_first)
     with rehearsal.attempt(config, scaler) as guard:
         if clip is not None and guard._parts.clipper is not None:
             guard._parts.clipper.load_state_dict(clip)

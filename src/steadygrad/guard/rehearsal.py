@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from steadygrad.act.capture import Collector, collect_state
-from steadygrad.act.random_state import capture_random, restore_random
 from steadygrad.act.restore import Restorer
 from steadygrad.checkpoint.position import find_generators
 from steadygrad.checkpoint.workers import copy_loader
 from steadygrad.config import DiagnoseConfig, GuardConfig, Policy, ProveConfig, SnapshotConfig
 from steadygrad.errors import UsageError
 from steadygrad.facts import Action
+from steadygrad.state.collect import Collector, collect_state
+from steadygrad.state.random_state import capture_random, restore_random
 
 T = TypeVar("T")
 MakeGuard = Callable[..., Any]

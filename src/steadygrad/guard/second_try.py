@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from steadygrad.act.random_state import restore_random
 from steadygrad.act.snapshot import Snapshot
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.replay import replaying
@@ -18,6 +17,7 @@ from steadygrad.guard.parts import Parts
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal
 from steadygrad.prove.held import HeldStep
 from steadygrad.prove.paired import CannotTestError
+from steadygrad.state.random_state import restore_random
 
 
 def make_again(

@@ -24,7 +24,7 @@ from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
 from steadygrad.errors import UsageError
 from steadygrad.facts import Action, Outcome, Reading, Verdict
-from steadygrad.guard.arrivals import Arrivals, Pending
+from steadygrad.guard.judging import Judging, Pending
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.judgement import Event
 from steadygrad.measure import Measurement
@@ -35,21 +35,21 @@ from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE
 class Stepper:
     """Makes the step of the present moment."""
 
-    def __init__(self, parts: Parts, moment: Moment, arrivals: Arrivals) -> None:
-        self._parts, self._moment, self._arrivals = parts, moment, arrivals
+    def __init__(self, parts: Parts, moment: Moment, judging: Judging) -> None:
+        self._parts, self._moment, self._judging = parts, moment, judging
 
     def step(self) -> None:
         """Measure, then step or skip: on the device where the optimizers allow it, by one host read elsewhere."""
         parts, batches, looks = self._parts, self._moment.batches, self._moment.looks
         looks.captures = parts.investigator.take()
         if parts.has_new_parameters:
-            self._arrivals.judge_pending()
+            self._judging.judge_pending()
             parts.watch_new_parameters()
         facts: dict[str, Any] = {
             "num_microbatches": max(1, batches.num),
             "num_dropped_microbatches": batches.num_dropped,
         }
-        facts["stale"] = parts.stale.take()
+        facts["stale"] = parts.uncleared_gradients.take()
         looks.own_finite = parts.own_gradients.take()
         if self._moment.logged:
             looks.logged = send_logged(self._moment.logged, parts.transfer)
@@ -80,7 +80,7 @@ class Stepper:
         parts, looks = self._parts, self._moment.looks
         carried = parts.reflex.clip(m, scale)
         complete = parts.transfer.mark(m.packed.device)
-        self._arrivals.judge_pending()  # the step before; its scheduler moves the learning rate that this step uses
+        self._judging.judge_pending()  # the step before; its scheduler moves the learning rate that this step uses
         if parts.actor.num_to_refuse:  # rolled back: these gradients belong to weights that are gone
             self.refuse(step=facts["step"])
             return
@@ -91,8 +91,8 @@ class Stepper:
         with parts.rates.held():
             parts.reflex.step_on_device(m, carried)
         parts.edits.after_optimizer()
-        self._arrivals.pending = pending = Pending(m, parts.transfer.send(m.packed, after=complete), facts, looks)
-        parts.lookout.after_optimizer(facts["step"], looks)
+        self._judging.pending = pending = Pending(m, parts.transfer.send(m.packed, after=complete), facts, looks)
+        parts.periodic_scans.after_optimizer(facts["step"], looks)
         if parts.scaler.now is not None:
             overflowed = (m.packed[NUM_NONFINITE] > 0) | self._moment.batches.overflowed
             parts.scaler.update(bad_gradient=overflowed, bad_loss=~m.packed[LOSS].isfinite())
@@ -103,7 +103,7 @@ class Stepper:
     def _step_on_host(self, m: Measurement, scale: Tensor | None, facts: dict[str, Any]) -> None:
         """Every other optimizer: one host read, then the host decides."""
         parts, looks = self._parts, self._moment.looks
-        self._arrivals.judge_pending()
+        self._judging.judge_pending()
         facts["learning_rates"] = self._prepare_optimizers()
         repaired = self._sanitize_if_bad(m, scale) if parts.config.on_nonfinite is Action.SANITIZE else None
         used = m if repaired is None else repaired
@@ -131,13 +131,13 @@ class Stepper:
                 parts.buffers.accept()
             else:  # gradients can be repaired; statistics that saw a bad batch cannot
                 parts.buffers.restore()
-            parts.lookout.after_optimizer(reading.step, looks)
+            parts.periodic_scans.after_optimizer(reading.step, looks)
         if parts.scaler.now is not None and not reading.loss_is_nonfinite:
             overflowed = (m.packed[NUM_NONFINITE] > 0) | self._moment.batches.overflowed
             parts.scaler.update(bad_gradient=overflowed, bad_loss=None)
         if measure_updates:
-            reading = self._arrivals.add_updates(reading, parts.transfer.send(parts.updates.after()))
-        self._arrivals.judge(reading, looks, told)
+            reading = self._judging.add_updates(reading, parts.transfer.send(parts.updates.after()))
+        self._judging.judge(reading, looks, told)
 
     def step_plainly(self) -> None:
         """STEADYGRAD=off: the plain loop."""
@@ -150,7 +150,7 @@ class Stepper:
         if scaler is not None:
             scaler.update()
         self._moment.take_step_number()
-        self._parts.followers.after_applied()
+        self._parts.schedule_and_ema.after_applied()
 
     def refuse(self, step: int | None = None) -> None:
         """A step of the window that a rollback leaves out: nothing of it stays."""
@@ -177,13 +177,13 @@ class Stepper:
         parts, batches = self._parts, self._moment.batches
         assert batches.worst is not None
         m, numbers = batches.worst
-        self._arrivals.judge_pending()
+        self._judging.judge_pending()
         parts.reflex.skip_on_host()
         if batches.overflowed:
             parts.scaler.update(bad_gradient=torch.ones(()), bad_loss=None)
         facts |= {"step": self._moment.take_step_number(), "learning_rates": parts.learning_rates()}
         told = parts.meter.read_told(m, numbers)
-        self._arrivals.judge(m.read(numbers, skipped=True, **facts), self._moment.looks, told)
+        self._judging.judge(m.read(numbers, skipped=True, **facts), self._moment.looks, told)
 
     def _sanitize_if_bad(self, m: Measurement, scale: Tensor | None) -> Measurement | None:
         """The measurement of the repaired gradients; None when there was nothing to repair."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.errors import UnsupportedError
-from steadygrad.measure.shards import finish_sum, take_local
-from steadygrad.measure.shards import is_dtensor as is_dtensor
+from steadygrad.state.shards import finish_sum, take_local
+from steadygrad.state.shards import is_dtensor as is_dtensor
 
 MEASURABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from steadygrad.facts import Broadcast, GraphScan
-from steadygrad.measure.accidents import Accidents
-from steadygrad.measure.subjects import Subjects
+from steadygrad.measure.suspicious_ops import SuspiciousOps
+from steadygrad.state.trained_parameters import TrainedParameters
 
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Modules that look for a torch function mode, and then take another path in eval mode."""
@@ -37,16 +37,16 @@ class GraphWatch:
     """Enter it around the first forward, then ask with the loss.
 
     >>> model = nn.Linear(3, 1)
-    >>> from steadygrad.measure.subjects import find_subjects
-    >>> watch = GraphWatch(find_subjects(model, torch.optim.SGD(model.parameters())))
+    >>> from steadygrad.state.trained_parameters import find_trained_parameters
+    >>> watch = GraphWatch(find_trained_parameters(model, torch.optim.SGD(model.parameters())))
     >>> with watch:
     ...     loss = (model(torch.ones(4, 3)) - torch.ones(4)).square().mean()
     >>> [(found.left, found.right) for found in watch.read(0, loss).broadcasts]
     [((4, 1), (4,))]
     """
 
-    def __init__(self, subjects: Subjects) -> None:
-        self._subjects = subjects
+    def __init__(self, trained: TrainedParameters) -> None:
+        self._trained = trained
         self._mode: _Mode | None = None
         self._stack = contextlib.ExitStack()
         self._broadcasts: tuple[Broadcast, ...] = ()
@@ -54,9 +54,9 @@ class GraphWatch:
 
     def __enter__(self) -> Self:
         try:
-            if self._mode is None and _may_enter(self._subjects.model):
-                buffers = {id(b) for b in self._subjects.model.buffers()}
-                self._mode = _Mode(Accidents(constants=buffers))
+            if self._mode is None and _may_enter(self._trained.model):
+                buffers = {id(b) for b in self._trained.model.buffers()}
+                self._mode = _Mode(SuspiciousOps(constants=buffers))
         except Exception:
             self._mode = None
         if self._mode is not None:
@@ -67,17 +67,17 @@ class GraphWatch:
         mode, self._mode = self._mode, None
         if mode is not None:
             self._stack.close()
-            self._broadcasts = tuple(mode.accidents.broadcasts)
-            self._double_softmaxes = tuple(mode.accidents.double_softmaxes)
+            self._broadcasts = tuple(mode.suspicious_ops.broadcasts)
+            self._double_softmaxes = tuple(mode.suspicious_ops.double_softmaxes)
 
     def read(self, step: int, loss: Tensor | None) -> GraphScan:
         """What was seen while entered, and what `loss` was made from; before or after its backward."""
         try:
             return GraphScan(
                 step=step,
-                hidden=() if loss is None else _find_hidden(self._subjects, loss),
-                unoptimized=self._subjects.unoptimized,
-                foreign=self._subjects.foreign,
+                hidden=() if loss is None else _find_hidden(self._trained, loss),
+                unoptimized=self._trained.unoptimized,
+                foreign=self._trained.foreign,
                 broadcasts=self._broadcasts,
                 double_softmaxes=self._double_softmaxes,
                 anomaly_mode=torch.is_anomaly_enabled(),
@@ -87,11 +87,11 @@ class GraphWatch:
 
 
 class _Mode(TorchFunctionMode):
-    """Shows each call to `accidents` after it was made; one failure there ends the looking."""
+    """Shows each call to `suspicious_ops` after it was made; one failure there ends the looking."""
 
-    def __init__(self, accidents: Accidents) -> None:
+    def __init__(self, suspicious_ops: SuspiciousOps) -> None:
         super().__init__()
-        self.accidents = accidents
+        self.suspicious_ops = suspicious_ops
         self._broken = False
 
     def __torch_function__(
@@ -101,9 +101,9 @@ class _Mode(TorchFunctionMode):
         if self._broken or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if torch.is_grad_enabled():  # what is made without a graph is marked all the same
-            self._try(self.accidents.before, func, args, kwargs)
+            self._try(self.suspicious_ops.before, func, args, kwargs)
         result = func(*args, **kwargs)
-        self._try(self.accidents.after, func, args, kwargs, result)
+        self._try(self.suspicious_ops.after, func, args, kwargs, result)
         return result
 
     def _try(self, look: Callable[..., None], *call: Any) -> None:
@@ -125,14 +125,14 @@ def _may_enter(model: nn.Module) -> bool:
     return not any(callable(backend) for backend in getattr(dynamo, "cached_backends", {}).values())
 
 
-def _find_hidden(subjects: Subjects, loss: Tensor) -> tuple[str, ...]:
+def _find_hidden(trained: TrainedParameters, loss: Tensor) -> tuple[str, ...]:
     """Leaves of the graph that nobody trains, under the names of the containers that hide them."""
-    known = {id(p) for p in subjects.model.parameters()} | {id(p) for _, p in subjects.named}
+    known = {id(p) for p in trained.model.parameters()} | {id(p) for _, p in trained.named}
     unknown = {id(leaf) for leaf in find_leaves(loss) if id(leaf) not in known}
     if not unknown:
         return ()
     names: dict[int, str] = {}
-    for name, tensor in _find_contained(subjects.model):
+    for name, tensor in _find_contained(trained.model):
         if id(tensor) in unknown:
             names.setdefault(id(tensor), name)
     return tuple(names.values())

@@ -7,8 +7,7 @@ nothing that goes wrong here reaches the training. Reads only.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor
 from steadygrad.facts import InputScan, InputStats
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows, split_flat
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.tree import find_tensors
 
 MAX_TENSORS = 32
 """Tensors of a batch that are looked at."""
-MAX_DEPTH = 8
-"""Containers inside containers that are opened; a batch that contains itself ends there."""
 IGNORE_INDEX = -100
 """What torch's losses leave out by default."""
 PLAIN_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -63,37 +61,6 @@ def scan_inputs(
         return PendingScan(send_rows(rows, transfer), shapes)
     except Exception:  # looking must never end the training that it looks at; a batch of its own kind, or no memory
         return PendingScan(PendingRows(), {})
-
-
-def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    if len(args) == 1 and not kwargs:
-        yield from _walk(args[0], "", MAX_DEPTH)
-    else:
-        yield from _walk([*args], "", MAX_DEPTH)
-        yield from _walk(kwargs, "", MAX_DEPTH)
-
-
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path or "0", value
-    elif depth:
-        for key, item in _open(value):
-            yield from _walk(item, f"{path}.{key}" if path else str(key), depth - 1)
-
-
-def _open(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The parts of a container, named. Modules, arrays and strings are none."""
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from zip(value._fields, value)
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for one in dataclasses.fields(value):
-            yield one.name, getattr(value, one.name, None)
-    elif isinstance(getattr(value, "data", None), Mapping):  # transformers' BatchEncoding is a UserDict
-        yield from value.data.items()
 
 
 @torch.no_grad()

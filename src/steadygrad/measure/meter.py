@@ -23,7 +23,7 @@ from steadygrad.facts import NUM_COLUMNS, GradientTable, Reading
 from steadygrad.measure import gradients as _gradients
 from steadygrad.measure.kernels import foreach, reference
 from steadygrad.measure.ranks import Ranks, Told
-from steadygrad.measure.shards import take_local
+from steadygrad.state.shards import take_local
 
 if TYPE_CHECKING:
     from steadygrad.measure.kernels import triton as _triton

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from steadygrad.errors import UsageError
 from steadygrad.facts import NUM_COLUMNS
-from steadygrad.measure.shards import count_shards, is_dtensor
+from steadygrad.state.shards import count_shards, is_dtensor
 
 LOSS_SUM, NUM_LOSSES, STOP, NUM_FIXED = range(4)
 """The exchange: losses summed, how many there were, how many ranks ask to stop, then bits of the bad ranks."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from steadygrad.facts import NUM_COLUMNS, ParameterScan, Reading
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows, split_flat
-from steadygrad.measure.shards import take_local
-from steadygrad.measure.subjects import Subjects
 from steadygrad.measure.transfer import Transfer
+from steadygrad.state.shards import take_local
+from steadygrad.state.trained_parameters import TrainedParameters
 
 PARAMETER, BUFFER, NORM = "parameter:", "buffer:", "norm:"
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,17 +50,19 @@ class PendingParameterScan:
 class ParameterWatch:
     """Call `scan(-1)` before the first step, `note_step` for each Reading, and `scan(step)` now and then."""
 
-    def __init__(self, subjects: Subjects, *, transfer: Transfer | None = None, ranks: Ranks | None = None) -> None:
-        self._model, self._named = subjects.model, subjects.named
+    def __init__(
+        self, trained: TrainedParameters, *, transfer: Transfer | None = None, ranks: Ranks | None = None
+    ) -> None:
+        self._model, self._named = trained.model, trained.named
         self._ranks = ranks if ranks is not None else Ranks()
         self._transfer = transfer
-        groups = [group for optimizer in subjects.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        self._groups = {name: of[id(p)] for name, p in subjects.named}
+        self._groups = {name: of[id(p)] for name, p in trained.named}
         # RMSprop has no bias correction: its first steps are ten times what its rate says, and how far they move the
         # weights tells nothing.
-        odd = {id(p) for o in subjects.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
-        self._weighed = {name for name, p in subjects.named if id(p) not in odd}
+        odd = {id(p) for o in trained.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
+        self._weighed = {name for name, p in trained.named if id(p) not in odd}
         self._hashes: dict[str, Tensor] = {}
         self._still = set(self._groups)  # parameters that nothing has pushed since the scan before
         self._pushed: dict[str, int] = {}  # those that something has, and the step that did

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.measure.ranks import Ranks
-from steadygrad.measure.shards import take_local
+from steadygrad.state.shards import take_local
 
 
 class UpdateMeter:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.diagnose.capture import Capture, read_version
-from steadygrad.diagnose.subject import name_inputs
+from steadygrad.diagnose.step_arguments import name_inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.capture import settle_shards
 from steadygrad.act.snapshot import Snapshot
 from steadygrad.diagnose.calls import find_tensors, read_signature
 from steadygrad.diagnose.capture import Capture
@@ -26,7 +25,8 @@ from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.lineage import find_storages
 from steadygrad.diagnose.replay import Step
 from steadygrad.measure.ranks import Ranks
-from steadygrad.measure.shards import is_dtensor, take_local
+from steadygrad.state.collect import settle_shards
+from steadygrad.state.shards import is_dtensor, take_local
 
 T = TypeVar("T")
 logger = logging.getLogger("steadygrad")

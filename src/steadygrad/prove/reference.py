@@ -17,8 +17,8 @@ from steadygrad.act.snapshots import Snapshots
 from steadygrad.facts import Finding
 from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.ranks import Ranks
-from steadygrad.measure.shards import take_local
 from steadygrad.prove.paired import CannotTestError
+from steadygrad.state.shards import take_local
 
 RAISED = 1.5
 """Times the rate, or the weight decay, of a reference beyond which its weights are no fair comparison."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from steadygrad.measure.scan import find_nonfinite
+from steadygrad.measure.check import find_nonfinite
 
 
 def describe_metrics(metrics: Mapping[str, Any]) -> str:

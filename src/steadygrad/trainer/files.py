@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from steadygrad.act.sanitize import handle_nan_inf
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.checkpoint.load import Checkpoint
-from steadygrad.checkpoint.manifest import NAME
-from steadygrad.checkpoint.refusals import CheckpointError
 from steadygrad.checkpoint.run import FOLDER
-from steadygrad.checkpoint.trusted import load_trusted
-from steadygrad.checkpoint.values import load_values
-from steadygrad.errors import UnsupportedError, UsageError
+from steadygrad.disk.manifest import NAME
+from steadygrad.errors import CheckpointError, UnsupportedError, UsageError
 from steadygrad.measure.check import check_nan_inf
+from steadygrad.scan.trusted import load_trusted
+from steadygrad.scan.values import load_values
 
 logger = logging.getLogger("steadygrad.trainer")
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.random_state import unchanged_random
-from steadygrad.checkpoint.foreign import load_checkpoint
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.config import GuardConfig
 from steadygrad.config.plain import to_plain
@@ -29,6 +27,8 @@ from steadygrad.facts import Incident, StepRecord
 from steadygrad.guard import Guard
 from steadygrad.measure.loss import find_loss
 from steadygrad.record import Sink
+from steadygrad.scan.foreign import load_checkpoint
+from steadygrad.state.random_state import unchanged_random
 from steadygrad.trainer.batches import count_batches, count_steps, move_batch, size_window
 from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
 from steadygrad.trainer.evaluating import in_eval_mode, make_autocast

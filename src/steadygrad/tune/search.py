@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from steadygrad.checkpoint.write import is_alive
+from steadygrad.disk.write import is_alive
 from steadygrad.extras import import_extra
 from steadygrad.guard.rate_curve import RateCurve, restore_curve
 from steadygrad.tune.settings import Settings

@@ -16,7 +16,7 @@ import torch
 
 from steadygrad.checkpoint.position import find_generators
 from steadygrad.config import Precision
-from steadygrad.guard.edge import EdgeWatch, keep_telling
+from steadygrad.guard.breakdown import BreakdownWatch, keep_telling
 from steadygrad.guard.range_test import RateSetter, make_step
 from steadygrad.guard.rehearsal import Rehearsal, draw_batches
 from steadygrad.tune.settings import Settings
@@ -68,7 +68,7 @@ def run_trial(
     """Try `settings` for as much data as `steps` steps of the given ones use."""
     num_steps = scale_steps(tunable, settings, steps)
     level, spread = start if start is not None else (None, 0.0)
-    watch = EdgeWatch(num_first=3, level=level, spread=spread)
+    watch = BreakdownWatch(num_first=3, level=level, spread=spread)
     losses: list[float | None] = []
     why, given_up, score = "", False, None
     config = tunable.configure(settings)

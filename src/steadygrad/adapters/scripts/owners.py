@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from steadygrad.measure.subjects import unwrap
+from steadygrad.state.trained_parameters import unwrap
 
 
 def find_owner(parameters: Sequence[Tensor]) -> nn.Module:

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from steadygrad.adapters.scripts.calls import hear_calls
 from steadygrad.adapters.scripts.closures import step_with_closure
+from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import list_parts
-from steadygrad.adapters.scripts.telling import Terminal
 from steadygrad.adapters.scripts.watch import Circumstances, Loss, Watch
 from steadygrad.measure.gradients import is_dtensor
 
@@ -331,3 +331,52 @@ def _is_sharded(optimizer: Optimizer) -> bool:
     """Whether each rank holds another part of the gradients, so that one may see a NaN that the others do not."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return any(is_dtensor(p) or hasattr(p, "_sharded_size") or hasattr(p, "_params") for p in parameters)
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+# Hears when a module is called, without leaving a trace in what the script saves.
+#
+# A forward pre-hook stands in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold
+# ours pickle and copy themselves as the plain ones that they would be without it. Inside a compiled graph the hook is
+# nothing.
+
+
+OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
+
+
+class _Hooks(OrderedDict[int, Any]):
+    """A dict of hooks of which one is ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours = -1
+        self.listeners: list[OnCall] = []
+
+    def values(self) -> Any:
+        """What torch.jit.script compiles: without ours, which is Python. Calls go by `items()`."""
+        return {key: hook for key, hook in self.items() if key != self.ours}.values()
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter([(key, hook) for key, hook in self.items() if key != self.ours])
+
+
+def hear_calls(module: nn.Module, call: OnCall) -> bool:
+    """From now on `call(module, args, kwargs)` comes before each forward; False where that cannot be had."""
+    hooks, flags = (vars(module).get(name) for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"))
+    if isinstance(hooks, _Hooks):
+        hooks.listeners.append(call)
+        return True
+    if type(hooks) is not OrderedDict or type(flags) is not OrderedDict or hooks or flags:
+        return False  # the script's own handles know these dicts, and could no longer take their hooks off
+    hooks, flags = _Hooks(), _Hooks()
+    module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
+
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and called is module:
+            for listener in hooks.listeners:
+                listener(called, args, kwargs)
+
+    handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    hooks.ours = flags.ours = handle.id
+    hooks.listeners.append(call)
+    return True

@@ -21,24 +21,24 @@ from torch import Tensor, nn
 from steadygrad._version import __version__
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
-from steadygrad.act.followers import Followers
 from steadygrad.act.rates import Rates
+from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.owners import find_owner
-from steadygrad.adapters.scripts.telling import Terminal
 from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.diagnose.investigator import Investigator
-from steadygrad.diagnose.subject import name_inputs
+from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, Transfer
-from steadygrad.measure.lookout import Lookout, Looks
-from steadygrad.measure.subjects import Subjects
+from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.run_folder import RunFolder
 from steadygrad.record.tally import Tally
+from steadygrad.state.trained_parameters import TrainedParameters
 from steadygrad.words import spell_count
 
 NO_LOSS = "a script does not tell how it computes its loss."
@@ -180,12 +180,12 @@ class Watch:
         else:
             self._buffers.accept()
         if not skipped:
-            self._lookout.after_optimizer(reading.step, looks)
+            self._periodic_scans.after_optimizer(reading.step, looks)
         self._step += 1
         if looks.rms is not None:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
         assert self._judgement is not None
-        self._judgement.judge(reading, self._lookout.read(reading, looks), find_cause=lambda *_: cause)
+        self._judgement.judge(reading, self._periodic_scans.read(reading, looks), find_cause=lambda *_: cause)
 
     def _read(self, m: Measurement, num_losses: int) -> Reading:
         numbers = self._transfer.send(m.packed).wait()
@@ -229,10 +229,12 @@ class Watch:
             self.owner = find_owner(parameters)
         names = {id(p): name for name, p in self.owner.named_parameters()}
         named = tuple((names[id(p)], p) for p in parameters)
-        subjects = Subjects(model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=())
+        trained = TrainedParameters(
+            model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=()
+        )
         self._meter = Meter(named, self._config.measure.implementation)
-        self._lookout = Lookout(subjects, self._config.measure)
-        self._lookout.begin()
+        self._periodic_scans = PeriodicScans(trained, self._config.measure)
+        self._periodic_scans.begin()
         if self._judgement is None:
             self._judgement = self._open_judgement([name for name, _ in named])
 
@@ -242,7 +244,9 @@ class Watch:
         judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
-            followers=Followers(None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers),
+            schedule_and_ema=ScheduleAndEma(
+                None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers
+            ),
             actor=Actor(self._config.policy, rates=Rates([self.optimizer]), snapshots=snapshots),
             recorder=recorder,
         )

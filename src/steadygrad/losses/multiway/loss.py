@@ -8,7 +8,8 @@ checks the arguments, joins the parts and reduces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,11 @@ from steadygrad.losses.multiway.check import (
     check_scale,
     choose_anchors,
 )
-from steadygrad.losses.multiway.distributed import gather_rows, join_sums
 from steadygrad.losses.multiway.engine import Engine
-from steadygrad.losses.multiway.fibre import sum_fibres
+from steadygrad.losses.multiway.fibre import build_fibres, sum_fibres
 from steadygrad.losses.multiway.precision import choose_precision
 from steadygrad.losses.multiway.sampled import build_permuted, sum_sampled
-from steadygrad.losses.multiway.similarity import CURVES, Similarity
-from steadygrad.losses.multiway.smooth import average_combinations, average_fibres
+from steadygrad.losses.multiway.similarity import CURVES, Similarity, build_columns, build_rows
 from steadygrad.losses.multiway.sweep import sum_combinations
 from steadygrad.losses.multiway.tiled import TiledEngine
 
@@ -171,3 +170,78 @@ def _has_triton() -> bool:
     except ImportError:
         return False
     return True
+
+
+# --- many ranks ---------------------------------------------------------------------------------------------------
+# Samples of all processes beside each other, with the gradient, and log-sum-exps joined over the processes.
+#
+# Each process answers for its own samples and sums its own part of the combinations. What it returns is the loss of its
+# own samples; the mean over processes, which DistributedDataParallel takes of the gradients, is the loss of all.
+
+
+def gather_rows(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[n, ...] -> [world * n, ...], in rank order; every process must bring the same n."""
+    out: Tensor = _Gather.apply(local, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def join_sums(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The log-sum-exp over processes, element by element."""
+    return gather_rows(partial[None], group).logsumexp(0)
+
+
+class _Gather(torch.autograd.Function):
+    """all_gather; its gradient is the sum over processes of what each has for this one's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group, ctx.num = group, len(local)
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        start = dist.get_rank(ctx.group) * ctx.num
+        return grad[start : start + ctx.num], None
+
+
+# --- smoothing ----------------------------------------------------------------------------------------------------
+# Label smoothing: the mean logit over all classes of each anchor, without writing the classes out.
+#
+# `mip` and `cosine` are linear in each vector, so the mean over combinations is the logit of the mean vectors.
+
+
+def average_combinations(batch: Batch, modality: int, positives: Tensor) -> Tensor:
+    """[n]: the mean over all combinations that have the own sample at `modality`."""
+    whole = batch.num_modalities
+    others = [m for m in range(whole) if m != modality]
+    rows = build_rows([batch.features[modality][batch.span]], batch.scale, batch.similarity, num=whole, whole=whole)
+    columns = build_columns([_average(batch, m) for m in others], batch.similarity)
+    mean = (rows * columns).sum(-1)
+    if batch.present is None:
+        return mean
+    # The positive of a sample that lacks something is not among the combinations: one class more.
+    num = reduce(torch.mul, [batch.present[:, m].sum().to(mean.dtype) for m in others])
+    complete = batch.present.all(1)[batch.span]
+    return torch.where(complete, mean, (mean * num + positives) / (num + 1))
+
+
+def average_fibres(batch: Batch, modality: int, positives: Tensor) -> Tensor:
+    """[n]: the mean over the vectors that may stand at `modality`; the positive is always one of them."""
+    del positives
+    rows, columns = build_fibres(batch, modality)
+    if batch.present is None:
+        return (rows * columns.mean(0)).sum(-1)
+    here = batch.present[:, modality, None].to(columns.dtype)
+    mean = (columns[:, :-2] * here).sum(0) / here.sum().clamp(min=1)  # the last two columns are the mask
+    return (rows[:, :-2] * mean).sum(-1)
+
+
+def _average(batch: Batch, modality: int) -> Tensor:
+    feature = batch.features[modality]
+    if batch.present is None:
+        return feature.mean(0)
+    return feature.sum(0) / batch.present[:, modality].sum().clamp(min=1)  # absent ones are zero

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from steadygrad.detect.own import ABOUT_BATCHES
+from steadygrad.detect.rank_rules import ABOUT_BATCHES
 from steadygrad.view.read.incident_log import find_step, look
 from steadygrad.view.read.tail import Row, Tail, as_number
 

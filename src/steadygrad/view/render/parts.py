@@ -5,15 +5,18 @@ Report and live page share them; the live page sends a part again when its text 
 
 from __future__ import annotations
 
+import base64
+
+from steadygrad.view.advice import advise, see_run
 from steadygrad.view.headline import judge_run, list_numbers
+from steadygrad.view.read.pictures import Picture, Pictures
+from steadygrad.view.read.rank_log import RankLog, RankLogs
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.render.about import render_about
-from steadygrad.view.render.advice import render_advice
 from steadygrad.view.render.charts import ABOUT, CHARTS, summarise_chart
-from steadygrad.view.render.html import Html, join, tag
+from steadygrad.view.render.html import Html, join, make_table, tag
 from steadygrad.view.render.incidents import render_incidents
-from steadygrad.view.render.pictures import render_pictures
-from steadygrad.view.render.ranks import render_ranks
+from steadygrad.words import spell_number
 
 WIDE = ("loss", "validation", "metrics", "extra", "norm", "layers", "ratios")
 
@@ -110,3 +113,69 @@ def _render_notes(run: RunReader) -> Html:
     if not notes:
         return Html("")
     return join([tag("ul", *(tag("li", note) for note in notes), class_="notes")])
+
+
+# --- advice -------------------------------------------------------------------------------------------------------
+# What a run advises for the next one -> a list; nothing where it advises nothing.
+
+
+def render_advice(run: RunReader) -> Html:
+    """A line for each setting, with its reason."""
+    found = advise(see_run(run))
+    if not found:
+        return Html("")
+    lines = (tag("li", tag("strong", str(one).partition(": ")[0]), f": {one.reason}") for one in found)
+    return tag("section", tag("h3", "For the next run"), tag("ul", *lines, class_="notes"))
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------
+# The pictures of a run -> HTML, each inside the page as data: a report stays one file. No picture, no section.
+
+
+def render_pictures(pictures: Pictures) -> Html:
+    """Heading and figures; empty where there is nothing to tell."""
+    if not pictures.shown and not pictures.left_out:
+        return Html("")
+    notes = tag("ul", *(tag("li", text) for text in pictures.left_out), class_="notes") if pictures.left_out else None
+    figures = tag("div", *map(_render_picture, pictures.shown), class_="pictures")
+    return join([tag("h3", "Pictures"), notes, figures])
+
+
+def _render_picture(picture: Picture) -> Html:
+    source = f"data:image/png;base64,{base64.b64encode(picture.data).decode()}"
+    image = tag("img", src=source, alt=picture.caption, loading="lazy")
+    return tag("figure", image, tag("figcaption", picture.caption), class_="picture")
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------
+# The ranks of a run -> a table: where each runs, and when it was last seen. A rank that stands still is marked.
+
+
+BEHIND = 100
+"""Steps behind the others from which a rank is said to stand still; they are written at least once a second."""
+
+
+def render_ranks(ranks: RankLogs) -> Html:
+    """Nothing for a run of one."""
+    if not len(ranks):
+        return Html("")
+    newest = max((log.last_step for log in ranks if log.last_step is not None), default=0)
+    header = ("rank", "machine", "process", "starts", "last step", "its own loss", "last seen", "told alone")
+    table = make_table(header, [_list_rank(log, newest) for log in ranks])
+    return tag("section", tag("h3", "Ranks"), table, class_="ranks")
+
+
+def _list_rank(log: RankLog, newest: int) -> list[str | Html]:
+    step: str | Html = "-" if log.last_step is None else f"{log.last_step:,}"
+    if newest - (log.last_step or 0) >= BEHIND:
+        step = tag("span", f"{step}, behind", class_="badge warning")
+    return [
+        f"rank {log.rank}",
+        log.node or "-",
+        "-" if log.process is None else str(log.process),
+        str(log.num_starts),
+        step,
+        spell_number(log.last_loss),
+        log.last_time or "-",
+        str(log.num_own),
+    ]

@@ -1,0 +1,88 @@
+"""CallListener: a forward hook that reports when a model is called, and that no copy or pickle of it takes along.
+
+torch traces the hooks of a compiled module into its graph, where a CallListener vanishes. So `CallListeners` also
+listens outside of the graph: on the wrapper that `torch.compile(model)` returned, if it was handed over, and before the
+call that `model.compile()` has put in the place of the module's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_num_muted = 0
+
+
+@contextlib.contextmanager
+def listeners_muted() -> Iterator[None]:
+    """Inside, no CallListener of any guard hears: the model is called by a replay."""
+    global _num_muted
+    _num_muted += 1
+    try:
+        yield
+    finally:
+        _num_muted -= 1
+
+
+class CallListener:
+    """Calls `hear` of an object that it does not keep alive, with what the hook is given: a model, and more.
+
+    A copy of the model, or one that was pickled, gets a mute one that needs nothing of this package: it formats the
+    arguments with no characters each, at a level that nobody listens to. While torch compiles it vanishes.
+    """
+
+    def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:
+        self._hear, self._num_arguments = weakref.WeakMethod(hear), num_arguments
+
+    def __call__(self, model: nn.Module, *more: Any) -> None:
+        if torch.compiler.is_compiling() or _num_muted:
+            return
+        hear = self._hear()
+        if hear is not None:
+            hear(model, *more)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (logging.getLogger("steadygrad").debug, "%.0s" * self._num_arguments)
+
+
+class _Before:
+    """Calls a CallListener and then the compiled call of a module, whose own hooks are inside of the graph."""
+
+    def __init__(self, listener: CallListener, model: nn.Module, call: Callable[..., Any]) -> None:
+        self.listener, self.model, self.call = listener, model, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.listener(self.model, args, kwargs)
+        return self.call(*args, **kwargs)
+
+
+class CallListeners:
+    """One CallListener on a model and on everything that it is called through."""
+
+    def __init__(self, models: Sequence[nn.Module], hear: Callable[..., None]) -> None:
+        self._listener, self._models = CallListener(hear), models
+        self._hooks = [m.register_forward_pre_hook(self._listener, prepend=True, with_kwargs=True) for m in models]
+        self.follow()
+
+    def follow(self) -> None:
+        """Listen to calls that were compiled since the last time."""
+        for model in self._models:
+            call = model._compiled_call_impl
+            if call is not None and not (isinstance(call, _Before) and call.listener is self._listener):
+                model._compiled_call_impl = _Before(self._listener, model, call)
+
+    def close(self) -> None:
+        """Listen no more."""
+        for hook in self._hooks:
+            hook.remove()
+        for model in self._models:
+            call = model._compiled_call_impl
+            if isinstance(call, _Before) and call.listener is self._listener:
+                model._compiled_call_impl = call.call

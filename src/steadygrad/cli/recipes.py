@@ -1,0 +1,96 @@
+"""The recipes by name: which are installed, found by entry point, ours and other people's alike.
+
+A recipe is a module that a distribution registers in the group `steadygrad.recipes`. It offers `SUMMARY` (a line),
+`Config` (a frozen dataclass with documented fields), `QUICK` (what `--quick` changes) and `train(config, *, run_dir,
+resume, console) -> int`; if it can, `predict(config, path, *, run_dir, console)`, `sample(config, *, run_dir,
+console)` and `open_target(config)`, which `steadygrad tune` needs. `ALIASES` gives a field a second name on the command
+line, `PREDICT` is the help of `--predict`, `LOOP` names a framework that runs the loop, so that it cannot be tuned.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from steadygrad.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from steadygrad.tune.target import Target
+
+GROUP = "steadygrad.recipes"
+OWN = "steadygrad_recipes"
+"""The package of our own recipes, in the same wheel. Never imported by name: it is on top of this one."""
+DEMO = "demo"
+"""Registered like a recipe, and run by a command of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A training program that can be run by name."""
+
+    name: str
+    module: str
+
+    def load(self) -> Any:
+        """The module, imported now; what it needs to train it imports when it trains."""
+        return importlib.import_module(self.module)
+
+    @property
+    def summary(self) -> str:
+        """What it trains, in a line; why it cannot be run where importing it fails."""
+        try:
+            return str(getattr(self.load(), "SUMMARY", ""))
+        except Exception as error:  # one broken plug-in must not hide the other recipes
+            return f"cannot be loaded: {error}"
+
+
+def list_recipes() -> list[Recipe]:
+    """Every recipe that is installed, by name."""
+    return [Recipe(name, module) for name, module in sorted(_find_modules().items()) if name != DEMO]
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name; an error names the nearest."""
+    recipes = list_recipes()
+    for recipe in recipes:
+        if recipe.name == name:
+            return recipe
+    names = [recipe.name for recipe in recipes]
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names)}."
+    raise UsageError(f"there is no recipe {name!r} to train. {meant}")
+
+
+def load_demo() -> Any:
+    """The module of the demo, which offers `tell_demo(console, *, run_dir, device, quick) -> int`."""
+    module = _find_modules().get(DEMO)
+    if module is None:
+        raise UsageError(f"the demo is not installed: no package registers {DEMO!r} in the entry points {GROUP}.")
+    return importlib.import_module(module)
+
+
+def open_recipe(name: str, config: Any) -> Target:
+    """The training of a recipe, built and not begun."""
+    package = find_recipe(name).load()
+    if hasattr(package, "open_target"):
+        target: Target = package.open_target(config)
+        return target
+    loop = getattr(package, "LOOP", "a program of its own")
+    tunable = [recipe.name for recipe in list_recipes() if hasattr(recipe.load(), "open_target")]
+    raise UnsupportedError(
+        f"{name} cannot be tuned from here: {loop} runs its loop. Call guard.find_lr on its model, or "
+        f"give a function of your own, script.py:function. These can: {', '.join(tunable)}."
+    )
+
+
+def _find_modules() -> dict[str, str]:
+    """Name -> module."""
+    found = {point.name: point.value for point in entry_points(group=GROUP)}
+    if not any(module.partition(".")[0] == OWN for module in found.values()) and importlib.util.find_spec(OWN):
+        # A checkout on the path, or an editable install from before these entry points: their own table says the same.
+        found = {**importlib.import_module(OWN).RECIPES, **found}
+    return found

@@ -1,0 +1,277 @@
+"""An Origin and what was seen of its op -> the Situation that is explained, and the Cause that is told.
+
+The line, the module and the operands are those of the forward op, in backward too. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from steadygrad.diagnose.blame import Blame, Origin
+from steadygrad.diagnose.closeup import View, find_bad_rows, measure_operand
+from steadygrad.diagnose.explanations import explain
+from steadygrad.diagnose.expressions import name_operands
+from steadygrad.diagnose.frames import Place, read_source, spell_place
+from steadygrad.diagnose.situation import Operand, Situation
+from steadygrad.diagnose.trace import Event, Trace
+from steadygrad.facts import Cause
+
+MAX_NEIGHBOURS = 6
+"""Ops before and after the culprit that an explanation is told of."""
+
+
+@dataclass(slots=True)
+class CauseBuilder:
+    """What is known about one origin, and how it is told."""
+
+    trace: Trace
+    blame: Blame
+    origin: Origin
+    modules: Mapping[int, str]
+    views: Mapping[int, View] = field(default_factory=dict)
+
+    # --- who --------------------------------------------------------------------------------------------------------
+
+    @property
+    def culprit(self) -> Event:
+        """The op that is named: the forward op, when its derivative failed."""
+        event = self.origin.event
+        if event.in_engine and event.forward is not None:
+            return self.trace.events[event.forward]
+        return event
+
+    @property
+    def phase(self) -> str:
+        """'forward' also when only the derivative hurt, but the op's own result was bad already."""
+        event = self.origin.event
+        if not (event.in_engine or event.place.in_backward):
+            return "forward"
+        culprit = self.culprit
+        return "forward" if culprit is not event and self.blame.is_birth(culprit) else "backward"
+
+    @property
+    def place(self) -> Place:
+        """Where the culprit was called; for a tensor from outside, where it was first used."""
+        for event in (self.culprit, *(self.trace.events[index] for index in self.origin.path)):
+            if event.place.code is not None:
+                return event.place
+            if event.forward is not None and self.trace.events[event.forward].place.code is not None:
+                return self.trace.events[event.forward].place
+        return Place()
+
+    @property
+    def targets(self) -> dict[int, str]:
+        """The calls to look at closely: number -> name."""
+        events = (self.culprit, self.origin.event)
+        return {event.number: event.name for event in events if event.number >= 0}
+
+    # --- what it looked like ----------------------------------------------------------------------------------------
+
+    @property
+    def situation(self) -> Situation:
+        """The culprit in numbers."""
+        view = self.views.get(self.culprit.number, View())
+        place = self.place
+        return Situation(
+            op=self.culprit.name,
+            phase=self.phase,
+            kind=self.born,
+            operands=tuple(view.operands),
+            scalars=view.scalars,
+            output=view.outputs[0] if view.outputs else None,
+            grad=self._find_grad() if self.phase == "backward" else None,
+            upstream=self._find_upstream(),
+            downstream=tuple(self.trace.events[index].name for index in self.origin.path[1:])[:MAX_NEIGHBOURS],
+            module_type=type(place.module).__name__ if place.module is not None else None,
+        )
+
+    @property
+    def born(self) -> str:
+        """What was born first."""
+        return "nan" if self.origin.range.has_nan else "inf"
+
+    def _find_grad(self) -> Operand | None:
+        """Of what the failing derivative read, the gradient that came from the node before."""
+        event = self.origin.event
+        view = self.views.get(event.number)
+        if view is None:
+            return None
+        for read, operand in zip(event.reads, view.operands):
+            writer = self.trace.events[read.writers[-1]]
+            if not writer.is_given and writer.forward != event.forward and (writer.in_engine or not writer.place.code):
+                return operand
+        return None
+
+    def _find_upstream(self) -> tuple[str, ...]:
+        names: list[str] = []
+        waiting, seen = [self.culprit], {self.culprit.index}
+        while waiting and len(names) < MAX_NEIGHBOURS:
+            event = waiting.pop(0)
+            for writer in dict.fromkeys(writer for read in event.reads for writer in read.writers[-2:]):
+                made = self.trace.events[writer]
+                if writer not in seen and not made.is_given:
+                    seen.add(writer)
+                    waiting.append(made)
+                    names.append(made.name)
+        return tuple(names[:MAX_NEIGHBOURS])
+
+    # --- telling ----------------------------------------------------------------------------------------------------
+
+    def tell(self) -> Cause:
+        """The Cause, without samples, terms and repetition."""
+        place, situation = self.place, self.situation
+        why = explain(situation)
+        hurt = self.origin.hurt
+        seen = "NaN" if hurt.range.has_nan else "Inf"
+        kind = self.born if self.phase == "forward" else seen.lower()
+        return Cause(
+            kind=kind,
+            phase=self.phase,
+            op="aten.lift_fresh" if self.culprit.is_given else self.culprit.name,
+            node=self.origin.event.node,
+            inputs=self.spell_operands(place, situation),
+            explanation=why.text,
+            fixes=why.fixes,
+            name=why.name,
+            symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
+            chain=self._describe_chain(),
+            **self.where_of(place, self.modules),
+        )
+
+    def tell_optimizer(self, optimizer: str, parameter: str) -> Cause:
+        """The Cause of a value that the optimizer's own arithmetic made."""
+        event, hurt = self.origin.event, self.origin.hurt
+        reads = [self.blame.find_range(read) for read in event.reads]
+        operands = tuple(
+            Operand(name=f"operand {place}", dtype="", shape=(), minimum=range.low, maximum=range.high)
+            for place, range in enumerate(reads)
+        )
+        why = explain(Situation(op=event.name, phase="optimizer", kind=self.born, upstream=self._find_upstream()))
+        return Cause(
+            kind="nan" if hurt.range.has_nan else "inf",
+            phase="optimizer",
+            op=event.name,
+            symptom=f"{'NaN' if hurt.range.has_nan else 'Inf'} weight after {optimizer}.step()",
+            name=why.name,
+            explanation=why.text,
+            fixes=why.fixes,
+            inputs=tuple(f"{one.name}: min {one.minimum:.4g}, max {one.maximum:.4g}" for one in operands),
+            chain=(f"{event.name} in {optimizer}.step()", f"parameter {parameter}"),
+        )
+
+    def find_given_key(self) -> int | None:
+        """The storage of a value from outside of the step."""
+        readers = [self.origin.hurt.read, *(r for index in self.origin.path for r in self.trace.events[index].reads)]
+        return next((read.key for read in readers if self.origin.event.index in read.writers), None)
+
+    @staticmethod
+    def where_of(place: Place, modules: Mapping[int, str]) -> dict[str, Any]:
+        """Module, file, line, source and caller of a place."""
+        caller = None
+        if place.caller is not None:
+            caller = f"{spell_place(place.caller, place.caller_line)}   {read_source(place.caller, place.caller_line)}"
+        return {
+            "module": None if place.module is None else modules[id(place.module)],
+            "file": None if place.code is None else place.code.co_filename,
+            "line": place.line,
+            "source": read_source(place.code, place.line),
+            "caller": caller,
+        }
+
+    @staticmethod
+    def spell_operands(place: Place, situation: Situation) -> tuple[str, ...]:
+        """What went in, under the user's own names where the line spells them."""
+        names = name_operands(place.code, place.instruction, situation.op) if place.code is not None else ()
+        texts = []
+        for position, operand in enumerate(situation.operands):
+            fits = len(names) >= len(situation.operands) and names[position]
+            texts.append(spell_operand(operand, names[position] if fits else operand.name))
+        if situation.grad is not None:
+            texts.append(spell_operand(situation.grad, "incoming gradient"))
+        return tuple(texts)
+
+    def _describe_chain(self) -> tuple[str, ...]:
+        origin = self.origin
+        links = [self._spell_link(self.culprit)]
+        if origin.source is not None:
+            links.insert(0, self._spell_link(origin.source))
+        if self.phase == "backward":
+            links.append(f"{origin.event.node} in backward")
+        if origin.turned is not None:
+            links.append(self._spell_link(origin.turned))
+        return (*links, origin.hurt.name)
+
+    def _spell_link(self, event: Event) -> str:
+        place = event.place
+        if event.is_given:
+            where = spell_place(place.code, place.line)
+            return "an infinity, given" if where is None else f"a constant at {where}"
+        if place.code is None and event.forward is not None:
+            forward = self.trace.events[event.forward]
+            return f"backward of {forward.name} at {spell_place(forward.place.code, forward.place.line)}"
+        return event.name if place.code is None else f"{event.name} at {spell_place(place.code, place.line)}"
+
+
+def tell_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tensor]]) -> Cause:
+    """The Cause of a value that was bad before the step began. `owners`: storage -> phase, name, tensor."""
+    origin = builder.origin
+    key = builder.find_given_key()
+    phase, name, tensor = owners.get(key or 0, ("input", "made outside of the step", None))
+    operand = None if tensor is None else measure_operand(name, tensor)
+    situation = Situation(
+        op=phase, phase=phase, kind=builder.born, operands=() if operand is None else (operand,), output=operand
+    )
+    why = explain(situation)
+    hurt = origin.hurt
+    where = builder.where_of(builder.place, builder.modules)
+    where["module"] = name.rpartition(".")[0] if phase == "parameter" else None
+    rows = find_bad_rows(tensor) if phase == "input" and tensor is not None else ()
+    size = tensor.shape[0] if rows and tensor is not None else 0
+    return Cause(
+        kind=builder.born,
+        phase=phase,
+        op=phase,
+        name=name,
+        inputs=() if operand is None else (spell_operand(operand, name),),
+        explanation=why.text,
+        fixes=why.fixes,
+        symptom=f"{'NaN' if hurt.range.has_nan else 'Inf'} {hurt.name.partition(' of ')[0]}",
+        chain=(f"{phase} {name}", hurt.name),
+        samples=rows,
+        samples_note=f"{len(rows)} of {size} in the batch ({spell_indices(rows)})" if rows else "",
+        **where,
+    )
+
+
+def name_owners(
+    trace: Trace, inputs: Mapping[str, Tensor], model: nn.Module | None
+) -> dict[int, tuple[str, str, Tensor]]:
+    """Storage -> whose it is."""
+    owners: dict[int, tuple[str, str, Tensor]] = {}
+    states = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
+    named = [*(("parameter", name, t) for name, t in states), *(("input", name, t) for name, t in inputs.items())]
+    for phase, name, tensor in named:
+        for key in trace.lineage.find_keys(tensor)[:1]:
+            owners.setdefault(key, (phase, name, tensor))
+    return owners
+
+
+def spell_operand(operand: Operand, name: str) -> str:
+    """'var: min 0, max 3.1, 17 zeros of 4096, float32'."""
+    parts = [] if operand.minimum is None else [f"min {operand.minimum:.4g}", f"max {operand.maximum:.4g}"]
+    zeros = "zero" if operand.num_zeros == 1 else "zeros"
+    counts = {zeros: operand.num_zeros, "NaN": operand.num_nan, "Inf": operand.num_inf}
+    parts += [f"{count} {what} of {operand.numel}" for what, count in counts.items() if count]
+    if not operand.numel:
+        parts.append("no elements")
+    return f"{name}: {', '.join([*parts, operand.dtype])}"
+
+
+def spell_indices(indices: tuple[int, ...]) -> str:
+    """'index 4', 'indices 4, 9, 30'."""
+    shown = ", ".join(map(str, indices[:16])) + (", ..." if len(indices) > 16 else "")
+    return f"{'index' if len(indices) == 1 else 'indices'} {shown}"

@@ -1,0 +1,149 @@
+"""StagedFile: named tensors, wherever they live -> the bytes of a safetensors file, in host memory that is used again.
+
+The copy from the device goes straight to its place in the file, so that nothing is copied twice and the writer only
+has to write. Memory is held in pieces of the size that is hashed, pinned where the tensors are on a GPU: pinning
+4 GiB takes two seconds and fresh memory costs half a `torch.save`, so both are paid once. Returns when the copies have
+arrived; the tensors may then change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from steadygrad.disk.direct import BLOCK_BYTES
+from steadygrad.disk.manifest import PIECE_BYTES
+
+CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""What safetensors calls each kind of element; tensors of other kinds go with the plain state."""
+ALIGNMENT = 64
+"""Of the first tensor in the file; readers map it."""
+COPIERS, LARGE = 2, 1 << 20
+"""Threads that copy host memory, 1.5 times as fast as one: more would wait for data workers. Bytes worth a thread."""
+
+
+def fits_safetensors(tensor: Tensor) -> bool:
+    """Whether a safetensors file can hold it."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and tensor.dtype in CODES
+
+
+class StagedFile:
+    """The bytes of one file. Stage, let the writer read `pieces()`, stage again."""
+
+    def __init__(self) -> None:
+        self._segments: list[Tensor] = []
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._num_bytes
+
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Copy the tensors into their places, and wait until they are there."""
+        order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # keeps every element aligned
+        header = _make_header({name: tensors[name] for name in order}, metadata)
+        self._num_bytes = len(header) + sum(map(_count_bytes, tensors.values()))
+        self._make_room(pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        self._put(0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        position = len(header)
+        with ThreadPoolExecutor(COPIERS) as pool:
+            copies = []
+            for name in order:
+                if tensors[name].numel():
+                    copies += self._put(position, _as_bytes(tensors[name]), pool)
+                    position += _count_bytes(tensors[name])
+            for copy in copies:
+                copy.result()
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The file from its first byte on, in pieces as they are hashed."""
+        for i, start in enumerate(range(0, self._num_bytes, PIECE_BYTES)):
+            size = min(PIECE_BYTES, self._num_bytes - start)
+            # By address, since a buffer of a tensor needs numpy, which need not be there.
+            yield memoryview((ctypes.c_ubyte * size).from_address(self._segments[i].data_ptr()))
+
+    def _make_room(self, *, pinned: bool) -> None:
+        """Pieces for the whole file; those that are there and large enough stay."""
+        for i, start in enumerate(range(0, self._num_bytes, PIECE_BYTES)):
+            wanted = min(PIECE_BYTES, self._num_bytes - start)
+            if i < len(self._segments) and self._segments[i].numel() >= wanted:
+                continue
+            made = _take_memory(1 << (wanted - 1).bit_length(), pinned=pinned)  # room to grow; pinning rounds up anyway
+            self._segments[i : i + 1] = [made]
+
+    def _put(self, position: int, data: Tensor, pool: ThreadPoolExecutor | None = None) -> list[Future[None]]:
+        """Copy bytes to their place in the file, across the borders of pieces; the copies that `pool` still makes."""
+        done, under_way = 0, []
+        while done < data.numel():
+            piece, offset = divmod(position + done, PIECE_BYTES)
+            size = min(PIECE_BYTES - offset, data.numel() - done)
+            if not data.is_cpu:
+                part = self._segments[piece][offset : offset + size]
+                part.copy_(data[done : done + size], non_blocking=data.is_cuda)
+            elif pool is None or size < LARGE:
+                _move(self._segments[piece].data_ptr() + offset, data, done, size)
+            else:
+                under_way.append(pool.submit(_move, self._segments[piece].data_ptr() + offset, data, done, size))
+            done += size
+        return under_way
+
+
+def _move(to: int, data: Tensor, start: int, size: int) -> None:
+    """Copy a part of `data`, which this call keeps alive; other threads run meanwhile."""
+    ctypes.memmove(to, data.data_ptr() + start, size)
+
+
+def _take_memory(num_bytes: int, *, pinned: bool) -> Tensor:
+    """Memory that begins with a whole block, as the disk wants it; pinned memory always does."""
+    if pinned:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # no more memory may be locked: slower, not wrong
+            pass
+    memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % BLOCK_BYTES :]
+
+
+def _make_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Length as 8 bytes, then JSON with the place of every tensor, filled up with spaces to the alignment."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + _count_bytes(tensor)
+        fields[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Its elements in row-major order, as bytes on its own device."""
+    return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,108 @@
+"""Bytes in memory -> a checkpoint folder on disk that is there whole or not at all.
+
+Everything is written into a folder of another name, each file fsynced, the manifest last; then the folder is renamed
+and its parent fsynced. A process that dies at any moment leaves either no new name or a whole checkpoint. Hashes are
+made from memory, in parallel with the writing, so that what the disk made of it can be checked against them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from steadygrad.disk.direct import write_all
+from steadygrad.disk.manifest import NAME, FileEntry, Manifest, hash_piece, run_soon, start_pool
+
+WRITING, REMOVING = ".writing-", ".removing-"
+"""How names begin that are no checkpoints: one under way, one on its way out."""
+
+Pieces = Iterable[bytes | memoryview]
+
+
+def write_folder(
+    target: Path, files: Mapping[str, Pieces], describe: Callable[[dict[str, FileEntry]], Manifest]
+) -> None:
+    """Write `files` and their manifest, and give them the name `target`, which must be free. OSError when it fails."""
+    aside = target.with_name(f"{WRITING}{os.getpid()}-{target.name}")
+    remove_folder(aside)
+    try:
+        aside.mkdir()
+        with start_pool() as pool:
+            entries = {name: _write_file(aside / name, pieces, pool) for name, pieces in files.items()}
+        _write_file(aside / NAME, [describe(entries).render()], None)
+        sync_folder(aside)
+        aside.rename(target)
+        sync_folder(target.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove_folder(aside)  # a full disk needs its room back
+        raise
+
+
+def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> FileEntry:
+    """Write and fsync one file; its size, and the hashes of its pieces."""
+    with path.open("xb", buffering=0) as file:
+        hashes = []
+        num_bytes = 0
+        for piece in pieces:
+            if pool is not None:
+                hashes.append(run_soon(pool, hash_piece, piece))
+            num_bytes += write_all(file.fileno(), memoryview(piece))
+        os.fsync(file.fileno())
+    return FileEntry(num_bytes, tuple(take() for take in hashes))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file so that its old or its new contents are seen, never a half of either. Not fsynced."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(data)
+    aside.replace(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in it survive a power cut from now on, where the system can promise that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """Take its name away first, so that a half-removed checkpoint is never taken for one."""
+    if not folder.is_dir():
+        return
+    if not folder.name.startswith("."):
+        hidden = folder.with_name(f"{REMOVING}{os.getpid()}-{folder.name}")
+        if hidden.exists():
+            shutil.rmtree(hidden)
+        folder = folder.rename(hidden)
+    shutil.rmtree(folder)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """What processes that are no more have left half-written or half-removed."""
+    for folder in parent.iterdir():
+        prefix = next((p for p in (WRITING, REMOVING) if folder.name.startswith(p)), None)
+        if prefix is None:
+            continue
+        owner = folder.name.removeprefix(prefix).partition("-")[0]
+        if not owner.isdigit() or int(owner) == os.getpid() or not is_alive(int(owner)):
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder)
+
+
+def is_alive(process: int) -> bool:
+    """Whether there is a process of this number on this machine, whoever owns it."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

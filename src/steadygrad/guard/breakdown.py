@@ -1,0 +1,110 @@
+"""BreakdownWatch: Readings and Findings of an attempt, one by one -> is it still a training, or has it broken?
+
+A loss that is not finite, weights that are not, a loss that has left the level at which it began, an error that the
+rules tell: each is a breakdown. Findings that speak of data or of the program, and not of settings, are left out. Pure:
+it decides nothing and holds a few numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from steadygrad.facts import Finding, Reading, Severity
+from steadygrad.stats import MAD_TO_SIGMA
+
+NOT_OF_SETTINGS = frozenset(
+    {
+        "all_labels_masked",
+        "anomaly_mode_left_on",
+        "double_softmax",
+        "foreign_parameters",
+        "frequent_actions",
+        "frequent_clipping",
+        "high_gradient_norm",
+        "loss_plateau",
+        "many_skips",
+        "missing_gradient",
+        "nonfinite_input",
+        "outlier_input",
+        "silent_broadcast",
+        "stale_gradient",
+        "unchanged_parameter",
+        "unregistered_layers",
+        "vanishing_gradient",
+    }
+)
+"""Kinds that another learning rate would not change, or that too small a one brings about."""
+NUM_LAST = 3
+"""Losses whose median must be beyond the start: one batch alone can be."""
+NUM_OVERFLOWS = 6
+"""Overflows in a row that a loss scaler's search does not explain: 2 ** 6 of its scale."""
+RISE_SCORE = 4.0
+"""Standard deviations of the first losses above them at which the loss has left them."""
+RISE_SHARE = 0.1
+"""... and at least this share of them."""
+
+
+class BreakdownWatch:
+    """Tells the step at which an attempt breaks, and why."""
+
+    def __init__(self, *, num_first: int, level: float | None = None, spread: float = 0.0) -> None:
+        """`num_first`: losses that are the start; or their level and spread as another attempt has found them."""
+        self._first: list[float] = []
+        self._num_first = num_first if level is None else 0
+        self._level, self._spread = level, spread
+        self._last: deque[float] = deque(maxlen=NUM_LAST)
+        self._num_overflows = 0
+
+    @property
+    def start(self) -> tuple[float, float] | None:
+        """Level and spread of the first losses; None while they are not there."""
+        return None if self._level is None else (self._level, self._spread)
+
+    def observe(self, reading: Reading, findings: Sequence[Finding], change: float | None = None) -> str | None:
+        """Why it has broken at this step; None: it has not.
+
+        `change`: how much the loss differs from what the same batch gave at the start, where that is known.
+        """
+        if any(finding.kind == "nonfinite_input" and _matters(finding) for finding in findings):
+            return None
+        if reading.loss_is_nonfinite:
+            return "the loss was not finite"
+        if reading.num_nonfinite:
+            self._num_overflows += 1
+            if reading.loss_scale is None or self._num_overflows >= NUM_OVERFLOWS:
+                return "the gradients were not finite"
+            return None
+        self._num_overflows = 0
+        severe = [f for f in keep_telling(findings) if f.severity.rank >= Severity.ERROR.rank]
+        if severe:
+            return severe[0].message
+        if reading.loss is None:
+            return None
+        fair = reading.loss if change is None or self._level is None else self._level + change
+        return self._look_at_loss(reading.loss, fair)
+
+    def _look_at_loss(self, loss: float, fair: float) -> str | None:
+        if len(self._first) < self._num_first:
+            self._first.append(loss)
+            if len(self._first) == self._num_first:
+                self._level = statistics.median(self._first)
+                self._spread = MAD_TO_SIGMA * statistics.median(abs(x - self._level) for x in self._first)
+            return None
+        self._last.append(fair)
+        assert self._level is not None
+        limit = self._level + max(RISE_SCORE * self._spread, RISE_SHARE * abs(self._level))
+        now = statistics.median(self._last)
+        if len(self._last) < NUM_LAST or now <= limit:
+            return None
+        return f"the loss rose to {now:.4g}, from {self._level:.4g} at the start"
+
+
+def keep_telling(findings: Sequence[Finding]) -> list[Finding]:
+    """Those above info that settings can have brought about."""
+    return [finding for finding in findings if _matters(finding) and finding.kind not in NOT_OF_SETTINGS]
+
+
+def _matters(finding: Finding) -> bool:
+    return finding.severity is not Severity.INFO

@@ -1,0 +1,70 @@
+"""What can be said before the first step, from model, optimizers and dtypes alone -> Findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from steadygrad.config import AdaptiveUnitClip, ClipValue
+from steadygrad.config.clip import ClipStrategy
+from steadygrad.errors import UnsupportedError
+from steadygrad.facts import Finding, Severity
+from steadygrad.state.shards import is_dtensor
+from steadygrad.state.trained_parameters import TrainedParameters
+
+SHOWN = 5
+"""Names in a message; the rest are counted."""
+
+
+def foresee(trained: TrainedParameters) -> list[Finding]:
+    """Findings at step 0: parameters that only one side knows, an epsilon that half precision cannot hold."""
+    findings = [
+        Finding(
+            kind="partial_overlap",
+            severity=Severity.INFO,
+            step=0,
+            message=f"{len(names)} {what}: {', '.join(names[:SHOWN])}",
+            advice="Freeze them with requires_grad_(False), or give both the same parameters.",
+            evidence={"parameters": list(names[:SHOWN]), "num_parameters": len(names)},
+        )
+        for what, names in (
+            ("trainable parameters of the model are in no optimizer", trained.unoptimized),
+            ("parameters of the optimizer are not in the model", trained.foreign),
+        )
+        if names
+    ]
+    fragile = _find_underflowing_epsilon(trained.optimizers)
+    if fragile:
+        findings.append(
+            Finding(
+                kind="underflowing_epsilon",
+                severity=Severity.WARNING,
+                step=0,
+                message=fragile,
+                advice="Keep the weights in float32 and use autocast, or set eps to 1e-4 or more.",
+            )
+        )
+    return findings
+
+
+def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None:
+    """Raise where gradients lie in shards and clipping would need them whole."""
+    sharded = [name for name, parameter in trained.named if is_dtensor(parameter)]
+    if sharded and isinstance(clip, AdaptiveUnitClip | ClipValue):
+        raise UnsupportedError(
+            f"{type(clip).__name__} looks into single gradients, and that of {sharded[0]!r} lies in shards on several "
+            "ranks. Use FixedNorm, ZClip, AutoClip or AdaGC, which need norms only."
+        )
+
+
+def _find_underflowing_epsilon(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Adam's epsilon becomes 0 in half-precision state: a zero gradient then divides 0 by 0 inside the optimizer."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if not isinstance(eps, float) or torch.tensor(eps).half() != 0:
+                continue
+            if any(parameter.dtype is torch.float16 for parameter in group["params"]):
+                return f"{type(optimizer).__name__}'s eps={eps:g} is 0 in float16, in which the weights are kept"
+    return ""

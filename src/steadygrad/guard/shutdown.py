@@ -1,0 +1,218 @@
+"""Shutdown: a signal -> every guard of the process saves, and the process ends with a code that asks for a restart.
+
+A step that has begun is finished. Guards that step in turn, as those of a GAN, leave at the end of a round, so that a
+resume finds all of them at the same step; a round ends with the guard after which the first one was seen to step again.
+Where data or user code keeps the guard waiting, the signal is answered there (`checkpoint/signals.py`). Many ranks
+leave together, after the step in which all have heard of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from steadygrad.checkpoint.save import Save
+from steadygrad.checkpoint.signals import EXIT_CODE, GRACE_SECONDS
+from steadygrad.errors import TrainingHalted
+from steadygrad.guard.judging import Judging
+from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.saving import Saver
+
+T = TypeVar("T")
+
+
+class _Rounds:
+    """Who steps after whom, among the guards that listen."""
+
+    def __init__(self) -> None:
+        self.members: list[weakref.ref[Shutdown]] = []
+        self._last: weakref.ref[Shutdown] | None = None
+        self._closers: weakref.WeakSet[Shutdown] = weakref.WeakSet()
+        self.is_shutting_down = False
+        """Whether the last save is under way; a reminder that comes meanwhile asks for nothing new."""
+
+    def join(self, member: Shutdown) -> None:
+        self.members = [one for one in self.members if one() is not None]
+        if not any(one() is member for one in self.members):
+            self.members.append(weakref.ref(member))
+
+    def leave(self, member: Shutdown) -> None:
+        self.members = [one for one in self.members if one() not in (None, member)]
+        self._closers.discard(member)
+
+    def list_members(self) -> list[Shutdown]:
+        return [member for one in self.members if (member := one()) is not None]
+
+    def note_begin(self, member: Shutdown) -> None:
+        last = None if self._last is None else self._last()
+        if last is not None and self.is_first(member):
+            self._closers.add(last)
+
+    def note_end(self, member: Shutdown) -> None:
+        if member in self.list_members():
+            self._last = weakref.ref(member)
+
+    def is_first(self, member: Shutdown) -> bool:
+        """Whether a round begins with it."""
+        members = self.list_members()
+        return not members or members[0] is member
+
+    def ends_with(self, member: Shutdown) -> bool:
+        """Whether a round is over after its step."""
+        return len(self.list_members()) < 2 or member in self._closers
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the end of a round was seen."""
+        return len(self.list_members()) < 2 or len(self._closers) > 0
+
+
+_rounds = _Rounds()
+
+
+@dataclass(slots=True)
+class _Step:
+    """What came of a call."""
+
+    is_made: bool = False
+
+
+class Shutdown:
+    """One guard's part in answering a signal."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        moment: Moment,
+        judging: Judging,
+        saver: Saver,
+        close: Callable[[], Callable[[], None] | None],
+    ) -> None:
+        """`close` gives what closes the guard, as long as there is one."""
+        self._parts, self._moment, self._judging, self._saver, self._close = parts, moment, judging, saver, close
+        self.watch = parts.checkpoints.signals
+        mine = weakref.ref(self)  # the list of those who listen must not keep a dropped guard alive
+        self.watch.answer = lambda _: None if (shutdown := mine()) is None else shutdown._leave_between()
+        self._began = self._step_seconds = 0.0
+        self._has_batch = self._has_joined = False
+        self.is_torn = False
+        """Whether an optimizer's step has begun and not ended: weights may be half changed, and are not saved."""
+        self.exit_code: int | None = None
+        """What the process was to end with; a program that went on all the same is told again at its next step."""
+
+    # --- where a signal is answered ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around a call that is no step; a signal that came meanwhile is answered after it."""
+        with self.watch.busy():
+            yield
+        if self.watch.received is not None and not self._parts.ranks.many:
+            self.leave()
+
+    @contextlib.contextmanager
+    def around_step(self) -> Iterator[_Step]:
+        """Around forward, backward and step; a signal is answered after the step, or when an error passes."""
+        step = _Step()
+        try:
+            with self.watch.busy():
+                yield step
+        except Exception as error:
+            self.after_error(error)
+            raise
+        if step.is_made:
+            self._after_step()
+
+    def before_step(self, *, has_gradients: bool) -> None:
+        """A step begins, unless it is too late to begin one."""
+        if not self._has_joined and self._parts.folder is not None:
+            self._parts.checkpoints.listen()
+            _rounds.join(self)
+            self._has_joined = True
+        self.watch.expect_workers()
+        _rounds.note_begin(self)
+        self._began = time.monotonic()
+        if self.watch.received is None or self._parts.ranks.many:
+            return
+        is_slow = self._step_seconds > GRACE_SECONDS or self.watch.is_overdue or not _rounds.is_known
+        if is_slow and _rounds.is_first(self) and not has_gradients and not self._has_batch:
+            self.leave()
+
+    def _after_step(self) -> None:
+        _rounds.note_end(self)
+        self._step_seconds, self._has_batch = time.monotonic() - self._began, False
+        if self._parts.ranks.many:  # a signal reaches ranks at different steps: all stop after the one that told all
+            if self._judging.is_asked_to_stop:
+                self.leave()
+        elif self.watch.received is not None and (_rounds.ends_with(self) or self.watch.is_overdue):
+            self.leave()
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether every guard that steps in turn with this one has made its step after this one's."""
+        return _rounds.ends_with(self)
+
+    def after_error(self, error: BaseException) -> None:
+        """An error that is not ours passes, weights and moments whole; after a signal it is often made by it."""
+        is_own = isinstance(error, TrainingHalted) or not isinstance(error, Exception)
+        if self.watch.received is not None and not self._parts.ranks.many and not is_own:
+            self.leave(error)
+
+    def watch_data(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches; a loader whose workers have got the signal too fails, and that is the end of the training."""
+        iterator = iter(batches)
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.after_error(error)
+                raise
+            self._has_batch = True
+            yield batch
+
+    # --- the answer -------------------------------------------------------------------------------------------------
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Save all guards of the process, close them, and end it; not while one of them is in the middle of a step."""
+        received = self.watch.received or signal.SIGTERM
+        members = [one for one in _rounds.list_members() if one._parts.checkpoints.is_listening] or [self]
+        if _rounds.is_shutting_down or any(member.watch.is_busy or member.is_torn for member in members):
+            return
+        _rounds.is_shutting_down = True
+        try:
+            code = self._save_and_close(members, received)
+        finally:
+            _rounds.is_shutting_down = False
+        raise SystemExit(code) from error
+
+    @staticmethod
+    def _save_and_close(members: list[Shutdown], received: signal.Signals) -> int:
+        saves = [member._save() for member in members]  # those of one directory at one moment, under one token
+        code = EXIT_CODE if all(save is not None and save.wait() is not None for save in saves) else 128 + received
+        for member in members:
+            member.exit_code = code
+            close = member._close()
+            if close is not None:
+                with contextlib.suppress(TrainingHalted):
+                    close()
+        return code
+
+    def _leave_between(self) -> None:
+        """The same, from between two instructions of the program."""
+        if not self._parts.ranks.many:
+            self.leave()
+
+    def _save(self) -> Save | None:
+        with self.watch.busy():
+            return self._saver.save(is_between=not self._moment.batches.num)
+
+    def stop(self) -> None:
+        """The guard is closed."""
+        _rounds.leave(self)

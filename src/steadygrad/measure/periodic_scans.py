@@ -1,0 +1,139 @@
+"""PeriodicScans: what is looked at now and then, beside the gradients of every step.
+
+Every `MeasureConfig.scan_every` steps: the batch, the activations, the weights, Adam's ratio. On the first step: the
+graph. Before the first step and after the eighth, and so again after a rollback: the weights. After a bad step: the
+batch and the weights that made it. Looks are queued without a wait and read when the step is judged. Reads only; a
+look that fails is a look that saw nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from steadygrad.config import MeasureConfig
+from steadygrad.facts import Fact, GraphScan, Reading
+from steadygrad.measure.activations import ActivationWatch, PendingActivations
+from steadygrad.measure.graph import GraphWatch
+from steadygrad.measure.inputs import PendingScan, scan_inputs
+from steadygrad.measure.leading import PendingRms, measure_adam_rms
+from steadygrad.measure.logged import Logged
+from steadygrad.measure.ranks import Ranks
+from steadygrad.measure.states import ParameterWatch, PendingParameterScan
+from steadygrad.state.trained_parameters import TrainedParameters
+
+FIRST_STEPS = 8
+"""Steps after which the weights are looked at for the first time: have they run away from where they began?"""
+
+
+@dataclass(slots=True)
+class Looks:
+    """What was queued for one step."""
+
+    batch: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+    """The arguments of the step's last microbatch, for a look after the fact."""
+    captures: Sequence[Any] = ()
+    """What a replay of the step needs; kept here for `diagnose`, which nobody in this package knows."""
+    inputs: PendingScan | None = None
+    activations: PendingActivations | None = None
+    graph: GraphScan | None = None
+    weights: PendingParameterScan | None = None
+    rms: PendingRms | None = None
+    own_finite: Tensor | None = None
+    """On many ranks: whether this rank's gradients were finite before they were summed, as far as was looked."""
+    logged: Logged | None = None
+    """What the user's program told beside the loss."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was queued on the device for it."""
+        return any(look is not None for look in (self.inputs, self.activations, self.weights, self.rms))
+
+
+class PeriodicScans:
+    """Queues looks while a step runs, and turns them into facts when it is judged."""
+
+    def __init__(self, trained: TrainedParameters, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
+        self._trained, self._every = trained, config.scan_every
+        self._weights = ParameterWatch(trained, ranks=ranks)
+        self._activations = ActivationWatch(trained.model)
+        self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
+        self._first: list[Fact] = []
+        self._has_begun = False
+        self.num_since = 0
+        """Optimizer steps since the weights were new."""
+        self.given_nonfinite: frozenset[str] | None = None
+        """Parameters that were not finite when they were given; None while nobody has looked."""
+        self.born_nonfinite: frozenset[str] = frozenset()
+        """Buffers that were never finite: masks of -inf."""
+
+    def _is_due(self, step: int) -> bool:
+        return self._every > 0 and step > 0 and step % self._every == 0
+
+    def begin(self) -> None:
+        """Before the first step: are the weights good that we are given?"""
+        if not self._has_begun:
+            self._has_begun = True
+            if self._every:
+                scan = self._weights.scan(-1)
+                self._first.append(scan)
+                self.born_nonfinite = frozenset(scan.nonfinite_buffers)
+                self.given_nonfinite = frozenset(scan.nonfinite_parameters)
+
+    @contextlib.contextmanager
+    def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Around the user's function."""
+        looks.batch = (args, kwargs)
+        due = self._is_due(step) and looks.inputs is None
+        with contextlib.ExitStack() as stack:
+            if self._graph is not None:
+                stack.enter_context(self._graph)
+            if due:
+                looks.inputs = scan_inputs(args, kwargs)
+                stack.enter_context(self._activations)
+            yield
+        if due:
+            looks.activations = self._activations.pending
+
+    def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
+        """Before the first backward, once."""
+        if self._graph is not None:
+            looks.graph, self._graph = self._graph.read(step, loss), None
+
+    def after_optimizer(self, step: int, looks: Looks) -> None:
+        """While the gradients are still there."""
+        self.num_since += 1
+        due = self._is_due(step)
+        if due:
+            looks.rms = measure_adam_rms(self._trained.optimizers, self._trained.named)
+        if due or (self._every and self.num_since == FIRST_STEPS):
+            looks.weights = self._weights.begin()
+
+    def read(self, reading: Reading, looks: Looks) -> list[Fact]:
+        """The facts around a judged step; after a bad one the batch and the weights are looked at now."""
+        self._weights.note_step(reading)
+        facts, self._first = self._first, []
+        step = reading.step
+        if looks.graph is not None:
+            facts.append(looks.graph)
+        if looks.inputs is not None:
+            facts.append(looks.inputs.read(step))
+        elif (reading.is_nonfinite or reading.loss == 0.0) and looks.batch is not None:
+            facts.append(scan_inputs(*looks.batch).read(step))
+        if looks.activations is not None:
+            facts.append(looks.activations.read(step))
+        if looks.weights is not None:
+            facts.append(looks.weights.read(step))
+        elif reading.is_nonfinite:
+            facts.append(self._weights.scan(step))
+        return facts
+
+    def forget(self) -> None:
+        """The weights were replaced: look at them again before the next step."""
+        self._weights.forget()
+        self._has_begun = False
+        self.num_since = 0

@@ -1,0 +1,195 @@
+"""Calls of the user's code, one by one -> broadcasts and double softmaxes that were hardly meant.
+
+Shapes say that (N, 1) met (N,); marks say what the program meant: an axis that was added on purpose (unsqueeze, None,
+keepdim, a reshape to a trailing 1) makes pairs on purpose, and so do weights, buffers and ranges. A softmax is known
+again through views, casts and dropout. Marks hold tensors weakly. Nothing is changed, nothing is read from a device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from steadygrad.facts import Broadcast
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MAX_TOLD = 16
+"""Calls of one kind that are kept."""
+ELEMENTWISE = _words(
+    "add __radd__ sub subtract __rsub__ rsub mul multiply __rmul__ div divide true_divide __rdiv__ __rtruediv__ "
+    "mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss kl_div"
+)
+"""What a loss is made of: two operands of the same meaning, element by element."""
+PRODUCTS = _words("linear bilinear matmul __matmul__ __rmatmul__ mm bmm addmm mv einsum conv1d conv2d conv3d")
+"""What makes new features: an axis of its result is not the one that somebody added before."""
+AXIS_MAKERS = _words(
+    "unsqueeze unsqueeze_ expand expand_as broadcast_to meshgrid cartesian_prod column_stack arange linspace logspace "
+    "range"
+)
+RESHAPES = _words("view reshape view_as reshape_as unflatten")
+REDUCTIONS = _words("sum mean nansum nanmean prod norm vector_norm amax amin max min logsumexp std var any all")
+SOFTMAXES = frozenset(("softmax", "log_softmax"))
+VIEWS = _words(
+    "view reshape view_as reshape_as flatten unflatten transpose transpose_ swapaxes swapdims permute movedim t "
+    "squeeze squeeze_ unsqueeze unsqueeze_ select narrow __getitem__ index_select masked_select __get__"
+)
+SAME = _words(
+    "contiguous clone to type type_as float half double bfloat16 dropout dropout1d dropout2d dropout3d alpha_dropout "
+    "dropout_ requires_grad_ retain_grad"
+)
+OUR_FOLDERS = tuple(
+    os.path.join(os.path.dirname(os.path.abspath(path)), "")
+    for path in (torch.__file__, sys.modules["steadygrad"].__file__ or "")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Softmaxed:
+    """A tensor that came out of a softmax over `dim`, which had `size` classes."""
+
+    dim: int
+    size: int
+    viewed: bool = False
+
+    def fits(self, tensor: Tensor, dim: int) -> bool:
+        """Whether a softmax over `dim` of `tensor` is over the same classes."""
+        return tensor.shape[dim] == self.size and (self.viewed or dim == self.dim)
+
+
+class SuspiciousOps:
+    """Is shown each call before and after it is made. `constants` are ids of tensors that are no data (buffers)."""
+
+    def __init__(self, constants: Collection[int] = ()) -> None:
+        self.broadcasts: list[Broadcast] = []
+        self.double_softmaxes: list[str] = []
+        self._constants = frozenset(constants)
+        self._meant: Any = WeakTensorKeyDictionary()  # tensors with an axis that somebody asked for
+        self._softmaxed: Any = WeakTensorKeyDictionary()
+
+    def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at the operands, which the call may change in place."""
+        name = getattr(func, "__name__", "")
+        if name in ELEMENTWISE and len(self.broadcasts) < MAX_TOLD:
+            self._compare(name, *_first_two(args, kwargs))
+        elif name in SOFTMAXES or name == "cross_entropy":
+            self._look_for_softmax(name, args, kwargs)
+
+    def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Mark the results."""
+        name = getattr(func, "__name__", "")
+        for tensor in _tensors(result):
+            if self._is_meant(name, args, kwargs, tensor):
+                self._meant[tensor] = True
+            self._mark_softmax(name, args, kwargs, tensor)
+
+    def _compare(self, name: str, left: Any, right: Any) -> None:
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor) or not _meet_by_accident(left, right):
+            return
+        if not (left.requires_grad or right.requires_grad) or self._is_given(left) or self._is_given(right):
+            return
+        found = Broadcast(op=name.strip("_"), left=tuple(left.shape), right=tuple(right.shape), where=find_caller())
+        if found not in self.broadcasts:
+            self.broadcasts.append(found)
+
+    def _is_given(self, tensor: Tensor) -> bool:
+        """Whether its shape was asked for, or it is a weight or a buffer, whose length may equal the batch's."""
+        is_weight = tensor.requires_grad and tensor.is_leaf
+        return is_weight or id(tensor) in self._constants or tensor in self._meant
+
+    def _is_meant(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> bool:
+        if name in AXIS_MAKERS or (name in RESHAPES and result.dim() and result.shape[-1] == 1):
+            return True
+        if name == "__getitem__" and len(args) > 1:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(item is None for item in index):
+                return True
+        if kwargs.get("keepdim") or (name in REDUCTIONS and any(item is True for item in args[1:])):
+            return True
+        if name in PRODUCTS:
+            return False
+        return any(t in self._meant and t.shape == result.shape for t in _tensors(args))
+
+    def _look_for_softmax(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = _first_two(args, kwargs)[0]
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad or not tensor.dim():
+            return
+        mark = self._softmaxed.get(tensor)
+        if mark is not None and mark.fits(tensor, _class_dim(name, tensor, args, kwargs)):
+            where = find_caller()
+            if where not in self.double_softmaxes and len(self.double_softmaxes) < MAX_TOLD:
+                self.double_softmaxes.append(where)
+
+    def _mark_softmax(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
+        source = _first_two(args, kwargs)[0]
+        mark = None
+        if not isinstance(source, Tensor):
+            return
+        if name in SOFTMAXES and source.dim():
+            dim = _class_dim(name, source, args, kwargs)
+            mark = _Softmaxed(dim, source.shape[dim])
+        elif name in VIEWS and source in self._softmaxed:
+            mark = replace(self._softmaxed[source], viewed=True)
+        elif name in SAME and source in self._softmaxed:
+            mark = self._softmaxed[source]
+        if mark is not None:
+            self._softmaxed[result] = mark
+        elif result is source and name.endswith("_") and result in self._softmaxed:
+            del self._softmaxed[result]  # changed in place
+
+
+def find_caller() -> str:
+    """file:line of the innermost frame that is neither torch's nor ours; empty when there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((*OUR_FOLDERS, "<frozen")):
+            return f"{path}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+def _meet_by_accident(left: Tensor, right: Tensor) -> bool:
+    """(N, 1) with (N,), or (B, N, 1) with (B, N): as many elements, another rank, and a result larger than both."""
+    long, short = (left.shape, right.shape) if left.dim() > right.dim() else (right.shape, left.shape)
+    if len(long) == len(short) or not len(short) or long[-1] != 1 or left.numel() != right.numel():
+        return False
+    try:
+        return bool(torch.broadcast_shapes(long, short).numel() > left.numel())
+    except RuntimeError:
+        return False
+
+
+def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The operands, by position or by the keywords that torch gives them."""
+    named = [kwargs[key] for key in ("input", "other", "target") if key in kwargs]
+    found = [*args[:2], *named, None, None]
+    return found[0], found[1]
+
+
+def _class_dim(name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The dimension over which a softmax is taken, from 0; for cross entropy that of the classes."""
+    if name == "cross_entropy":
+        return 1 if tensor.dim() > 1 else 0
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if not isinstance(dim, int):
+        dim = 0 if tensor.dim() in (0, 1, 3) else 1  # what torch takes when nothing is said
+    return dim % tensor.dim()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, Tensor):
+            yield item

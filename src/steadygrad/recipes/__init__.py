@@ -1,1 +1,0 @@
-"""Training programs that show the library at work, each one file, on Guard."""

@@ -1,6 +1,0 @@
-"""The demo: one small transformer trained twice on the same text with the same faults, without a Guard and with one."""
-
-from steadygrad.recipes.demo.faults import Fault
-from steadygrad.recipes.demo.story import Comparison, DemoSettings, Listener, RunSummary, run_demo
-
-__all__ = ["Comparison", "DemoSettings", "Fault", "Listener", "RunSummary", "run_demo"]

@@ -1,0 +1,1 @@
+"""Files and folders of any format -> Contents: one file a format, and `formats.py`, which tells them apart."""

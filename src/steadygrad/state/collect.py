@@ -1,0 +1,221 @@
+"""Capture: training state -> a tree of plain values with numbered tensors.
+
+The Collector walks parameters, buffers, optimizers and extras without copying a tensor or waiting for a device; where
+the numbered tensors are copied to is the business of `snapshots.py`, and `restore.py` puts them back. An optimizer is
+taken as it is: its groups, its `state` under any key, and what a `state_dict()` of its own adds. What cannot be copied
+(a lock, an open file) is left out and named, never an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from steadygrad.state.shards import MeshPlace, take_local
+from steadygrad.state.tree import remake
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands in a tree where a tensor was. Of a DTensor the part of this rank is kept, and how to make it whole."""
+
+    index: int
+    mesh: MeshPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AsItIs:
+    """Stands in a tree for a value that cannot be copied: putting back leaves the very object there."""
+
+    value: Any
+
+
+@dataclass(slots=True)
+class Source:
+    """A tensor to copy. `late`: it cannot change before the next optimizer step, so the side stream may copy it."""
+
+    tensor: Tensor
+    late: bool
+    name: str = ""
+    """What to call it when it is not finite; empty: nobody looks."""
+    must_be_finite: bool = True
+    """False: it may never have been finite (a mask of -inf), which is no fault."""
+
+
+class Collector:
+    """Walks state, numbers its tensors and copies the plain values. A tensor met twice is numbered once."""
+
+    def __init__(self, shared: Iterable[object]) -> None:
+        self.sources: list[Source] = []
+        self.owner = ""
+        """Whose state is walked now."""
+        self.left_out: list[str] = []
+        """What could not be copied, in a few words each."""
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # an id is a tensor's own only while it lives
+        self._memo: dict[int, Any] = {id(thing): thing for thing in shared}  # deepcopy leaves these as they are
+
+    def add(self, tensor: Tensor, *, late: bool, name: str = "", must_be_finite: bool = True) -> Slot:
+        """The number of a tensor."""
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            number = self._numbers[id(tensor)] = len(self.sources)
+            self.sources.append(Source(take_local(tensor).detach(), late, name, must_be_finite))
+            self._alive.append(tensor)
+        return Slot(number, MeshPlace.of(tensor))
+
+    def walk(self, value: Any, *, late: bool, name: str = "", must_be_finite: bool = True) -> Any:
+        """`value` with slots for its tensors; dicts, lists and tuples are looked into."""
+        settings = {"late": late, "must_be_finite": must_be_finite}
+        if isinstance(value, Tensor):
+            return self.add(value, name=name, **settings)
+        if isinstance(value, dict):
+            made = copy.copy(value)  # keeps its kind, and the attributes that a module's state_dict carries
+            for key, item in value.items():
+                made[key] = self.walk(item, name=name and f"{name}.{key}", **settings)
+            return made
+        if isinstance(value, list | tuple | deque):
+            return remake(value, [self.walk(item, name=name, **settings) for item in value])
+        try:
+            return copy.deepcopy(value, self._memo)
+        except Exception as error:  # whatever somebody's __deepcopy__ or __reduce__ raises
+            self.left_out.append(f"a {type(value).__name__} of the {self.owner} ({error})")
+            return AsItIs(value)
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimizerState:
+    """One optimizer, with slots for tensors."""
+
+    groups: list[dict[str, Any]]
+    """Its groups without `params`."""
+    state: list[tuple[Any, Any]]
+    """Its `state` as (key, value); a key is a parameter, or whatever its class uses beside parameters."""
+    own: Any = None
+    """What its own `state_dict()` returned; None where torch's `state_dict` says all that there is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """Everything that is put back, with slots for tensors. Parameters and modules are held as they are."""
+
+    parameters: list[tuple[Tensor, Slot]]
+    buffers: list[tuple[nn.Module, str, Slot | None]]
+    optimizers: list[OptimizerState]
+    extras: dict[str, Any]
+
+
+def settle_shards(model: nn.Module) -> None:
+    """Let go of weights that FSDP2 has gathered: a forward without backward leaves them, and they outlive a restore."""
+    for module in model.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there is something to copy: a lazy parameter has no shape yet, one on meta has no memory."""
+    return not is_lazy(tensor) and not tensor.is_meta
+
+
+def collect_state(
+    collector: Collector,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    extras: Mapping[str, Any],
+) -> State:
+    """Everything that a step can change, with its tensors numbered."""
+    settle_shards(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    unique = {id(p): p for p in (*model.parameters(), *held)}
+    parameters = [
+        (p, collector.add(p, late=True, name=f"parameter {names.get(i, '(not of the model)')}"))
+        for i, p in unique.items()
+        if has_values(p)
+    ]
+    return State(
+        parameters=parameters,
+        buffers=list(_collect_buffers(collector, model)),
+        optimizers=[_collect_optimizer(optimizer, collector, names) for optimizer in optimizers],
+        extras=_collect_extras(extras, collector),
+    )
+
+
+def find_uncopied(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], extras: Mapping[str, Any]
+) -> list[str]:
+    """What of a training cannot be copied, in a few words each; copies no tensor."""
+    collector = Collector([model, *optimizers, *extras.values()])
+    collect_state(collector, model, optimizers, extras)
+    return collector.left_out
+
+
+def _collect_buffers(collector: Collector, model: nn.Module) -> Iterator[tuple[nn.Module, str, Slot | None]]:
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            label = f"buffer {path}.{name}" if path else f"buffer {name}"
+            if buffer is None:
+                yield module, name, None
+            elif has_values(buffer):
+                yield module, name, collector.add(buffer, late=False, name=label, must_be_finite=False)
+
+
+def _collect_optimizer(
+    optimizer: torch.optim.Optimizer, collector: Collector, names: Mapping[int, str]
+) -> OptimizerState:
+    collector.owner = type(optimizer).__name__
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state = [
+        (key, collector.walk(value, late=True, name=f"optimizer state of {names.get(id(key), 'a parameter')}"))
+        for key, value in optimizer.state.items()
+    ]
+    return OptimizerState(
+        groups=[collector.walk(group, late=False) for group in groups],
+        state=state,
+        own=_collect_own(optimizer, collector) if has_own_state(optimizer) else None,
+    )
+
+
+def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class saves or loads by itself: Lookahead's slow weights are in no `state` of torch's."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    replaced = {"state_dict", "load_state_dict"} & vars(optimizer).keys()
+    return bool(replaced) or kind.state_dict is not base.state_dict or kind.load_state_dict is not base.load_state_dict
+
+
+def _collect_own(optimizer: torch.optim.Optimizer, collector: Collector) -> Any:
+    try:
+        return collector.walk(optimizer.state_dict(), late=True)
+    except Exception as error:  # ZeroRedundancyOptimizer's must be gathered before, for one
+        collector.left_out.append(f"the state_dict() of the {type(optimizer).__name__} ({error})")
+        return None
+
+
+SCALER_FIELDS = ("_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval")
+
+
+def _collect_extras(extras: Mapping[str, Any], collector: Collector) -> dict[str, Any]:
+    collected = {}
+    for name, extra in extras.items():
+        collector.owner = name
+        try:
+            collected[name] = _collect_extra(name, extra, collector)
+        except Exception as error:  # the user's own state_dict(): the training goes on without it
+            collector.left_out.append(f"the state of the {name} ({error!r})")
+    return collected
+
+
+def _collect_extra(name: str, extra: Any, collector: Collector) -> Any:
+    """Its state_dict. A GradScaler's would wait for the device, so its fields are read instead."""
+    if isinstance(extra, torch.amp.GradScaler):
+        return {key: collector.walk(getattr(extra, key), late=False) for key in SCALER_FIELDS if hasattr(extra, key)}
+    if isinstance(extra, nn.Module):
+        return collector.walk(extra.state_dict(), late=True, name=name, must_be_finite=False)
+    return collector.walk(extra.state_dict(), late=False)

@@ -1,0 +1,46 @@
+"""The recipe `clip6d`: CLIP over two to six modalities (images, captions in several languages, vectors), by Lightning.
+
+`steadygrad train clip6d` trains it; `--predict photo.jpg` finds the nearest captions. torch and Lightning are imported
+when they are needed, so that the command line can list the fields without them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from steadygrad_recipes.clip6d.config import Clip6dConfig
+
+Config = Clip6dConfig
+SUMMARY = "contrastive learning over two to six modalities, by Lightning"
+LOOP = "Lightning"
+ALIASES = {"lr": "learning_rate"}
+PREDICT = "what a trained run finds nearest to a picture, or to a text: --predict 'a red circle'"
+QUICK = {
+    "batch_size": 8,
+    "epochs": 8,
+    "learning_rate": 1e-3,
+    "threads": 1,  # layers this small gain nothing from a second one
+    "model.embed_dim": 64,
+    "model.image_size": 32,
+    "model.patch_size": 8,
+    "model.image_width": 64,
+    "model.image_layers": 2,
+    "model.text_width": 64,
+    "model.text_layers": 1,
+    "model.vector_width": 64,
+}
+
+
+def train(config: Clip6dConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
+    """Train; the exit code."""
+    from steadygrad_recipes.clip6d.fit import train_clip6d
+
+    return train_clip6d(config, run_dir=run_dir, resume=resume, console=console)
+
+
+def predict(config: Clip6dConfig, path: str, *, run_dir: Path, console: Any) -> int:
+    """Print the captions that are nearest to an image, or to a text in any language; the exit code."""
+    from steadygrad_recipes.clip6d.neighbours import find_captions
+
+    return find_captions(config, path, run_dir=run_dir, console=console)

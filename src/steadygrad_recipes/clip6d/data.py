@@ -1,0 +1,246 @@
+"""Samples -> batches of tensors, one for each modality, with a table that says what each sample has.
+
+Everything random here (order, which of several captions) is a function of seed, epoch and place, so that a loader that
+is told where it stood gives the very batches that would have come, whatever processes load them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from steadygrad.errors import UsageError
+from steadygrad.extras import import_extra
+from steadygrad.view.progress import track
+from steadygrad_recipes.clip6d.captions import LeftOut, Sample, read_samples
+from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, list_languages, split_modality
+from steadygrad_recipes.clip6d.tokens import encode_batch
+
+logger = logging.getLogger("steadygrad")
+
+Batch = dict[str, Tensor]
+"""Modality -> [B, ...], and `present` -> [B, M]."""
+Key = tuple[int, int]
+"""Epoch and index: what an item of a data set is asked for by."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a folder holds: samples for training and validation, vectors by id, and rows that could not be used."""
+
+    train: list[Sample]
+    val: list[Sample]
+    vectors: dict[int, Tensor]
+    left_out: list[LeftOut]
+
+    @property
+    def vector_dim(self) -> int:
+        """Numbers of a vector; 0 without any."""
+        return len(next(iter(self.vectors.values()))) if self.vectors else 0
+
+
+def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
+    """Read the folder, leave out what has fewer than two of the modalities, and split the rest."""
+    languages = list_languages(config.modalities)
+    needs_images, needs_vectors = IMAGE in config.modalities, VECTOR in config.modalities
+    samples, left_out = read_samples(folder, languages, folder / config.images, needs_images=needs_images)
+    vectors = _read_vectors(folder, left_out) if needs_vectors else {}
+    kept = []
+    for sample in samples:
+        having = [name for name in config.modalities if has_modality(sample, name, vectors)]
+        if len(having) >= 2:
+            kept.append(sample)
+        else:
+            reason = f"it has {' and '.join(having) or 'none'} of the modalities; at least two are needed"
+            left_out.append(LeftOut("sample", f"image id {sample.id}", reason))
+    train, val = _split(kept, config.val_share, config.seed)
+    if len(train) < config.batch_size or len(val) < 2:
+        raise UsageError(
+            f"{folder} has {len(train)} samples for training and {len(val)} for validation that can be used "
+            f"({len(left_out)} rows were left out); a batch needs {config.batch_size}. "
+            "Lower batch_size, change val_share, or look at the rows that were left out."
+        )
+    return Corpus(train, val, vectors, left_out)
+
+
+def has_modality(sample: Sample, name: str, vectors: dict[int, Tensor]) -> bool:
+    """Whether this sample has something in this modality."""
+    if name == IMAGE:
+        return sample.image is not None
+    if name == VECTOR:
+        return sample.id in vectors
+    language, number = split_modality(name)
+    return len(sample.captions.get(language, ())) >= (number or 1)
+
+
+def _split(samples: list[Sample], val_share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    order = list(samples)
+    random.Random(f"split {seed}").shuffle(order)
+    num_val = min(max(2, round(val_share * len(order))), len(order) // 2)
+    return sorted(order[num_val:], key=lambda s: s.id), sorted(order[:num_val], key=lambda s: s.id)
+
+
+def _read_vectors(folder: Path, left_out: list[LeftOut]) -> dict[int, Tensor]:
+    """vectors.safetensors or vectors.npz: `ids` [N] and `vectors` [N, D]."""
+    path = next(
+        (folder / f"vectors.{end}" for end in ("safetensors", "npz") if (folder / f"vectors.{end}").is_file()), None
+    )
+    advice = "It holds ids [N], whole numbers, and vectors [N, D]; or take vector out of modalities."
+    if path is None:
+        raise UsageError(f"{folder} has neither vectors.safetensors nor vectors.npz. {advice}")
+    content = _load_arrays(path)
+    if set(content) < {"ids", "vectors"}:
+        raise UsageError(f"{path} has {', '.join(content) or 'nothing'}, not ids and vectors. {advice}")
+    ids, vectors = content["ids"], content["vectors"].float()
+    if ids.dim() != 1 or vectors.dim() != 2 or len(ids) != len(vectors):
+        raise UsageError(f"{path}: ids {list(ids.shape)} and vectors {list(vectors.shape)} do not fit. {advice}")
+    found: dict[int, Tensor] = {}
+    for key, vector in zip(ids.tolist(), vectors):
+        if bool(vector.isfinite().all()):
+            found[int(key)] = vector
+        else:
+            left_out.append(LeftOut(path.name, f"id {key}", "the vector is not finite"))
+    return found
+
+
+def _load_arrays(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return dict(load_file(path))
+        except SafetensorError as error:
+            raise UsageError(f"{path} is no safetensors file: {error}. Write it anew.") from None
+    numpy = import_extra("recipes", "numpy", what="reading vectors.npz")
+    try:
+        with numpy.load(path, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} is no npz file of plain arrays: {error}. Write it with numpy.savez.") from None
+
+
+class CaptionDataset(Dataset[dict[str, Any]]):
+    """Items by (epoch, index): what the sample has in each modality, None where it has nothing."""
+
+    def __init__(self, samples: Sequence[Sample], corpus: Corpus, config: Clip6dConfig) -> None:
+        self.samples, self._vectors = list(samples), corpus.vectors
+        self._modalities, self._seed, self._side = config.modalities, config.seed, config.model.image_size
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        epoch, index = key
+        sample = self.samples[index]
+        draw = random.Random(f"{self._seed} {epoch} {sample.id}")
+        return {name: self._take(sample, name, draw if epoch >= 0 else None) for name in self._modalities}
+
+    def _take(self, sample: Sample, name: str, draw: random.Random | None) -> Any:
+        if not has_modality(sample, name, self._vectors):
+            return None
+        if name == IMAGE:
+            return read_image(sample.image, self._side)
+        if name == VECTOR:
+            return self._vectors[sample.id]
+        language, number = split_modality(name)
+        captions = sample.captions[language]
+        if number is not None:
+            return captions[number - 1]
+        return captions[0] if draw is None else draw.choice(captions)
+
+
+def read_image(path: Path | None, side: int) -> Tensor | None:
+    """[3, side, side] of bytes: the middle square, brought to size. None, and a word about it, when it is broken."""
+    images = import_extra("recipes", "PIL.Image", what="reading images")
+    try:
+        with images.open(path) as image:
+            whole = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a damaged file
+        _tell_unreadable(path, str(error))
+        return None
+    short = min(whole.size)
+    left, top = ((length - short) // 2 for length in whole.size)
+    square = whole.resize((side, side), images.Resampling.BICUBIC, box=(left, top, left + short, top + short))
+    return torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(side, side, 3).permute(2, 0, 1)
+
+
+@functools.cache
+def _tell_unreadable(path: Path | None, reason: str) -> None:
+    """Once for each file, not once an epoch."""
+    logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
+
+
+def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim: int) -> Batch:
+    """One batch. What a sample lacks is filled in and marked in `present`; the loss never reads it."""
+    side, batch = config.model.image_size, {}
+    for name in config.modalities:
+        values = [item[name] for item in items]
+        if name == IMAGE:
+            blank = torch.zeros(3, side, side, dtype=torch.uint8)
+            batch[name] = torch.stack([blank if value is None else value for value in values])
+        elif name == VECTOR:
+            batch[name] = torch.stack([torch.zeros(vector_dim) if value is None else value for value in values])
+        else:
+            batch[name] = encode_batch([value or "" for value in values], config.model.context)
+    batch["present"] = torch.tensor([[item[name] is not None for name in config.modalities] for item in items])
+    return batch
+
+
+class CaptionLoader:
+    """Whole batches, in another order each epoch, from where `load_state_dict` says. Lightning takes it as it is."""
+
+    def __init__(self, corpus: Corpus, config: Clip6dConfig) -> None:
+        self._data, self._config = CaptionDataset(corpus.train, corpus, config), config
+        self._collate = partial(collate, config=config, vector_dim=corpus.vector_dim)
+        self._epoch = self._position = 0
+        self.describe: Callable[[], str] = lambda: ""
+        """What stands beside the progress bar."""
+
+    def __len__(self) -> int:
+        return len(self._data) // self._config.batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        return track(self._iterate(), describe=lambda: self.describe(), total=len(self))
+
+    def _iterate(self) -> Iterator[Batch]:
+        if self._position >= len(self):
+            self._epoch, self._position = self._epoch + 1, 0
+        order = list(range(len(self._data)))
+        random.Random(f"order {self._config.seed} {self._epoch}").shuffle(order)
+        size = self._config.batch_size
+        starts = range(self._position * size, len(self) * size, size)
+        keys = [[(self._epoch, index) for index in order[start : start + size]] for start in starts]
+        for batch in _load(self._data, keys, self._collate, self._config.workers):
+            self._position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands: batches that were given out."""
+        return {"epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Stand there again; the next pass gives the rest of that epoch, or the next one where none is left."""
+        self._epoch, self._position = state["epoch"], state["position"]
+
+
+def iterate_validation(corpus: Corpus, config: Clip6dConfig) -> Iterator[Batch]:
+    """Every validation sample once, in order, with its first captions; the last batch may be short."""
+    data, size = CaptionDataset(corpus.val, corpus, config), config.batch_size
+    keys = [[(-1, i) for i in range(start, min(start + size, len(data)))] for start in range(0, len(data), size)]
+    yield from _load(data, keys, partial(collate, config=config, vector_dim=corpus.vector_dim), config.workers)
+
+
+def _load(data: CaptionDataset, keys: list[list[Key]], join: Any, workers: int) -> Iterator[Batch]:
+    generator = torch.Generator()  # of its own: the seeds of workers are not drawn from the training's
+    yield from DataLoader(data, batch_sampler=keys, collate_fn=join, num_workers=workers, generator=generator)

@@ -1,0 +1,86 @@
+"""A picture or a sentence, and a trained run -> what of the run's data is nearest to it in every other modality."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from steadygrad.errors import UsageError
+from steadygrad.trainer.files import load_trained
+from steadygrad_recipes.clip6d.captions import Sample
+from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, split_modality
+from steadygrad_recipes.clip6d.data import CaptionDataset, Corpus, collate, has_modality, read_corpus, read_image
+from steadygrad_recipes.clip6d.fit import build_module, find_folder
+from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
+from steadygrad_recipes.clip6d.tokens import encode_batch
+
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+"""A query that ends so is a file, and no text."""
+SHOWN = 3
+"""Neighbours that are told for each modality."""
+
+
+@torch.no_grad()
+def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: Any) -> int:
+    """Tell the nearest samples to an image file, or to a text; the exit code."""
+    corpus = read_corpus(config, find_folder(config, run_dir))
+    module = build_module(config, corpus)
+    load_trained(run_dir, module)
+    module.eval()
+    own, vector = encode_query(module, query, config)
+    samples = [*corpus.train, *corpus.val]
+    features = encode_samples(module, samples, corpus, config)
+    console.say(f"Nearest to the {own} {query}:", "bold")
+    for name, rows in features.items():
+        if name == VECTOR or (name == IMAGE and own == IMAGE):
+            continue
+        scores = (F.normalize(rows, dim=-1) @ F.normalize(vector, dim=-1)).tolist()
+        nearest: dict[str, float] = {}  # several samples may say the same
+        for score, sample in sorted(zip(scores, samples), key=lambda pair: -pair[0]):
+            if has_modality(sample, name, corpus.vectors):
+                nearest.setdefault(describe_sample(sample, name), score)
+        for text, score in list(nearest.items())[:SHOWN]:
+            console.say(f"  {name}  {score:.3f}  {text}")
+    return 0
+
+
+def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6dConfig) -> tuple[str, Tensor]:
+    """What it is, and its features."""
+    path = Path(query)
+    if path.is_file():
+        pixels = read_image(path, config.model.image_size) if IMAGE in config.modalities else None
+        if pixels is None:
+            raise UsageError(
+                f"{path} cannot be used as an image by a model of {', '.join(config.modalities)}. "
+                "Give a picture that Pillow reads, and a run that was trained on images."
+            )
+        return IMAGE, module.image_encoder(pixels.unsqueeze(0))[0]
+    if path.suffix.lower() in PICTURES:
+        raise UsageError(f"there is no picture {path}. Give the path of an image, or a text.")
+    if not module.texts:
+        raise UsageError(f"{path} is no file, and this model knows no language. Give the path of an image.")
+    return "text", module.text_encoder(encode_batch([query], config.model.context))[0]
+
+
+def encode_samples(
+    module: EnhancedLightningCLIPModule, samples: Sequence[Sample], corpus: Corpus, config: Clip6dConfig
+) -> dict[str, Tensor]:
+    """Features of every sample in every modality."""
+    data, parts = CaptionDataset(samples, corpus, config), []
+    for start in range(0, len(samples), config.batch_size):
+        items = [data[-1, i] for i in range(start, min(start + config.batch_size, len(samples)))]
+        parts.append(module.encode(collate(items, config=config, vector_dim=corpus.vector_dim)))
+    return {name: torch.cat([part[name] for part in parts]) for name in config.modalities}
+
+
+def describe_sample(sample: Sample, name: str) -> str:
+    """The caption, or the image's file name."""
+    if name == IMAGE:
+        return "" if sample.image is None else sample.image.name
+    language, number = split_modality(name)
+    return sample.captions[language][(number or 1) - 1]

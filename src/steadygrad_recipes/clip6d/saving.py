@@ -1,0 +1,171 @@
+"""RunSaver: what the run does besides stepping, at the two moments when everything stands still.
+
+After an optimizer step: evaluate and save when the step is due, stop at `max_steps`. After an epoch: evaluate, tell
+averages and maxima, save. What it knows goes into the checkpoints, with the random state and the place in the data, so
+that a resumed run is the uninterrupted one. It steps nothing and judges nothing: that is the Guard's.
+"""
+
+# ruff: noqa: ARG002 - the arguments of a hook are Lightning's
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steadygrad.adapters.lightning import GuardCallback
+from steadygrad.extras import import_extra
+from steadygrad.guard import Guard
+from steadygrad.state.random_state import capture_random, restore_random
+from steadygrad.trainer.files import append_metrics
+from steadygrad.trainer.progress import Progress
+from steadygrad.view.progress import describe_step
+from steadygrad_recipes.clip6d.config import Clip6dConfig
+from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus
+from steadygrad_recipes.clip6d.evaluate import evaluate
+from steadygrad_recipes.clip6d.storing import StoreIO
+
+Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d").Callback
+
+
+class RunSaver(Callback):  # type: ignore[misc]
+    """Stands behind the GuardCallback in the trainer's list, so that a step is guarded before it is kept."""
+
+    def __init__(
+        self,
+        config: Clip6dConfig,
+        corpus: Corpus,
+        loader: CaptionLoader,
+        *,
+        guards: GuardCallback | None,
+        progress: Progress,
+        io: StoreIO,
+        run_dir: Path,
+        console: Any,
+    ) -> None:
+        super().__init__()
+        self._config, self._corpus, self._loader, self._guards = config, corpus, loader, guards
+        self._progress, self._io, self._run_dir, self._console = progress, io, run_dir, console
+        self._random: dict[str, Any] | None = None
+        self._devices: list[torch.device] = []
+        loader.describe = self._describe
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last evaluation."""
+        return self._progress.last_metrics
+
+    @property
+    def guard(self) -> Guard | None:
+        """The training's; None without protection."""
+        return self._guards.guard if self._guards is not None and self._guards.guards else None
+
+    def _describe(self) -> str:
+        guard = self.guard
+        return "" if guard is None else describe_step(guard.last, int(guard.stats()["num_skipped"] or 0))
+
+    # --- Lightning's hooks ------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """The module is on its device."""
+        self._devices = [pl_module.device]
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """The first one after a resume: what was drawn since the start has not been drawn."""
+        if self._random is not None:
+            restore_random(self._random)
+            self._random = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Evaluate and save when a step was made that is due; at an epoch's last step that comes with the epoch."""
+        accumulates = (batch_idx + 1) % trainer.accumulate_grad_batches != 0 and not trainer.is_last_batch
+        if accumulates:
+            return
+        self._hear()
+        if self.guard is None:
+            self._count_unguarded(trainer)
+        step, config = trainer.global_step, self._config
+        if config.max_steps is not None and step >= config.max_steps:
+            trainer.should_stop = True
+        if trainer.is_last_batch or trainer.should_stop:
+            return
+        if step % config.eval_every == 0:
+            self._evaluate(trainer, pl_module)
+            self._console.say(f"Step {step}: {_spell(self.metrics)}")
+        if step % config.save_every == 0:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """The epoch's numbers; then all of it is saved."""
+        if self.guard is not None:
+            self.guard.flush()
+        self._hear()
+        self._evaluate(trainer, pl_module)
+        epoch = {"epoch": trainer.current_epoch, "step": trainer.global_step, **self._progress.take_epoch()}
+        epoch["learning_rate"] = max(group["lr"] for group in trainer.optimizers[0].param_groups)
+        self._progress.train_history.append(epoch)
+        self._progress.val_history.append({**self.metrics})
+        self._console.say(describe_epoch(epoch, self.metrics, self._config.epochs))
+        self._save(trainer)
+
+    # --- the work ---------------------------------------------------------------------------------------------------
+
+    def _count_unguarded(self, trainer: Any) -> None:
+        """Without a guard nobody else counts this step for the epoch."""
+        loss, norm = (trainer.callback_metrics.get(name) for name in ("loss", "grad"))
+        self._progress.add(None if loss is None else float(loss), None if norm is None else float(norm))
+
+    def _hear(self) -> None:
+        """Steps that were judged say which checkpoints are good."""
+        for record in self._progress.take_heard():
+            if record.skipped:
+                self._io.store.unhealthy_step(record.step, "it was skipped")
+            else:
+                self._io.store.healthy_step(record.step)
+
+    def _evaluate(self, trainer: Any, pl_module: Any) -> None:
+        """Once a step at most: an epoch may end where an evaluation was due."""
+        step = trainer.global_step
+        if self._progress.evaluated == step:
+            return
+        self._progress.evaluated = step
+        self._progress.last_metrics = evaluate(pl_module, self._corpus, self._config)
+        line = {"step": step, "epoch": trainer.current_epoch, **self.metrics}
+        append_metrics(self._run_dir, line)
+        if self.guard is not None:
+            self.guard.validate(self.metrics["val_loss"])
+            trainer.should_stop = trainer.should_stop or self.guard.should_stop
+
+    def _save(self, trainer: Any) -> None:
+        evaluated = self._progress.evaluated == trainer.global_step
+        self._io.metrics = {"val_loss": self.metrics["val_loss"]} if evaluated else {}
+        trainer.save_checkpoint(self._run_dir / "checkpoints")
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Progress, place in the data, random generators."""
+        random = capture_random(self._devices)
+        random["cuda"] = {str(device): state for device, state in random["cuda"].items()}
+        return {"progress": self._progress.state_dict(), "loader": self._loader.state_dict(), "random": random}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first batch."""
+        self._progress.load_state_dict(state["progress"])
+        self._loader.load_state_dict(state["loader"])
+        self._random = dict(state["random"])
+
+
+def describe_epoch(epoch: Mapping[str, Any], metrics: Mapping[str, float], num_epochs: int) -> str:
+    """The line at an epoch's end."""
+    skipped = f", skipped={epoch['num_skipped']:.0f}" if epoch["num_skipped"] else ""
+    return (
+        f"Epoch {epoch['epoch'] + 1}/{num_epochs}: loss={epoch['loss']:.4g}, {_spell(metrics)}, "
+        f"grad avg={epoch['grad_norm_mean']:.4g} max={epoch['grad_norm_max']:.4g}, "
+        f"lr={epoch['learning_rate']:.4g}{skipped}"
+    )
+
+
+def _spell(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:.4g}" for name, value in metrics.items() if "/" not in name)

@@ -1,0 +1,165 @@
+"""Pairs of image and mask, from files or made here -> tensors and their loaders.
+
+A sample is {'image': [3, S, S], 'mask': [1, S, S]}: the image normalised as ImageNet's are, the mask 0 or 1. Made
+pictures hide an object as nature does: the same colours and the same contrast as around it, only the grain runs in
+another direction. They depend on the seed alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from steadygrad.errors import UsageError
+from steadygrad_recipes.cod.config import CodConfig
+from steadygrad_recipes.cod.folder import Pair, Split, find_split, import_pillow, require_usable
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+"""Of ImageNet, which trained backbones expect."""
+
+Sample = dict[str, Tensor]
+
+
+class PairDataset(Dataset[Sample]):
+    """Files -> samples."""
+
+    def __init__(self, pairs: Sequence[Pair], size: int) -> None:
+        self.pairs, self.size = tuple(pairs), size
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Sample:
+        pair = self.pairs[index]
+        image = read_picture(pair.image, self.size)
+        if pair.mask is None:
+            return {"image": image, "mask": torch.zeros(1, self.size, self.size)}
+        return {"image": image, "mask": read_mask(pair.mask, self.size)}
+
+
+class MadeDataset(Dataset[Sample]):
+    """Made pictures, all in memory."""
+
+    def __init__(self, num: int, size: int, seed: int) -> None:
+        self.images, self.masks = make_pictures(num, size, seed)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"image": self.images[index], "mask": self.masks[index]}
+
+
+def open_datasets(config: CodConfig) -> tuple[Dataset[Sample], Dataset[Sample], dict[str, Split]]:
+    """Training and evaluation data, and what was found in the folder, by split; nothing for made pictures."""
+    if config.dataset_path is None:
+        train = MadeDataset(config.num_made, config.image_size, config.seed)
+        return train, MadeDataset(max(2, config.num_made // 4), config.image_size, config.seed + 1_000_003), {}
+    splits = {}
+    for name in ("train", "test"):
+        split = find_split(config.dataset_path, name, include_noncam=config.include_noncam)
+        require_usable(split, config.dataset_path, name, skip_bad=config.skip_bad_data)
+        splits[name] = split
+    train_set, test_set = (PairDataset(split.pairs, config.image_size) for split in splits.values())
+    return train_set, test_set, splits
+
+
+def open_loaders(
+    config: CodConfig, train: Dataset[Sample], test: Dataset[Sample]
+) -> tuple[DataLoader[Sample], DataLoader[Sample]]:
+    """Training images in a new order each epoch, evaluation images in theirs.
+
+    The order comes from torch's own generator, which every checkpoint holds, between epochs too.
+    """
+    size, workers = config.batch_size, config.num_workers
+    return DataLoader(train, size, shuffle=True, num_workers=workers), DataLoader(test, size, num_workers=workers)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_picture(path: Path, size: int) -> Tensor:
+    """A picture as [3, size, size], normalised."""
+    return normalise(_read(path, "RGB", size, smooth=True).permute(2, 0, 1))
+
+
+def read_mask(path: Path, size: int) -> Tensor:
+    """A mask as [1, size, size] of 0 and 1. Masks come as 0/255 or, from some tools, as 0/1."""
+    values = _read(path, "L", size, smooth=False)
+    top = float(values.max())
+    return (values > (0.5 if top > 0.5 else 0.5 / 255)).float()[None]
+
+
+def normalise(image: Tensor) -> Tensor:
+    """[3, H, W] in [0, 1] -> what the network takes."""
+    return (image - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+
+
+def denormalise(image: Tensor) -> Tensor:
+    """The way back, for pictures that a person looks at."""
+    return (image * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)).clamp(0, 1)
+
+
+def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
+    """A file's pixels in [0, 1]: [size, size, 3], or [size, size] of a mask."""
+    pillow = import_pillow("reading pictures")
+    try:
+        with pillow.open(path) as picture:
+            way = pillow.Resampling.BILINEAR if smooth else pillow.Resampling.NEAREST
+            scaled = picture.convert(mode).resize((size, size), way)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UsageError(
+            f"{path} cannot be read as a picture ({type(error).__name__}). Put the file right, or leave it out; a "
+            "training that it ended goes on with --resume latest."
+        ) from None
+    pixels = torch.frombuffer(bytearray(scaled.tobytes()), dtype=torch.uint8).float() / 255
+    return pixels.view(size, size, 3) if mode == "RGB" else pixels.view(size, size)
+
+
+# --- made pictures ---------------------------------------------------------------------------------------------------
+
+
+def make_pictures(num: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Images [num, 3, size, size] and masks [num, 1, size, size]."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [_make_picture(size, generator) for _ in range(num)]
+    return torch.stack([image for image, _ in made]), torch.stack([mask for _, mask in made])
+
+
+def _make_picture(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    mask = _make_blob(size, generator)  # [S, S]
+    angle = 0.4 * float(torch.randn((), generator=generator))  # the ground lies flat, more or less
+    ground, grain = (_make_grain(size, angle + turn, generator) for turn in (0.0, math.pi / 2))
+    shade = torch.where(mask > 0, grain, ground)
+    colour = 0.3 + 0.4 * torch.rand(3, 1, 1, generator=generator)
+    tint = 0.03 * torch.randn(3, size, size, generator=generator)
+    return normalise((colour + 0.18 * shade + tint).clamp(0, 1)), mask[None]
+
+
+def _make_blob(size: int, generator: torch.Generator) -> Tensor:
+    """A lobed disc of 0 and 1, somewhere."""
+    draw = torch.rand(5, generator=generator)
+    centre = size * (0.2 + 0.6 * draw[:2])
+    radius = size * (0.14 + 0.12 * draw[2])
+    axis = torch.arange(size).float()
+    y, x = axis[:, None] - centre[0], axis[None, :] - centre[1]
+    lobes = 1 + 0.25 * torch.sin(3 * torch.atan2(y, x) + 2 * math.pi * draw[3])
+    return (x.square() + y.square() < (radius * lobes).square()).float()
+
+
+def _make_grain(size: int, angle: float, generator: torch.Generator) -> Tensor:
+    """Noise that is long in one direction: mean 0, standard deviation 1."""
+    noise = torch.randn(1, 1, size, size, generator=generator)
+    reach = torch.arange(-8, 9).float()
+    y, x = reach[:, None], reach[None, :]
+    along, across = x * math.cos(angle) + y * math.sin(angle), y * math.cos(angle) - x * math.sin(angle)
+    kernel = torch.exp(-along.square() / 50 - across.square() / 2.5)
+    grain = F.conv2d(noise, kernel[None, None], padding=8)[0, 0]
+    return (grain - grain.mean()) / grain.std()

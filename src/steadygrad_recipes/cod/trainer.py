@@ -1,0 +1,257 @@
+"""CodTrainer: the shared Trainer with this field's loss, metrics, words and pictures.
+
+Everything numerical is the Guard's. Without protection the loop is the one that broke: it clips, looks at loss and
+gradients before each step, and ends with an error at the first that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.config.switch import is_switched_off
+from steadygrad.facts import StepRecord
+from steadygrad.losses import structure_loss
+from steadygrad.trainer import Stage, Trainer, TrainerConfig
+from steadygrad.trainer.stages import Optimizers
+from steadygrad_recipes.cod import words
+from steadygrad_recipes.cod.config import CodConfig
+from steadygrad_recipes.cod.data import Sample
+from steadygrad_recipes.cod.metrics import MaskScores
+from steadygrad_recipes.cod.model import CamouflageNet
+from steadygrad_recipes.cod.pictures import write_pictures
+from steadygrad_recipes.cod.stages import make_stages
+
+
+class CodTrainer(Trainer):
+    """Trains a CamouflageNet in two stages."""
+
+    def __init__(
+        self,
+        config: CodConfig,
+        *,
+        run_dir: Path | None = None,
+        tell: Callable[[str], None] | None = None,
+        shown: Sequence[tuple[str, Sample]] = (),
+    ) -> None:
+        """`shown`: name and sample of each picture whose prediction goes into the run directory."""
+        self.cod = config
+        device, precision = choose_place(config)
+        self._stop = None if config.protect and not is_switched_off() else self._make_stop()
+        torch.manual_seed(config.seed)  # the weights begin alike, whoever calls
+        super().__init__(
+            CamouflageNet(config.model_size, weights=config.backbone_weights),
+            make_trainer_config(config, device, precision),
+            stages=make_stages(
+                config,
+                fused=device.startswith("cuda") and self._stop is None,
+                make_scaler=partial(self._make_scaler, device.split(":")[0]) if precision == "fp16" else None,
+            ),
+            run_dir=run_dir,
+            tell=tell,
+        )
+        self._shown = list(shown)
+        self._epoch_began: float | None = None
+        self._num_high, self._is_advised = 0, False
+        self._last_loss, self._last_norm = math.nan, math.nan
+
+    def _make_stop(self) -> NonfiniteStop:
+        return NonfiniteStop(
+            self.cod.grad_clip,
+            find_batch=lambda: self._progress.num_batches - 1,
+            tell=lambda line: self._tell(line),
+        )
+
+    def _make_scaler(self, device: str, settings: dict[str, Any]) -> torch.amp.GradScaler:
+        if self._stop is not None:
+            return StoppingScaler(self._stop, device, **settings)
+        return torch.amp.GradScaler(device, **settings)
+
+    # --- what is learned ----------------------------------------------------------------------------------------------
+
+    def compute_loss(self, batch: Sample) -> tuple[Tensor, dict[str, Tensor]]:
+        """The finest output's structure loss, and the mean of the coarser ones' by their weight."""
+        if self._epoch_began is None:
+            self._epoch_began = time.monotonic()
+        images, masks = mirror(batch["image"], batch["mask"]) if self.cod.mirror else (batch["image"], batch["mask"])
+        fine, *coarse = (structure_loss(logits.float(), masks) for logits in self.model(images))
+        side = torch.stack(coarse).mean()
+        loss = fine + self.cod.side_weight * side
+        if self._stop is not None:
+            self._stop.check_loss(loss)
+        return loss, {"mask": fine.detach(), "side": side.detach()}
+
+    def evaluate(self, val_loader: Iterable[Sample]) -> dict[str, float]:
+        """Structure loss, IoU, Dice, MAE and S-measure."""
+        scores, losses = MaskScores(), []
+        for batch in val_loader:
+            images, masks = batch["image"].to(self.device), batch["mask"].to(self.device)
+            logits = self.model(images).float()
+            losses += structure_loss(logits, masks, reduction="none").flatten().tolist()
+            scores.add(logits.sigmoid(), masks)
+        return {"loss": sum(losses) / max(1, len(losses)), **scores.mean()}
+
+    def build_optimizer(self, stage: Stage) -> Optimizers:
+        """The stage's; without protection and scaler it looks before it leaps."""
+        optimizer = super().build_optimizer(stage)
+        if self._stop is not None and stage.scaler is None and isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(self._stop.check_gradients)
+        return optimizer
+
+    # --- what is told -------------------------------------------------------------------------------------------------
+
+    def end_step(self, record: StepRecord) -> None:
+        """Warn early of high norms, once an epoch, and tell of each step that was left out."""
+        if record.skipped:
+            for line in self._spell_skipped(record):
+                self._tell(line)
+            return
+        self._last_loss = math.nan if record.loss is None else record.loss
+        self._last_norm = record.grad_norm
+        if record.grad_norm > words.HIGH_NORM * self.cod.grad_clip:
+            self._num_high += 1
+            if self._num_high == 1:
+                self._tell(words.spell_high_norm(record.grad_norm, self.cod.grad_clip))
+
+    def _spell_skipped(self, record: StepRecord) -> list[str]:
+        batch = self._find_batch(record.step)
+        after = f"   The step was skipped, no weight has changed (step {record.step})."
+        if record.loss is not None and not math.isfinite(record.loss):
+            return [*words.spell_bad_loss(batch, record.loss), after]
+        if record.num_nonfinite:
+            return [*words.spell_bad_gradients(batch, record.grad_norm), after]
+        return [f"   Batch {batch} was left out (step {record.step})."]  # of the window after a rollback
+
+    def _find_batch(self, step: int) -> int:
+        """The last batch of a step, counted from 0 in its epoch."""
+        history = self.train_history
+        first = history[-1]["step"] if history else 0
+        last = (step - first + 1) * self.cod.accumulation_steps - 1
+        return max(0, min(last, self._progress.num_batches - 1))  # an epoch may end with a short window
+
+    def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
+        """The finished bar, the metrics, the norms."""
+        if self._stop is not None and self._stop.norms:
+            norms, self._stop.norms = self._stop.norms, []
+            metrics = {**metrics, "grad_norm_mean": sum(norms) / len(norms), "grad_norm_max": max(norms)}
+            self._last_norm = norms[-1]
+        began = self._epoch_began
+        seconds = 0.0 if began is None else time.monotonic() - began
+        done = self._progress.num_batches
+        norm = None if math.isnan(self._last_norm) else self._last_norm
+        loss = metrics["loss"] if math.isnan(self._last_loss) else self._last_loss
+        lines = [
+            words.spell_bar(metrics["epoch"] + 1, self.cod.epochs, done, done, seconds, loss, norm),
+            words.spell_metrics(metrics),
+            words.spell_norms(metrics),
+        ]
+        if self._num_high:
+            lines.append(f"   High gradient norm in {self._num_high} of {metrics['num_steps']:.0f} steps.")
+            lines += [] if self._is_advised else [words.ADVICE]
+            self._is_advised = True
+        return "\n".join(lines)
+
+    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Pictures of what is predicted now; the next epoch's warnings begin anew."""
+        self._epoch_began, self._num_high = None, 0
+        if self.run_dir is not None and self._shown:
+            self._write_pictures(f"epoch {metrics['epoch'] + 1}")
+
+    def _write_pictures(self, when: str) -> None:
+        assert self.run_dir is not None
+        images, masks = (torch.stack([sample[key] for _, sample in self._shown]) for key in ("image", "mask"))
+        with self._as_evaluated(), torch.no_grad(), self.autocast():
+            found = torch.cat([self.model(image[None].to(self.device)).float().sigmoid() for image in images])
+        names = [name for name, _ in self._shown]
+        write_pictures(self.run_dir, images, masks, found, names=names, when=when)
+
+
+def make_trainer_config(config: CodConfig, device: str, precision: str) -> TrainerConfig:
+    """What the shared loop needs to know."""
+    return TrainerConfig(
+        epochs=config.epochs,
+        learning_rate=config.lr,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.grad_clip,
+        accumulation_steps=config.accumulation_steps,
+        precision=precision,
+        eval_every=config.eval_every,
+        save_every=config.save_every,
+        keep_last=config.keep_last,
+        ema_decay=config.ema_decay or None,
+        seed=config.seed,
+        device=device,
+        protect=config.protect,
+    )
+
+
+def choose_place(config: CodConfig) -> tuple[str, str]:
+    """Device and precision, where they are left to us: fp16, with its scaler, on CUDA, and fp32 elsewhere."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = config.precision
+    if precision == "auto":
+        precision = "fp16" if device.startswith("cuda") else "fp32"
+    return device, precision
+
+
+def mirror(images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Each image as it is or mirrored, and its mask with it."""
+    chosen = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
+    return torch.where(chosen, images.flip(-1), images), torch.where(chosen, masks.flip(-1), masks)
+
+
+# --- without a guard ----------------------------------------------------------------------------------------------
+# The loop without a guard, as it was written before: look at loss and gradients, give up at the first bad one.
+#
+# It clips as the guarded loop does. With float16 the look comes after the gradients are unscaled and before the scaler
+# could have skipped the step, which is how an overflow that a loss scaler is made for ended a training of 44 epochs.
+
+
+class NonfiniteStop:
+    """Ends the training with an error; `find_batch` says where it stands, `tell` is given the lines before."""
+
+    def __init__(self, grad_clip: float, *, find_batch: Callable[[], int], tell: Callable[[str], None]) -> None:
+        self._grad_clip, self._find_batch, self._tell = grad_clip, find_batch, tell
+        self.norms: list[float] = []
+        """Of this epoch."""
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Raise unless it is finite. The host waits for it: a guard does not."""
+        if not bool(torch.isfinite(loss)):
+            self._stop(words.spell_bad_loss(self._find_batch(), float(loss.detach())), "loss")
+
+    def check_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip, and raise unless the norm is finite."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._grad_clip))
+        if not math.isfinite(norm):
+            self._stop(words.spell_bad_gradients(self._find_batch(), norm), "gradients")
+        self.norms.append(norm)
+
+    def _stop(self, lines: list[str], what: str) -> None:
+        for line in lines:
+            self._tell(line)
+        raise ValueError(f"Training stopped due to NaN/Inf {what}.")
+
+
+class StoppingScaler(torch.amp.GradScaler):
+    """A loss scaler whose step looks at the unscaled gradients first."""
+
+    def __init__(self, stop: NonfiniteStop, device: str, **settings: Any) -> None:
+        super().__init__(device, **settings)
+        self._stop = stop
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscale, look, step."""
+        self.unscale_(optimizer)
+        self._stop.check_gradients(optimizer)
+        return super().step(optimizer, *args, **kwargs)

@@ -1,0 +1,65 @@
+"""Three things that go wrong in real trainings, each at a step of its own. Both runs of the demo get the same ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from steadygrad.testing import jump_lr
+from steadygrad_recipes.demo.text import PADDING
+
+EMPTY_SAMPLE, NAN_SAMPLE = 7, 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong, when, and how such a thing comes about."""
+
+    step: int
+    what: str
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultPlan:
+    """The steps, and how wrong the learning rate is."""
+
+    jump_step: int = 120
+    jump_length: int = 15
+    jump_factor: float = 300.0
+    empty_step: int = 240
+    nan_step: int = 310
+
+    def list(self) -> tuple[Fault, Fault, Fault]:
+        """The faults, in the order in which they come."""
+        jump = f"the learning rate is {self.jump_factor:g} times too high for {self.jump_length} steps"
+        return (
+            Fault(step=self.jump_step, what=jump, origin="a schedule gone wrong"),
+            Fault(
+                step=self.empty_step, what="one text of the batch is empty", origin="a line of the model cannot take it"
+            ),
+            Fault(step=self.nan_step, what="the weight of one text is NaN", origin="a data pipeline divided 0 by 0"),
+        )
+
+
+class Faults:
+    """The plan, carried out on one optimizer and its batches."""
+
+    def __init__(self, plan: FaultPlan, optimizer: torch.optim.Optimizer) -> None:
+        self._plan = plan
+        until = plan.jump_step + plan.jump_length
+        self._set_rate = jump_lr(optimizer, at=plan.jump_step, until=until, factor=plan.jump_factor)
+
+    def spoil(self, step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Called before each step with its texts: what it trains on, and how much each of them counts."""
+        self._set_rate(step)
+        weights = torch.ones(len(tokens), device=tokens.device)
+        if step == self._plan.empty_step:
+            tokens = tokens.clone()
+            tokens[EMPTY_SAMPLE] = PADDING
+        if step == self._plan.nan_step:
+            weights[NAN_SAMPLE] = math.nan
+        return tokens, weights

@@ -1,0 +1,31 @@
+"""The demo's model, put as a file into the demo's folder and run from there, as a program of one's own would be.
+
+A diagnosis never blames a line of this library. The demo stands for somebody's program, so its model must lie outside
+of it; there it can also be opened and mended.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+
+NAME = "model.py"
+
+
+def put_into(folder: Path) -> ModuleType:
+    """Write model.py into `folder`, and import it."""
+    path = folder.resolve() / NAME
+    path.write_text(files("steadygrad_recipes.demo").joinpath(NAME).read_text(encoding="utf-8"), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("steadygrad_demo_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a folder of a run is no place for caches
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = dont_write
+    return module

@@ -1,0 +1,41 @@
+"""mmdit: text and latents by diffusion, learned together by one multimodal diffusion transformer.
+
+Text is hidden by masks, latents by noise; one transformer with a stream for each finds both again. `Config` is without
+torch, so that settings can be shown and checked before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steadygrad_recipes.mmdit.config import QUICK, MMDiTConfig
+
+if TYPE_CHECKING:
+    from steadygrad.tune.target import Target
+
+Config = MMDiTConfig
+SUMMARY = "text and latent diffusion trained jointly by a multimodal transformer"
+
+__all__ = ["QUICK", "SUMMARY", "Config", "MMDiTConfig", "open_target", "sample", "train"]
+
+
+def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
+    """Train; see `steadygrad_recipes.mmdit.program`."""
+    from steadygrad_recipes.mmdit.program import train as run
+
+    return run(config, run_dir=run_dir, resume=resume, console=console)
+
+
+def sample(config: MMDiTConfig, *, run_dir: Path, console: Any) -> int:
+    """Draw texts and latents from a run; see `steadygrad_recipes.mmdit.program`."""
+    from steadygrad_recipes.mmdit.program import sample as run
+
+    return run(config, run_dir=run_dir, console=console)
+
+
+def open_target(config: MMDiTConfig) -> Target:
+    """The training, built and not begun, for `steadygrad tune`."""
+    from steadygrad_recipes.tuning import open_mmdit
+
+    return open_mmdit(config)

@@ -1,0 +1,297 @@
+"""A folder of tokenised texts with latents -> rows to train and to validate on.
+
+Every row is looked at once, when it is read: ids inside the vocabulary, at least one word, latents that are finite. A
+row that fails is named with its file and number, never lost in silence. Files are read as tensors only: nothing in them
+is run. All rows are held in memory, in the dtype they were stored in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from steadygrad.errors import UsageError
+from steadygrad.extras import import_extra
+from steadygrad_recipes.mmdit.config import DataConfig
+from steadygrad_recipes.mmdit.model import Shapes
+
+ENDINGS = (".safetensors", ".npz")
+FORMAT = "tokens [N, L] of whole numbers, latents [N, D] or [N, T, D], and perhaps mask [N, L]"
+MAX_TOLD = 5
+"""Bad rows that are named; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Rows(Dataset[dict[str, Tensor]]):
+    """Texts and latents, row by row."""
+
+    tokens: Tensor
+    """[N, L]"""
+    mask: Tensor
+    """[N, L], True where there is text."""
+    latents: Tensor
+    """[N, T, D]"""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "tokens": self.tokens[index].long(),
+            "mask": self.mask[index],
+            "latents": self.latents[index].float(),
+        }
+
+    def take(self, index: Tensor | slice) -> Rows:
+        """Some of the rows."""
+        return Rows(self.tokens[index], self.mask[index], self.latents[index])
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a training is about."""
+
+    train: Rows
+    val: Rows
+    vocab_size: int
+    vocab: tuple[str, ...] | None
+    """The words, by id; None: not known."""
+    notes: tuple[str, ...] = ()
+    """What a person should be told: rows that were left out."""
+    left_out: tuple[str, ...] = ()
+    """All of those rows, each with its file, its number and its fault."""
+
+    @property
+    def shapes(self) -> Shapes:
+        """What of it decides the shape of the model."""
+        _, num_latents, dim = self.train.latents.shape
+        return Shapes(self.vocab_size, self.train.tokens.shape[1], num_latents, dim)
+
+
+def read_corpus(config: DataConfig) -> Corpus:
+    """The rows of `config.path`: its `train` and `val` folders, or its files split by `val_fraction`, the end apart."""
+    folder = Path(config.path or "")
+    if not folder.is_dir():
+        raise UsageError(
+            f"data.path is no folder: {folder}. Give a folder of .safetensors or .npz files, each with {FORMAT}."
+        )
+    vocab = _read_vocab(folder / "vocab.json")
+    inner = [folder / name for name in ("train", "val")]
+    has_split = all(one.is_dir() for one in inner)
+    parts = [_read_folder(one, config) for one in (inner if has_split else [folder])]
+    size = config.vocab_size or (len(vocab) if vocab else _count_ids(rows for part in parts for _, rows in part))
+    notes: list[str] = []
+    left_out: list[str] = []
+    checked = [_check_rows(part, size, notes, left_out, skip=config.skip_bad_rows) for part in parts]
+    train, val = checked if has_split else _split(checked[0], config.val_fraction, folder)
+    if train.tokens.shape[1:] != val.tokens.shape[1:] or train.latents.shape[1:] != val.latents.shape[1:]:
+        raise UsageError(
+            f"rows of train and val differ: tokens {list(train.tokens.shape[1:])} and {list(val.tokens.shape[1:])}, "
+            f"latents {list(train.latents.shape[1:])} and {list(val.latents.shape[1:])}, in {folder}. Make them alike."
+        )
+    return Corpus(train, val, size, vocab, tuple(notes), tuple(left_out))
+
+
+def _read_folder(folder: Path, config: DataConfig) -> list[tuple[Path, Rows]]:
+    files = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
+    if not files:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) or "nothing"
+        raise UsageError(
+            f"there is no .safetensors or .npz file in {folder}, it holds {found}. Put files there, each with {FORMAT}."
+        )
+    parts = [(path, _read_file(path, config)) for path in files]
+    first = parts[0][1]
+    for path, rows in parts:
+        ours, theirs = ((r.tokens.shape[1], *r.latents.shape[1:]) for r in (rows, first))
+        if ours != theirs:
+            raise UsageError(
+                f"{path} has rows of [L, T, D] = {list(ours)}, {parts[0][0].name} has {list(theirs)}. "
+                "Pad the texts to one length, and write latents of one shape."
+            )
+    return parts
+
+
+def _read_file(path: Path, config: DataConfig) -> Rows:
+    arrays = _read_arrays(path)
+    missing = [name for name in ("tokens", "latents") if name not in arrays]
+    if missing:
+        names = ", ".join(sorted(arrays)) or "nothing"
+        raise UsageError(f"{path} has no {' and no '.join(missing)}, it holds {names}. Write {FORMAT}.")
+    tokens, latents = arrays["tokens"], arrays["latents"]
+    latents = latents.unsqueeze(1) if latents.dim() == 2 else latents
+    whole = not tokens.is_floating_point() and tokens.dtype is not torch.bool
+    if tokens.dim() != 2 or not whole or latents.dim() != 3 or not latents.is_floating_point():
+        raise UsageError(
+            f"{path} has tokens {list(tokens.shape)} of {tokens.dtype} and latents {list(latents.shape)} of "
+            f"{latents.dtype}. Write {FORMAT}."
+        )
+    mask = arrays.get("mask")
+    if mask is None:
+        mask = (
+            torch.ones_like(tokens, dtype=torch.bool) if config.pad_token_id is None else tokens != config.pad_token_id
+        )
+    if len(latents) != len(tokens) or mask.shape != tokens.shape:
+        raise UsageError(
+            f"{path} has {len(tokens)} texts of {tokens.shape[1]}, {len(latents)} latents and a mask of "
+            f"{list(mask.shape)}. Write one row of each for each text."
+        )
+    return Rows(tokens, mask.bool(), latents)
+
+
+def _read_arrays(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file."""
+    try:
+        if path.suffix == ".npz":
+            numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
+            with numpy.load(path, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    except UsageError:
+        raise
+    except Exception as error:  # each library has its own exceptions for a file that is cut, pickled or no such file
+        raise UsageError(f"{path} cannot be read: {error}. Write it again, as tensors: {FORMAT}.") from None
+
+
+def _read_vocab(path: Path) -> tuple[str, ...] | None:
+    if not path.is_file():
+        return None
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f'{path} is not JSON: {error}. Write a list of words by id: ["the", "a"].') from None
+    if isinstance(words, dict):  # a tokenizer's vocab.json: word -> id
+        words = sorted(words, key=words.__getitem__)
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UsageError(f'{path} holds no list of words. Write one, by id: ["the", "a"].')
+    return tuple(words)
+
+
+def _count_ids(parts: Iterable[Rows]) -> int:
+    return max(int(rows.tokens[rows.mask].max()) if rows.mask.any() else 0 for rows in parts) + 1
+
+
+FAULTS: tuple[tuple[str, Callable[[Rows, int], Tensor]], ...] = (
+    ("no word", lambda rows, _: ~rows.mask.any(1)),
+    ("a token outside of the vocabulary", lambda rows, size: _is_outside(rows, size).any(1)),
+    ("a latent that is NaN or Inf", lambda rows, _: ~rows.latents.float().isfinite().flatten(1).all(1)),
+    ("a latent that is all zero", lambda rows, _: (rows.latents == 0).flatten(1).all(1)),
+)
+"""What makes a row useless: its name, and which rows have it."""
+
+
+def _is_outside(rows: Rows, vocab_size: int) -> Tensor:
+    return ((rows.tokens < 0) | (rows.tokens >= vocab_size)) & rows.mask
+
+
+def _check_rows(
+    parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list[str], left_out: list[str], *, skip: bool
+) -> Rows:
+    """All rows that can be learned from; the others are an error, or with `skip` a note and listed."""
+    kept, told = [], []
+    for path, rows in parts:
+        bad = torch.zeros(len(rows), dtype=torch.bool)
+        for what, find in FAULTS:
+            found = find(rows, vocab_size) & ~bad
+            told += [f"{path.name} row {int(i)}: {what}" for i in found.nonzero()]
+            bad |= found
+        kept.append(rows.take(~bad))
+    if told:
+        text = "; ".join(told[:MAX_TOLD]) + (f"; and {len(told) - MAX_TOLD} more" if len(told) > MAX_TOLD else "")
+        count = f"{len(told)} of {sum(len(rows) for _, rows in parts)} rows in {parts[0][0].parent}"
+        if not skip:
+            raise UsageError(
+                f"{count} cannot be learned from: {text}. Mend them, or leave them out: data.skip_bad_rows."
+            )
+        notes.append(f"left out {count}: {text}")
+        left_out += told
+    rows = Rows(*(torch.cat(column) for column in zip(*((r.tokens, r.mask, r.latents) for r in kept))))
+    tokens = torch.where(rows.mask, rows.tokens, 0)  # what stands on padding may be any number: -100, say
+    return Rows(tokens, rows.mask, rows.latents)
+
+
+def _split(rows: Rows, fraction: float, folder: Path) -> tuple[Rows, Rows]:
+    num_val = max(1, round(len(rows) * fraction))
+    if len(rows) - num_val < 1:
+        raise UsageError(f"{folder} has {len(rows)} good row(s), too few to train and to validate. Give more.")
+    return rows.take(slice(0, len(rows) - num_val)), rows.take(slice(len(rows) - num_val, len(rows)))
+
+
+def measure_rows(rows: Rows) -> dict[str, Tensor]:
+    """What the model keeps of the data: mean and spread of each dimension, mean length of a latent, text lengths.
+
+    A dimension that never changes has spread 1: nothing is divided by 0.
+    """
+    flat = rows.latents.double().flatten(0, 1)  # [N T, D]
+    mean, std = flat.mean(0), flat.std(0, correction=0)
+    std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, torch.ones_like(std))
+    found = {
+        "latent_mean": mean,
+        "latent_std": std,
+        "latent_norm": ((flat - mean) / std).norm(dim=-1).mean(),
+        "length_counts": torch.bincount(rows.mask.sum(1), minlength=rows.tokens.shape[1] + 1),
+    }
+    return {name: value.float() for name, value in found.items()}
+
+
+def write_rows(path: Path, rows: Rows) -> None:
+    """Rows as a .safetensors file that `read_corpus` reads."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {"tokens": rows.tokens, "mask": rows.mask, "latents": rows.latents}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+# --- data that is made --------------------------------------------------------------------------------------------
+# A small made-up corpus: sentences about coloured shapes, and latents that show the same things.
+#
+# "a small red circle with a large blue square": four latents, two for each thing (its colour and size; its shape), as
+# sums of fixed codes with a little noise. Each side says much about the other, and neither all: a model that looks at
+# both beats any that counts words.
+
+
+SIZES = ("tiny", "small", "large", "huge")
+COLOURS = ("red", "green", "blue", "yellow", "black", "white", "pink", "brown")
+SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
+JOINTS = ("with", "above", "below")
+VOCAB = ("<pad>", "a", *JOINTS, *SIZES, *COLOURS, *SHAPES)
+LENGTH = 9
+NUM_LATENTS, DIM = 4, 16
+NOISE = 0.1
+
+
+def make_corpus(num_rows: int, *, seed: int = 0, val_fraction: float = 0.1) -> Corpus:
+    """The same rows for the same `seed`."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randn(len(VOCAB) + 1, DIM, generator=generator)  # the last one: nothing is there
+    picks = [_pick(group, (num_rows, 2), generator) for group in (SIZES, COLOURS, SHAPES)]  # each [N, 2]
+    joint = _pick(JOINTS, (num_rows, 1), generator)
+    has_two = torch.rand(num_rows, 1, generator=generator) < 0.7
+    article = torch.full((num_rows, 1), VOCAB.index("a"))
+    things = [torch.cat([article, *(pick[:, i : i + 1] for pick in picks)], dim=1) for i in (0, 1)]
+    tokens = torch.cat([things[0], joint, things[1]], dim=1)  # [N, 9]
+    mask = torch.cat([torch.ones(num_rows, 4, dtype=torch.bool), has_two.expand(-1, 5)], dim=1)
+    rows = Rows(torch.where(mask, tokens, 0), mask, _show(picks, has_two, codes, generator))
+    num_val = max(1, round(num_rows * val_fraction))
+    return Corpus(rows.take(slice(num_val, None)), rows.take(slice(0, num_val)), len(VOCAB), VOCAB)
+
+
+def _pick(group: tuple[str, ...], shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    first = VOCAB.index(group[0])
+    return torch.randint(first, first + len(group), shape, generator=generator)
+
+
+def _show(picks: list[Tensor], has_two: Tensor, codes: Tensor, generator: torch.Generator) -> Tensor:
+    """Latents [N, 4, D] of what the sentence says."""
+    size, colour, shape = picks
+    latents = torch.stack([codes[colour] + 0.5 * codes[size], codes[shape]], dim=2)  # [N, 2 things, 2, D]
+    latents[:, 1] = torch.where(has_two.unsqueeze(-1), latents[:, 1], codes[-1])
+    return latents.flatten(1, 2) + NOISE * torch.randn(len(latents), NUM_LATENTS, DIM, generator=generator)

@@ -1,0 +1,253 @@
+"""The program: settings and a run directory in, a trained model, its record and its samples out.
+
+A training that is halted goes on by itself from its last good checkpoint, at a lower learning rate, a few times at
+most; one that is resumed later keeps that rate, unless another is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from steadygrad.act.precision import half_matmul_works
+from steadygrad.config import Precision
+from steadygrad.config.plain import build, to_plain
+from steadygrad.errors import TrainingHalted, UsageError
+from steadygrad.trainer import load_trained
+from steadygrad.trainer.batches import count_steps
+from steadygrad.trainer.setup import choose_device
+from steadygrad_recipes.mmdit.config import MMDiTConfig, ModelConfig
+from steadygrad_recipes.mmdit.data import Corpus, Rows, make_corpus, measure_rows, read_corpus, write_rows
+from steadygrad_recipes.mmdit.metrics import Batch, measure_baseline
+from steadygrad_recipes.mmdit.model import MMDiT, Shapes
+from steadygrad_recipes.mmdit.sampling import draw_samples, spell
+from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
+
+VAL_BATCH = 64
+LEFT_OUT = "left_out.txt"
+NUM_SHOWN = 3
+"""Sampled texts that are shown."""
+Loader = DataLoader[Batch]
+
+
+class Teller(Protocol):
+    """Where lines go."""
+
+    def say(self, text: str = "", style: str = "") -> None:
+        """One line."""
+
+
+def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Teller) -> int:
+    """Train, tell, and leave samples in the run directory; 0 when the training reached its end."""
+    corpus = load_corpus(config)
+    for note in corpus.notes:
+        console.say(note, "yellow")
+    if corpus.left_out:
+        (run_dir / LEFT_OUT).write_text("\n".join(corpus.left_out) + "\n", encoding="utf-8")
+        console.say(f"each is named in {run_dir / LEFT_OUT}", "yellow")
+    config = check_precision(config, console)
+    trainer = _start(config, corpus, run_dir, resume, console)
+    loaders = make_loaders(config, corpus)
+    warn_of_warmup(config, len(loaders[0]), console)
+    baseline = measure_baseline(trainer.model, corpus.train, loaders[1], config)
+    trainer = train_with_recovery(trainer, corpus, loaders, console)
+    tell_end(trainer, baseline, console)
+    if trainer.monitor_training_health()["model_healthy"]:
+        write_samples(trainer.trained, config, corpus.vocab, run_dir, console)
+    return 0
+
+
+def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | None, console: Teller) -> MMDiTTrainer:
+    description = Description.of(config, corpus)
+    if resume is not None and (run_dir / NAME).is_file():
+        earlier = Description.read(run_dir)
+        if earlier.asked_lr == config.optimizer.lr:
+            config, description = _set_rate(config, earlier.lr), dataclasses.replace(description, lr=earlier.lr)
+    description.write(run_dir)
+    trainer = make_trainer(config, corpus, run_dir, console)
+    num = sum(p.numel() for p in trainer.model.parameters())
+    rows = f"{len(corpus.train):,} rows to train on, {len(corpus.val):,} to validate on"
+    console.say(f"MMDiT with {num:,} parameters on {trainer.device}: {rows}")
+    if resume is not None:
+        step = trainer.resume(resume)
+        console.say("There is no checkpoint yet: starting anew" if step is None else f"Resuming at step {step}")
+    return trainer
+
+
+def train_with_recovery(
+    trainer: MMDiTTrainer, corpus: Corpus, loaders: tuple[Loader, Loader], console: Teller
+) -> MMDiTTrainer:
+    """Train to the end; what was halted goes on from the last good checkpoint, with the trainer that is returned."""
+    left = trainer.recipe.training.max_recoveries
+    while True:
+        try:
+            trainer.train(*loaders)
+            return trainer
+        except TrainingHalted as halted:
+            console.say(f"HALTED: {halted}", "red")
+            following = _recover(trainer, corpus, console) if left else None
+            if following is None:
+                raise
+            trainer, left = following, left - 1
+
+
+def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrainer | None:
+    """A trainer that goes on from the last good checkpoint, at a lower rate; None when there is none."""
+    config, run_dir = halted.recipe, halted.run_dir
+    if run_dir is None:
+        return None
+    rate = config.optimizer.lr * config.training.recovery_lr_factor
+    trainer = make_trainer(_set_rate(config, rate), corpus, run_dir, console)
+    step = trainer.resume()
+    if step is None:
+        return None
+    dataclasses.replace(Description.read(run_dir), lr=rate).write(run_dir)
+    console.say(f"Recovering from the last good checkpoint, at step {step}, with lr {rate:.3g}", "yellow")
+    return trainer
+
+
+def check_precision(config: MMDiTConfig, console: Teller) -> MMDiTConfig:
+    """fp32 in the place of a half precision that would end the process: some CPUs advertise it and fault on it."""
+    dtype, on_cpu = config.training.dtype, choose_device(config.training.device).type == "cpu"
+    if dtype is Precision.FP32 or not on_cpu or half_matmul_works(dtype):
+        return config
+    console.say(f"{dtype.value} does not work on this CPU: training in fp32", "yellow")
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, dtype=Precision.FP32))
+
+
+def warn_of_warmup(config: MMDiTConfig, num_batches: int, console: Teller) -> None:
+    """A word where the learning rate never gets to what was asked for: little data, and a warm-up meant for much."""
+    training = config.training
+    num_steps = count_steps(
+        num_batches,
+        epochs=training.epochs,
+        accumulation=training.gradient_accumulation_steps,
+        limit=training.max_steps,
+    )
+    if num_steps is not None and training.warmup_steps >= num_steps:
+        console.say(
+            f"The warm-up takes {training.warmup_steps} steps and the training has {num_steps}: lr never gets to "
+            f"{config.optimizer.lr:g}. Lower --training.warmup-steps, or train for longer.",
+            "yellow",
+        )
+
+
+def _set_rate(config: MMDiTConfig, rate: float) -> MMDiTConfig:
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=rate))
+
+
+def load_corpus(config: MMDiTConfig) -> Corpus:
+    """The rows of the user's folder, or the made-up ones."""
+    data = config.data
+    if data.path is not None:
+        return read_corpus(data)
+    return make_corpus(data.num_synthetic, seed=config.training.seed, val_fraction=data.val_fraction)
+
+
+def make_trainer(config: MMDiTConfig, corpus: Corpus, run_dir: Path | None, console: Teller) -> MMDiTTrainer:
+    """A trainer with a new model, the same for the same seed."""
+    torch.manual_seed(config.training.seed)
+    with choose_device(config.training.device):
+        model = MMDiT(config.model, corpus.shapes)
+    for name, value in measure_rows(corpus.train).items():
+        model.get_buffer(name).copy_(value)
+    return MMDiTTrainer(model, config, run_dir=run_dir, tell=console.say)
+
+
+def make_loaders(config: MMDiTConfig, corpus: Corpus) -> tuple[Loader, Loader]:
+    """Batches to train on, in random order, and to validate on."""
+    size = config.training.train_batch_size
+    pinned = choose_device(config.training.device).type == "cuda"
+    train_loader = DataLoader(corpus.train, size, shuffle=True, drop_last=len(corpus.train) >= size, pin_memory=pinned)
+    return train_loader, DataLoader(corpus.val, VAL_BATCH)
+
+
+def tell_end(trainer: MMDiTTrainer, baseline: Mapping[str, float], console: Teller) -> None:
+    """What was reached, beside what one gets without a model."""
+    last = trainer.val_history[-1] if trainer.val_history else {}
+    for name, without in baseline.items():
+        if name in last:
+            console.say(f"validation {name} {last[name]:.4f}, without a model {without:.4f}")
+
+
+def sample(config: MMDiTConfig, *, run_dir: Path, console: Teller) -> int:
+    """Draw new texts and latents from the best checkpoint of a run."""
+    description = Description.read(run_dir)
+    model = description.make_model()
+    step = load_trained(run_dir, model)
+    console.say(f"Sampling from the checkpoint of step {step}")
+    vocab = None if description.vocab is None else tuple(description.vocab)
+    write_samples(model.to(choose_device(config.training.device)), config, vocab, run_dir, console)
+    return 0
+
+
+def write_samples(
+    model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None, run_dir: Path, console: Teller
+) -> Rows:
+    """`samples/samples.safetensors`, which can be trained on again, and `samples/samples.txt`, to be read."""
+    rows = draw_samples(model, config.sampling, config.diffusion)
+    folder = run_dir / "samples"
+    write_rows(folder / "samples.safetensors", rows)
+    lines = spell(rows, vocab)
+    (folder / "samples.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for line in lines[:NUM_SHOWN]:
+        console.say(f"  {line}", "dim")
+    console.say(f"{len(rows)} samples are in {folder}")
+    return rows
+
+
+# --- what the run is ----------------------------------------------------------------------------------------------
+# `mmdit.json` of a run directory: what the model looks like, so that samples need no data, and how it went on.
+#
+# Written aside and renamed. It holds plain values only.
+
+
+NAME = "mmdit.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is written down."""
+
+    shapes: dict[str, Any]
+    model: dict[str, Any]
+    vocab: list[str] | None
+    asked_lr: float
+    """The learning rate of the settings."""
+    lr: float
+    """The one that is trained with: lower after a recovery."""
+
+    @classmethod
+    def of(cls, config: MMDiTConfig, corpus: Corpus) -> Description:
+        """Of a training that begins."""
+        words = None if corpus.vocab is None else list(corpus.vocab)
+        rate = config.optimizer.lr
+        return cls(dataclasses.asdict(corpus.shapes), to_plain(config.model), words, rate, rate)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Description:
+        """Of a run."""
+        try:
+            return cls(**json.loads((run_dir / NAME).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{run_dir} is no run of mmdit: {NAME} cannot be used ({error}). Train first, or give --run-dir."
+            ) from None
+
+    def write(self, run_dir: Path) -> None:
+        """Whole or not at all."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        aside = run_dir / f"{NAME}.tmp"
+        aside.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
+        aside.replace(run_dir / NAME)
+
+    def make_model(self) -> MMDiT:
+        """An untrained model of this shape."""
+        return MMDiT(build(ModelConfig, self.model), Shapes(**self.shapes))

@@ -1,0 +1,130 @@
+"""MMDiTTrainer: the Trainer with this recipe's losses, optimizer, validation and lines on the terminal.
+
+Skipping, clipping, recovery and the record are the Guard's. Without protection the optimizer is stepped as in the
+program that broke: the norm is clipped, only NaN is looked for, gradients are zeroed and the step is made all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from steadygrad.config import GuardConfig
+from steadygrad.facts import StepRecord
+from steadygrad.trainer import Stage, Trainer, TrainerConfig
+from steadygrad.trainer.stages import Optimizers
+from steadygrad_recipes.mmdit.config import MMDiTConfig, OptimizerConfig
+from steadygrad_recipes.mmdit.losses import JointLoss
+from steadygrad_recipes.mmdit.metrics import Batch, ask, evaluate, hide_batch
+from steadygrad_recipes.mmdit.model import MMDiT, group_parameters
+
+DEFAULT_CLIP = 1.0
+"""Norm to clip at where none is set: never without."""
+
+
+class MMDiTTrainer(Trainer):
+    """Trains an MMDiT on batches of `tokens`, `mask` and `latents`."""
+
+    model: MMDiT
+
+    def __init__(
+        self,
+        model: MMDiT,
+        config: MMDiTConfig,
+        *,
+        run_dir: str | Path | None = None,
+        guard_config: GuardConfig | None = None,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self.recipe = config
+        self._criterion = JointLoss(config.loss)
+        settings = make_trainer_config(config)
+        super().__init__(model, settings, run_dir=run_dir, guard_config=guard_config, tell=tell)
+        if not self.is_protected:
+            old = functools.partial(step_as_before, settings=config.optimizer, tell=self._tell_old)
+            self.optimizer.register_step_pre_hook(old)  # type: ignore[union-attr]
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum, and `text_loss` and `latent_loss` for the record."""
+        hidden = hide_batch(self.model, batch, self.recipe)
+        terms = self._criterion(*ask(self.model, hidden), hidden)
+        return terms.pop("loss"), terms
+
+    def evaluate(self, val_loader: Iterable[Batch]) -> dict[str, float]:
+        """Losses, accuracy of the words and cosine of the latents, on the same hidden places every time."""
+        return evaluate(self.model, val_loader, self.recipe)
+
+    def build_optimizer(self, stage: Stage) -> Optimizers:  # noqa: ARG002
+        """AdamW; decay for matrices only."""
+        settings = self.recipe.optimizer
+        groups = group_parameters(self.model, settings.weight_decay)
+        betas = (0.9, settings.beta2)
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=self.device.type == "cuda")
+
+    def end_step(self, record: StepRecord) -> None:
+        """Tell a step that was skipped, and which loss did it."""
+        if not record.skipped:
+            return
+        if record.loss is not None and not math.isfinite(record.loss):
+            self._tell(f"ERROR: Invalid loss at step {record.step}: {record.loss}")
+            for name in ("text_loss", "latent_loss"):
+                self._tell(f"  {name}: {record.extra.get(name, 0.0)}")
+        elif record.num_nonfinite or not math.isfinite(record.grad_norm):
+            self._tell(f"ERROR: NaN/Inf gradient norm at step {record.step}")
+            self._tell("  Skipping batch and resetting gradients")
+
+    @property
+    def trained(self) -> MMDiT:
+        """The model to use afterwards: the average of the weights where there is one."""
+        model = self.model if self.ema is None else self.ema.module
+        assert isinstance(model, MMDiT)
+        return model
+
+    def _tell_old(self) -> None:
+        assert self.guard is not None
+        self._tell(f"Warning: NaN gradient detected at step {self.guard.num_steps}")
+
+
+def make_trainer_config(config: MMDiTConfig) -> TrainerConfig:
+    """What the shared loop must know."""
+    training = config.training
+    return TrainerConfig(
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        learning_rate=config.optimizer.lr,
+        weight_decay=config.optimizer.weight_decay,
+        max_grad_norm=config.optimizer.grad_clip_norm or DEFAULT_CLIP,
+        accumulation_steps=training.gradient_accumulation_steps,
+        precision=training.dtype.value,
+        warmup_steps=training.warmup_steps,
+        schedule="cosine",
+        eval_every=training.eval_every,
+        save_every=training.save_every,
+        keep_last=training.keep_last,
+        ema_decay=training.ema_decay,
+        seed=training.seed,
+        device=training.device,
+        protect=config.protect,
+    )
+
+
+@torch.no_grad()
+def step_as_before(
+    optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, *, settings: OptimizerConfig, tell: Callable[[], None]
+) -> None:
+    """What the program that broke did before `optimizer.step()`. Inf passes: Inf · 0 is NaN, and that is stepped on."""
+    del args, kwargs
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = clip_grad_norm_(parameters, settings.grad_clip_norm or 1e6)
+    if torch.isnan(norm):
+        tell()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()

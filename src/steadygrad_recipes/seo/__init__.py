@@ -1,0 +1,42 @@
+"""The recipe `seo`: web pages -> scores that people who optimise for search engines know.
+
+`steadygrad train seo` trains it, `steadygrad train seo --predict page.html` scores a page. torch is imported when it
+is needed, so that the command line can list the fields without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+
+if TYPE_CHECKING:
+    from steadygrad.tune.target import Target
+
+Config = UltraOptimizedConfig
+SUMMARY = "score web pages for search engines: several metrics from HTML features and text"
+ALIASES = {"lr": "learning_rate"}
+PREDICT = "scores of an HTML page, or of a folder of them, by a trained run"
+QUICK = {"epochs": 12, "num_synthetic": 400, "hidden": 64, "text_dim": 32, "num_buckets": 2048}
+
+
+def train(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
+    """Train; the exit code."""
+    from steadygrad_recipes.seo.program import train_seo
+
+    return train_seo(config, run_dir=run_dir, resume=resume, console=console)
+
+
+def predict(config: UltraOptimizedConfig, path: str, *, run_dir: Path, console: Any) -> int:
+    """Print the scores of the page at `path`; the exit code."""
+    from steadygrad_recipes.seo.program import predict_page
+
+    return predict_page(config, path, run_dir=run_dir, console=console)
+
+
+def open_target(config: UltraOptimizedConfig) -> Target:
+    """The training, built and not begun, for `steadygrad tune`."""
+    from steadygrad_recipes.tuning import open_seo
+
+    return open_seo(config)

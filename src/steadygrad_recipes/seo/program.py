@@ -1,0 +1,101 @@
+"""`steadygrad train seo`: config -> data, model, trainer -> a trained run, told on the console."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steadygrad.errors import UsageError
+from steadygrad.trainer import load_trained
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+from steadygrad_recipes.seo.data import Names, SEOData, encode_rows, load_data
+from steadygrad_recipes.seo.features import parse_page
+from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
+from steadygrad_recipes.seo.readers import PAGES, Row
+from steadygrad_recipes.seo.trainer import make_trainer
+
+NUM_SHOWN = 5
+LEFT_OUT = "left_out.txt"
+
+
+def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
+    """Train; the exit code."""
+    data = load_data(config)
+    tell_data(data, run_dir, console)
+    data.names.write(run_dir)
+    trainer = make_trainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
+    if resume is not None:
+        step = trainer.resume(resume)
+        console.say("There is no checkpoint yet: training starts anew." if step is None else f"Resumed at step {step}.")
+    stats = trainer.train(*data.make_loaders(config.batch_size))
+    if stats["best"] is not None:
+        step, loss = stats["best"]
+        console.say(
+            f"Best validation loss {loss:.4f}, after {step + 1} steps. Guessing the mean of the scores gives 1.0."
+        )
+    return 0
+
+
+def build_model(config: UltraOptimizedConfig, data: SEOData) -> UltraOptimizedSEOMetricsModule:
+    """A model for this data, the same for the same seed, with its means and spreads."""
+    if config.seed is not None:
+        torch.manual_seed(config.seed)
+    names = data.names
+    model = UltraOptimizedSEOMetricsModule(config, num_features=len(names.features), metrics=names.metrics)
+    model.take_scales(*data.train_tensors())
+    return model
+
+
+def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
+    """How many pages there are, and which rows were left out; all of those are listed in the run directory."""
+    num_train, num_val = len(data.train), len(data.val)
+    scores = ", ".join(data.names.metrics)
+    console.say(f"{num_train} pages to train on, {num_val} to validate; {len(data.names.features)} features; {scores}")
+    if data.left_out:
+        (run_dir / LEFT_OUT).write_text("\n".join(data.left_out) + "\n", encoding="utf-8")
+        console.say(f"{len(data.left_out)} rows were left out, each is named in {run_dir / LEFT_OUT}:", "yellow")
+        for line in data.left_out[:NUM_SHOWN]:
+            console.say(f"  {line}", "yellow")
+        if len(data.left_out) > NUM_SHOWN:
+            console.say(f"  ... and {len(data.left_out) - NUM_SHOWN} more", "yellow")
+
+
+# --- scoring ------------------------------------------------------------------------------------------------------
+# `steadygrad train seo --predict PAGE`: the trained model of a run and a page -> its scores, printed.
+
+
+def predict_page(config: UltraOptimizedConfig, path: str, *, run_dir: Path, console: Any) -> int:
+    """Print the scores of a page, or of every page of a folder; the exit code."""
+    pages = _find_pages(Path(path))
+    names = Names.read(run_dir)
+    model = UltraOptimizedSEOMetricsModule(config, num_features=len(names.features), metrics=names.metrics)
+    step = load_trained(run_dir, model)
+    model.eval()
+    console.say(f"Scores by {run_dir}, trained for {step} steps:", "bold")
+    for page in pages:
+        scores = score_page(page.read_text(encoding="utf-8", errors="replace"), model, names, config)
+        console.say(f"{page}: " + ", ".join(f"{name}={value:.1f}" for name, value in scores.items()))
+    return 0
+
+
+@torch.no_grad()
+def score_page(
+    html: str, model: UltraOptimizedSEOMetricsModule, names: Names, config: UltraOptimizedConfig
+) -> dict[str, float]:
+    """Metric -> score of one page."""
+    page = parse_page(html)
+    features, words, _, _ = encode_rows([Row(page.features, page.text, {})], names, config)
+    return dict(zip(names.metrics, model.predict(features, words)[0].tolist()))
+
+
+def _find_pages(path: Path) -> list[Path]:
+    if path.is_dir():
+        pages = sorted(page for page in path.rglob("*") if page.suffix.lower() in PAGES)
+        if not pages:
+            raise UsageError(f"{path} holds no page that ends in {' or '.join(PAGES)}. Give another folder, or a file.")
+        return pages
+    if not path.is_file():
+        raise UsageError(f"there is no page {path} to score. Give --predict an HTML file, or a folder of them.")
+    return [path]

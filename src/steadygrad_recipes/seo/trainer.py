@@ -1,0 +1,253 @@
+"""UltraOptimizedSEOTrainer: a Trainer that looks at each epoch's losses as well, and the pieces it does that with.
+
+In training the shared Guard clips, skips and judges each step. The methods that begin with an underscore are the same
+things one by one, for a loop of one's own. At an epoch's end losses are compared with those of the epoch before; what
+the Guard has already answered in that epoch is told, and not answered twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.act.sanitize import handle_nan_inf
+from steadygrad.config import GuardConfig, Policy
+from steadygrad.facts import Action, StepRecord
+from steadygrad.measure.check import check_nan_inf
+from steadygrad.trainer import Trainer
+from steadygrad.trainer.batches import move_batch
+from steadygrad_recipes.seo.config import UltraOptimizedConfig
+from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
+
+logger = logging.getLogger("steadygrad.recipes.seo")
+ANSWERS = {
+    "train_loss_nan_inf": ("lr", 0.5, "Reducing learning rate to handle NaN/Inf in training loss"),
+    "val_loss_nan_inf": ("lr", 0.5, "Reducing learning rate to handle NaN/Inf in validation loss"),
+    "loss_explosion": ("lr", 0.1, "Reducing learning rate to handle loss explosion"),
+    "overfitting": ("weight_decay", 1.5, "Increasing weight decay to handle overfitting"),
+}
+"""What is done about each sort of instability: which rate, times what, and the line in the log."""
+ERROR = "val_mae_"
+"""How the errors of single metrics begin in an epoch's numbers."""
+LOWERS_RATE = (Action.SCALE_LR, Action.ROLLBACK)
+MOST_WEIGHT_DECAY = 1.5**10
+"""Times the weight decay of the config: noise alone raises it again and again."""
+
+
+class UltraOptimizedSEOTrainer(Trainer):
+    """`UltraOptimizedSEOTrainer(model, config).train(train_loader, val_loader)`; batches are those of `SEOData`."""
+
+    model: UltraOptimizedSEOMetricsModule
+    config: UltraOptimizedConfig
+
+    def __init__(
+        self, model: UltraOptimizedSEOMetricsModule, config: UltraOptimizedConfig | None = None, **options: Any
+    ) -> None:
+        options.setdefault("guard_config", GuardConfig(policy=Policy.eager()))  # the document's own correction table
+        super().__init__(model, config if config is not None else UltraOptimizedConfig(), **options)
+
+    # --- the training -----------------------------------------------------------------------------------------------
+
+    def compute_loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean over the metrics of the squared error in standardised units, and each metric's own."""
+        features, words, scores, given = _split_batch(batch)
+        losses = score_losses(self.model(features, words), self.model.standardise(scores), given)
+        return losses.mean(), dict(zip(self.model.metrics, losses))
+
+    def evaluate(self, val_loader: Iterable[Any]) -> dict[str, float]:
+        """The loss, R², and each metric's mean absolute error in its own units."""
+        predicted, wanted, known = [], [], []
+        for batch in val_loader:
+            features, words, scores, given = _split_batch(move_batch(batch, self.device))
+            predicted.append(self.model(features, words).float())
+            wanted.append(scores)
+            known.append(given)
+        made, scores, given = torch.cat(predicted), torch.cat(wanted), torch.cat(known)
+        loss = float(score_losses(made, self.model.standardise(scores), given).mean())
+        errors = measure_errors(made * self.model.score_std + self.model.score_mean, scores, given, self.model.metrics)
+        return {"loss": loss, "r2": errors.pop("r2"), **errors}
+
+    def end_step(self, record: StepRecord) -> None:
+        """Gradient norms before and after clipping, from the numbers that the Guard has measured anyway."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        logger.info(f"Gradient norm before clipping: {record.grad_norm:.6f}")
+        logger.info(f"Gradient norm after clipping: {record.grad_norm * record.clip_coefficient:.6f}")
+
+    def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
+        """The line of every Trainer, and below it how far the scores are off."""
+        errors = {name.removeprefix(ERROR): value for name, value in metrics.items() if name.startswith(ERROR)}
+        line = super().describe_epoch({name: value for name, value in metrics.items() if not name.startswith(ERROR)})
+        if not errors:
+            return line
+        return f"{line}\n   Mean error - " + ", ".join(f"{name}: {value:.1f}" for name, value in errors.items())
+
+    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Compare this epoch with the one before."""
+        if self.is_protected:
+            self._check_training_stability(metrics["loss"], metrics.get("val_loss", metrics["loss"]))
+
+    # --- the pieces -------------------------------------------------------------------------------------------------
+
+    def _get_gradient_norm(self) -> float:
+        """The global norm of the gradients that are there."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def _clip_gradients(self, max_norm: float | None = None) -> None:
+        """Clip gradients to prevent exploding gradients with comprehensive monitoring."""
+        if max_norm is None:
+            max_norm = self.config.max_grad_norm
+        logger.info(f"Gradient norm before clipping: {self._get_gradient_norm():.6f}")
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and self._check_nan_inf(parameter.grad, f"gradient of {name}"):
+                parameter.grad = self._handle_nan_inf(parameter.grad)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        logger.info(f"Gradient norm after clipping: {self._get_gradient_norm():.6f}")
+
+    def _check_nan_inf(self, tensor: Tensor, name: str = "tensor") -> bool:
+        """Check for NaN/Inf values in tensor."""
+        return check_nan_inf(tensor, name)
+
+    def _handle_nan_inf(self, tensor: Tensor, replacement_value: float = 0.0) -> Tensor:
+        """Handle NaN/Inf values by replacing them."""
+        return handle_nan_inf(tensor, replacement_value)
+
+    # --- the epochs -------------------------------------------------------------------------------------------------
+
+    def _check_training_stability(self, train_loss: float, val_loss: float) -> None:
+        """Check for training instability and take corrective actions."""
+        if not math.isfinite(train_loss):
+            logger.error(f"Training loss is {train_loss}, training may be unstable")
+            self._handle_training_instability("train_loss_nan_inf")
+        if not math.isfinite(val_loss):
+            logger.error(f"Validation loss is {val_loss}, training may be unstable")
+            self._handle_training_instability("val_loss_nan_inf")
+        if len(self.train_history) > 1:
+            prev_train_loss = self.train_history[-2]["loss"]
+            if train_loss > prev_train_loss * 10:
+                logger.warning(f"Training loss exploded from {prev_train_loss:.6f} to {train_loss:.6f}")
+                self._handle_training_instability("loss_explosion")
+        if len(self.val_history) > 1 and len(self.train_history) > 1:
+            prev_val_loss = self.val_history[-2]["loss"]
+            prev_train_loss = self.train_history[-2]["loss"]
+            if val_loss > prev_val_loss and train_loss < prev_train_loss:
+                logger.warning("Potential overfitting detected")
+                self._handle_training_instability("overfitting")
+
+    def _handle_training_instability(self, issue_type: str) -> None:
+        """Handle training instability issues."""
+        key, factor, line = ANSWERS[issue_type]
+        if self._was_answered(key):
+            logger.info(f"{issue_type}: the guard has already changed the {key} in this epoch")
+            return
+        if key == "weight_decay" and self._weight_decay >= self.config.weight_decay * MOST_WEIGHT_DECAY:
+            logger.info(f"{issue_type}: the weight decay is {self._weight_decay:.4g}, and is not raised any further")
+            return
+        logger.info(line)
+        before = self._find_setting(key)
+        reason = f"{issue_type} from one epoch to the next"
+        if self.guard is None:
+            for group in self._param_groups:
+                group[key] *= factor
+        elif key == "lr":
+            self.guard.scale_lr(factor, reason)
+        else:
+            self.guard.scale_weight_decay(factor, reason)
+        self._tell(f"   {line}: {before:.4g} -> {self._find_setting(key):.4g}")
+
+    def _was_answered(self, key: str) -> bool:
+        """Whether the Guard has seen to it since the epoch before this one ended."""
+        if self.guard is None:
+            return False
+        actions = LOWERS_RATE if key == "lr" else (Action.SCALE_WEIGHT_DECAY,)
+        since = self.train_history[-2].get("step", 0) if len(self.train_history) > 1 else 0
+        return any(i.outcome.action in actions and i.step >= since for i in self.guard.incidents)
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def _weight_decay(self) -> float:
+        return self._find_setting("weight_decay")
+
+    def _find_setting(self, key: str) -> float:
+        """Rate or weight decay as a step uses it: the Guard holds its factor only while the optimizer steps."""
+        own = float(max(group[key] for group in self._param_groups))
+        if self.guard is None:
+            return own
+        factor = self.guard.stats()["learning_rate_factor" if key == "lr" else "weight_decay_factor"]
+        return own * float(1.0 if factor is None else factor)
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def monitor_training_health(self) -> dict[str, bool]:
+        """Monitor the health of the training process."""
+        health_status = super().monitor_training_health()
+        for name, parameter in self.model.named_parameters():
+            if self._check_nan_inf(parameter, f"parameter {name}"):
+                health_status["parameters_healthy"] = False
+                logger.error(f"Unhealthy parameter detected: {name}")
+            if parameter.grad is not None and self._check_nan_inf(parameter.grad, f"gradient {name}"):
+                health_status["gradients_healthy"] = False
+                logger.error(f"Unhealthy gradient detected: {name}")
+        parts = {name: fine for name, fine in health_status.items() if name != "overall_healthy"}
+        return {**parts, "overall_healthy": all(parts.values())}
+
+    def get_training_stats(self) -> dict[str, Any]:
+        """Current rates and norms, counts, and the histories."""
+        stats = super().get_training_stats()
+        if stats["current_gradient_norm"] is None:
+            stats["current_gradient_norm"] = self._get_gradient_norm()
+        return {**stats, "current_weight_decay": self._weight_decay}
+
+
+def make_trainer(
+    model: UltraOptimizedSEOMetricsModule, config: UltraOptimizedConfig, *, run_dir: Path, **options: Any
+) -> UltraOptimizedSEOTrainer:
+    """A trainer that writes into `run_dir`, to TensorBoard too where the config asks for it."""
+    sinks = []
+    if config.tensorboard:
+        from steadygrad.record.tensorboard import TensorBoardSink
+
+        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
+    return UltraOptimizedSEOTrainer(model, config, run_dir=run_dir, sinks=sinks, **options)
+
+
+def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Features, words, scores and which were given; of less, features and scores, all of them given."""
+    if len(batch) == 4:
+        features, words, scores, given = batch
+        return features, words, scores, given
+    features, *words, scores = batch
+    return features, words[0] if words else None, scores, torch.ones_like(scores, dtype=torch.bool)
+
+
+# --- metrics ------------------------------------------------------------------------------------------------------
+# Predicted and given scores -> losses and errors, metric by metric. A score that nobody gave counts for nothing.
+
+
+def score_losses(predicted: Tensor, wanted: Tensor, given: Tensor) -> Tensor:  # three [B, M] -> [M]
+    """Mean squared error of each metric, in standardised units; 0 where no score was given."""
+    # The missing ones are taken out before the difference: a mask after it could leave 0 * Inf in the gradient.
+    errors = (predicted.float() - torch.where(given, wanted, predicted.detach().float())).square()
+    return errors.sum(0) / given.sum(0).clamp_min(1)
+
+
+def measure_errors(predicted: Tensor, wanted: Tensor, given: Tensor, metrics: Sequence[str]) -> dict[str, float]:
+    """Mean absolute error of each metric in its own units, and R² over all: 1 is perfect, 0 the scores' mean."""
+    num = given.sum(0).clamp_min(1)
+    errors = torch.where(given, predicted - wanted, 0.0)
+    mean = torch.where(given, wanted, 0.0).sum(0) / num
+    spread = torch.where(given, wanted - mean, 0.0).square().sum(0)
+    share = errors.square().sum(0) / spread.clamp_min(1e-12)
+    told = {f"mae_{name}": float(value) for name, value in zip(metrics, errors.abs().sum(0) / num)}
+    return {**told, "r2": float(1.0 - share.mean())}

@@ -1,0 +1,71 @@
+"""The recipe `sft`: supervised fine-tuning of a language model with LoRA, by transformers' Trainer.
+
+Follows a training whose log read `{'loss': 0.0, 'grad_norm': nan}`. `steadygrad train sft` trains and scores it, with
+`--predict FILE` the trained model answers. transformers and torch are loaded when one of them is called, not before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steadygrad.errors import ConfigError, UsageError
+from steadygrad_recipes.sft.config import QUICK, SftConfig
+from steadygrad_recipes.sft.data import Example, read_file
+
+if TYPE_CHECKING:
+    from steadygrad_recipes.sft.tell import Console
+
+__all__ = ["LOOP", "QUICK", "SUMMARY", "Config", "predict", "train"]
+
+Config = SftConfig
+SUMMARY = "supervised fine-tuning with LoRA, by transformers' Trainer"
+LOOP = "transformers' Trainer"
+
+
+def train(config: SftConfig, *, run_dir: Path, resume: str | None = None, console: Console) -> int:
+    """0: trained, saved and scored."""
+    from steadygrad_recipes.sft.fine_tune import MODEL, train_model
+
+    trained = train_model(config, run_dir=run_dir, resume=resume, console=console)
+    if trained.safe_loss is not None and trained.safe_loss.counts:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in trained.safe_loss.counts.items())
+        console.say(f"Losses that were replaced by a small one: {reasons}.", "yellow")
+    if trained.callback is not None:
+        console.say(trained.callback.guard.summary())
+    console.say(f"{trained.scores} on {trained.scores.num_prompts} held-out prompts.", "bold")
+    console.say(f"Always the commonest answer: {trained.baseline}.")
+    console.say(f"Weights: {run_dir / MODEL}")
+    return 0
+
+
+def predict(config: SftConfig, path: str | Path, *, run_dir: Path, console: Console) -> int:
+    """Answer each prompt of a file: JSON lines as for training, or a prompt a line."""
+    from steadygrad_recipes.sft.fine_tune import MODEL
+    from steadygrad_recipes.sft.metrics import answer
+    from steadygrad_recipes.sft.model import load_trained
+    from steadygrad_recipes.sft.quiet import quiet_libraries
+
+    folder = run_dir / MODEL
+    if not folder.is_dir():
+        raise UsageError(f"{run_dir} holds no trained model ({MODEL}/). Train first, or give its --run-dir.")
+    examples = read_prompts(Path(path))
+    with quiet_libraries():
+        model, tokenizer = load_trained(folder, config, run_dir)
+        texts = answer(model, tokenizer, examples, max_new_tokens=config.max_new_tokens)
+    for example, text in zip(examples, texts):
+        console.say(f"{_spell_prompt(example)} -> {text}")
+    return 0
+
+
+def read_prompts(path: Path) -> list[Example]:
+    """The prompts of a .jsonl file, or the lines of any other."""
+    if path.suffix == ".jsonl":
+        return read_file(path)
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file. Give a .jsonl file with prompts, or a text file with a prompt a line.")
+    return [Example(line, "") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _spell_prompt(example: Example) -> Any:
+    return example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]

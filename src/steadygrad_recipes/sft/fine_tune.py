@@ -1,0 +1,253 @@
+"""SftConfig -> a fine-tuned model in the run directory, trained by transformers' Trainer under our callback.
+
+`train_model` puts together what exists: `stable_training_arguments`, `GradientMonitoringCallback`, `safe_compute_loss`,
+sealed checkpoints, and a Trainer whose order of rows depends on seed and epoch only. `protect=False` and STEADYGRAD=off
+are the plain Trainer. Nothing is written outside of the run directory.
+"""
+
+# ruff: noqa: ARG002 - the arguments of an event are the Trainer's
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steadygrad.adapters.transformers import (
+    GradientMonitoringCallback,
+    SafeLoss,
+    safe_compute_loss,
+    stable_training_arguments,
+)
+from steadygrad.config import FixedNorm, GuardConfig, Policy, Precision
+from steadygrad.config.switch import is_switched_off
+from steadygrad.errors import ConfigError, UsageError
+from steadygrad.extras import import_extra
+from steadygrad.words import spell_count
+from steadygrad_recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
+from steadygrad_recipes.sft.config import SftConfig
+from steadygrad_recipes.sft.data import Examples, read_examples
+from steadygrad_recipes.sft.metrics import Scores, answer, score, score_commonest
+from steadygrad_recipes.sft.model import add_lora, open_model
+from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
+from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
+from steadygrad_recipes.sft.tell import Console, NormKeeper, TrainingVoice
+
+_transformers = import_extra("transformers", "transformers", what="the recipe sft")
+_Trainer: Any = _transformers.Trainer
+_TrainerCallback: Any = _transformers.TrainerCallback
+
+MODEL = "model"
+"""Where the trained weights lie, inside of the run directory."""
+SCORES = "scores.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a training has left."""
+
+    trainer: Any
+    scores: Scores
+    baseline: Scores
+    callback: GradientMonitoringCallback | None
+    safe_loss: SafeLoss | None
+
+
+class SftTrainer(_Trainer):  # type: ignore[misc]
+    """transformers' Trainer, with an order of rows that does not depend on what was drawn before."""
+
+    def __init__(self, *args: Any, group_by_length: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._group_by_length = group_by_length
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        lengths = [len(row["input_ids"]) for row in rows]
+        step_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(1, self.args.world_size)
+        return EpochSampler(lengths, self.args.seed, step_size if self._group_by_length else None)
+
+
+class EpochEvents(_TrainerCallback):  # type: ignore[misc]
+    """Validate and save at the end of each epoch as well as every so many steps, but not twice at one step."""
+
+    def __init__(self) -> None:
+        self._validated = self._saved = -1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Validated at this step."""
+        self._validated = state.global_step
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saved at this step."""
+        self._saved = state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask the Trainer for what has not been done at this step."""
+        control.should_evaluate = args.eval_strategy != "no" and self._validated != state.global_step
+        control.should_save = self._saved != state.global_step
+
+
+def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: str | None = None) -> Trained:
+    """Train, save, answer the held-out prompts. `resume`: 'latest', a run directory or one of its checkpoints."""
+    checkpoint = None
+    if resume == "best":
+        raise UsageError(
+            "--resume best: sft keeps no best checkpoint, its Trainer goes on from the newest. Use --resume latest, or "
+            "one of the folders in RUN/checkpoints."
+        )
+    if resume is not None:
+        checkpoint = find_checkpoint(run_dir if resume == "latest" else Path(resume), console.say)
+        console.say(f"Goes on from {checkpoint}.")
+    examples = read_examples(
+        config.data,
+        config.validation,
+        share=config.validation_share,
+        num_synthetic=config.num_synthetic,
+        largest_amount=config.largest_amount,
+        seed=config.seed,
+        skip_bad_rows=config.skip_bad_rows,
+    )
+    with quiet_libraries(), use_few_threads(config):
+        trained = _train(config, examples, run_dir, console, checkpoint)
+    _write_scores(run_dir / SCORES, trained.scores, trained.baseline)
+    return trained
+
+
+def _train(config: SftConfig, examples: Examples, run_dir: Path, console: Console, checkpoint: Path | None) -> Trained:
+    _transformers.set_seed(config.seed)
+    base, tokenizer = open_model(config, run_dir, examples.training)
+    model = add_lora(base, config)
+    training = encode_all(tokenizer, examples.training, config.max_length, config.long_prompts)
+    validation = encode_all(tokenizer, examples.validation, config.max_length, config.long_prompts)
+    for line in describe_data(examples, training, validation, config):
+        console.say(line)
+    if config.protect and training.num_unlabelled == len(training.rows):
+        raise ConfigError(
+            f"none of the {len(training.rows)} rows to train on has a label left: each prompt alone fills "
+            f"max_length={config.max_length}. Raise it, or use long_prompts=cut_start."
+        )
+    trainer, callback, safe_loss, voice = build_trainer(
+        config, model, tokenizer, training, validation, run_dir, console
+    )
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        voice.close()
+    trainer.save_model(str(run_dir / MODEL))
+    scores, baseline = _score(config, trainer.model, tokenizer, examples)
+    return Trained(trainer, scores, baseline, callback, safe_loss)
+
+
+def build_trainer(
+    config: SftConfig,
+    model: Any,
+    tokenizer: Any,
+    training: Encoded,
+    validation: Encoded,
+    run_dir: Path,
+    console: Console,
+) -> tuple[SftTrainer, GradientMonitoringCallback | None, SafeLoss | None, TrainingVoice]:
+    """A Trainer with everything tied to it that the config asks for."""
+    protected = config.protect and not is_switched_off()
+    norms = NormKeeper()
+    voice = TrainingVoice(console, norms, guarded=protected)
+    callback = None
+    if protected:
+        callback = GradientMonitoringCallback(make_guard_config(config), run_dir=run_dir, sinks=[norms])
+    held_out = validation.drop_unlabelled()
+    trainer = SftTrainer(
+        model=model,
+        args=make_arguments(config, run_dir, validates=bool(held_out)),
+        train_dataset=training.rows,
+        eval_dataset=held_out or None,
+        data_collator=Padder(tokenizer.pad_token_id),
+        processing_class=tokenizer,
+        callbacks=[*([callback] if callback else []), voice, EpochEvents(), SealCheckpoints()],
+        group_by_length=config.group_by_length,
+    )
+    trainer.remove_callback(_transformers.PrinterCallback)
+    safe_loss = safe_compute_loss(trainer) if protected and config.safe_loss else None
+    return trainer, callback, safe_loss, voice
+
+
+def make_guard_config(config: SftConfig) -> GuardConfig:
+    """The settings of the guard: the same clipping as the plain Trainer's."""
+    policy = Policy(early_stopping_patience=config.patience or None)
+    return GuardConfig(clip=FixedNorm(max_norm=config.max_grad_norm), policy=policy)
+
+
+def make_arguments(config: SftConfig, run_dir: Path, *, validates: bool = True) -> Any:
+    """TrainingArguments; what the config leaves open is chosen by `stable_training_arguments`."""
+    return stable_training_arguments(
+        output_dir=str(run_dir / "checkpoints"),
+        num_train_epochs=config.epochs,
+        max_steps=config.max_steps or -1,
+        per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.accumulation_steps,
+        learning_rate=config.rate,
+        warmup_steps=config.warmup_steps,
+        lr_scheduler_type=config.schedule,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        gradient_checkpointing=config.gradient_checkpointing,
+        logging_steps=config.log_every,
+        eval_strategy="steps" if validates else "no",
+        eval_steps=config.eval_every,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        save_total_limit=config.keep_last,
+        seed=config.seed,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=config.use_cpu,
+        remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available() and not config.use_cpu,
+        **_choose_formats(config),
+    )
+
+
+def _choose_formats(config: SftConfig) -> dict[str, bool]:
+    """The Trainer's two switches; empty where the machine decides."""
+    if config.precision is None:
+        return {}
+    on_cpu = config.use_cpu or not torch.cuda.is_available()
+    if config.precision is Precision.FP16 and on_cpu:
+        raise ConfigError(
+            "SftConfig.precision is fp16, and this training runs on the CPU, where the Trainer has no fp16. Use bf16, "
+            "or leave it out; to see fp16 overflow on a CPU set base_precision=fp16."
+        )
+    return {"bf16": config.precision is Precision.BF16, "fp16": config.precision is Precision.FP16}
+
+
+def describe_data(examples: Examples, training: Encoded, validation: Encoded, config: SftConfig) -> Iterator[str]:
+    """What there is to learn from, and every row that is not as it came."""
+    yield f"{spell_count(len(training.rows), 'row')} to train on, {len(validation.rows)} to validate on."
+    if examples.left_out:
+        yield f"{spell_count(len(examples.left_out), 'row')} left out, the first: {examples.left_out[0]}"
+    cut = training.num_cut + validation.num_cut
+    if cut:
+        yield f"{spell_count(cut, 'row')} longer than max_length={config.max_length}: {config.long_prompts.value}."
+    if training.num_unlabelled:
+        yield (
+            f"{spell_count(training.num_unlabelled, 'row')} to train on without a label left: the prompt alone fills "
+            "max_length. Raise it, or use long_prompts=cut_start."
+        )
+    if validation.num_unlabelled:
+        yield f"{spell_count(validation.num_unlabelled, 'row')} without a label left out of the validation loss."
+
+
+def _score(config: SftConfig, model: Any, tokenizer: Any, examples: Examples) -> tuple[Scores, Scores]:
+    asked = examples.validation[: config.num_answers]
+    texts = answer(model, tokenizer, asked, max_new_tokens=config.max_new_tokens)
+    return score(texts, asked, config.tolerance), score_commonest(examples.training, asked, config.tolerance)
+
+
+def _write_scores(path: Path, scores: Scores, baseline: Scores) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps({"scores": asdict(scores), "commonest_answer": asdict(baseline)}) + "\n", encoding="utf-8"
+    )

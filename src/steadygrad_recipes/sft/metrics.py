@@ -1,0 +1,106 @@
+"""Answers of a model -> accuracy and answer rate, on prompts that it has not been trained on.
+
+An answer is what stands between `<answer>` and `</answer>`, or the whole text where the right completion has no such
+mark. Numbers are right within a tolerance, other text when it is the same. Models answer greedily, so that the same
+weights always score the same. Nothing here changes the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steadygrad_recipes.sft.data import Example
+from steadygrad_recipes.sft.rows import encode_prompt
+
+OPEN, CLOSE = "<answer>", "</answer>"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of so many prompts, the share answered rightly, and the share answered at all."""
+
+    accuracy: float
+    answer_rate: float
+    num_prompts: int
+
+    def __str__(self) -> str:
+        return f"accuracy={self.accuracy:.3g}, answer_rate={self.answer_rate:.3g}"
+
+
+def parse_answer(text: str, *, marked: bool = True) -> str | None:
+    """What was answered; None when nothing was."""
+    if marked:
+        _, found, after = text.partition(OPEN)
+        text, closed, _ = after.partition(CLOSE)
+        if not (found and closed):
+            return None
+    return " ".join(text.split()) or None
+
+
+def is_right(given: str | None, expected: str | None, tolerance: float = 0.05) -> bool:
+    """Numbers within `tolerance` of the right one, as a share of it; other text alike."""
+    if given is None or expected is None:
+        return False
+    try:
+        number, right = float(given), float(expected)
+    except ValueError:
+        return given.casefold() == expected.casefold()
+    return math.isfinite(number) and abs(number - right) <= tolerance * abs(right)
+
+
+def score(texts: Sequence[str], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
+    """How good these answers to the examples are, whoever gave them."""
+    num_right = num_answered = 0
+    for text, example in zip(texts, examples, strict=True):
+        marked = OPEN in example.completion
+        given = parse_answer(text, marked=marked)
+        num_answered += given is not None
+        num_right += is_right(given, parse_answer(example.completion, marked=marked), tolerance)
+    count = len(examples)
+    return Scores(num_right / count, num_answered / count, count)
+
+
+def score_commonest(training: Sequence[Example], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
+    """The trivial baseline: to every prompt the completion that is commonest in training."""
+    ((commonest, _),) = Counter(example.completion for example in training).most_common(1)
+    return score([commonest] * len(examples), examples, tolerance)
+
+
+@torch.no_grad()
+def answer(
+    model: Any, tokenizer: Any, examples: Sequence[Example], *, max_new_tokens: int, batch_size: int = 32
+) -> list[str]:
+    """What the model says to each prompt. Prompts of one length share a batch, so that nothing is padded."""
+    was_training = model.training
+    model.eval()
+    prompts = [encode_prompt(tokenizer, example) for example in examples]
+    by_length: dict[int, list[int]] = {}
+    for index, ids in enumerate(prompts):
+        by_length.setdefault(len(ids), []).append(index)
+    texts = [""] * len(prompts)
+    for indices in by_length.values():
+        for start in range(0, len(indices), batch_size):
+            part = indices[start : start + batch_size]
+            for index, text in zip(part, _generate(model, tokenizer, [prompts[i] for i in part], max_new_tokens)):
+                texts[index] = text
+    model.train(was_training)
+    return texts
+
+
+def _generate(model: Any, tokenizer: Any, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
+    ids = torch.tensor(prompts, device=next(model.parameters()).device)  # [B, T]
+    tokens = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return list(tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True))

@@ -1,0 +1,123 @@
+"""Examples -> what the model reads: token ids, and labels in which every token of the prompt is masked.
+
+Prompt and completion are tokenized apart, so that the mask ends exactly where the completion begins, and so that the
+model sees the same prompt when it is asked. `EpochSampler` gives the order of the rows: the same for the same seed and
+epoch, whatever happened before, which is what an exact resume needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from steadygrad.adapters.safe_loss import IGNORE_INDEX
+from steadygrad.errors import ConfigError
+from steadygrad_recipes.sft.config import LongPrompts
+from steadygrad_recipes.sft.data import Example
+
+Row = dict[str, list[int]]
+MEGABATCH = 50
+"""Groups whose rows are sorted together when rows of one length share a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The rows of one set; how many were too long, and how many have no label left."""
+
+    rows: list[Row]
+    num_cut: int
+    num_unlabelled: int
+
+    def drop_unlabelled(self) -> list[Row]:
+        """For validation: a batch without labels has no loss."""
+        return [row for row in self.rows if has_labels(row)]
+
+
+def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
+    """The tokens of what is asked, as in training so when answering."""
+    if isinstance(example.prompt, str):
+        return list(tokenizer(example.prompt)["input_ids"])
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "a prompt is a list of messages, and the tokenizer of the model has no chat template. Give prompts as "
+            "text, or the folder of a chat model."
+        )
+    text = tokenizer.apply_chat_template(list(example.prompt), tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def encode(tokenizer: Any, example: Example, max_length: int, long_prompts: LongPrompts) -> tuple[Row, bool]:
+    """The row, and whether it was cut."""
+    prompt = encode_prompt(tokenizer, example)
+    completion = [*tokenizer(example.completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    excess = len(prompt) + len(completion) - max_length
+    if excess > 0 and long_prompts is LongPrompts.CUT_START:
+        prompt = prompt[min(excess, len(prompt) - 1) :]  # one token is left: the completion follows something
+    ids = [*prompt, *completion][:max_length]
+    labels = [*[IGNORE_INDEX] * len(prompt), *completion][:max_length]
+    return {"input_ids": ids, "labels": labels}, excess > 0
+
+
+def encode_all(tokenizer: Any, examples: Sequence[Example], max_length: int, long_prompts: LongPrompts) -> Encoded:
+    """Every row, none left out."""
+    pairs = [encode(tokenizer, example, max_length, long_prompts) for example in examples]
+    rows = [row for row, _ in pairs]
+    return Encoded(rows, sum(cut for _, cut in pairs), sum(not has_labels(row) for row in rows))
+
+
+def has_labels(row: Row) -> bool:
+    """Whether anything is to be learned from it. A first token is predicted from nothing, so it does not count."""
+    return any(label != IGNORE_INDEX for label in row["labels"][1:])
+
+
+class Padder:
+    """Rows -> a batch, filled up at the right; what is filled up is neither attended to nor learned."""
+
+    def __init__(self, pad_token_id: int) -> None:
+        self._pad = pad_token_id
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        length = max(len(row["input_ids"]) for row in rows)
+
+        def fill(values: list[int], filling: int) -> list[int]:
+            return values + [filling] * (length - len(values))
+
+        ids = [fill(row["input_ids"], self._pad) for row in rows]
+        mask = [fill([1] * len(row["input_ids"]), 0) for row in rows]
+        labels = [fill(row["labels"], IGNORE_INDEX) for row in rows]
+        columns = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return {name: torch.tensor(values) for name, values in columns.items()}  # [B, T]
+
+
+class EpochSampler(Sampler[int]):
+    """The order of the rows in an epoch; with `group_size`, neighbours have about the same length."""
+
+    def __init__(self, lengths: Sequence[int], seed: int, group_size: int | None = None) -> None:
+        self._lengths, self._seed, self._group_size = lengths, seed, group_size
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate before each epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        order: list[int] = torch.randperm(len(self._lengths), generator=generator).tolist()
+        if self._group_size is None:
+            return iter(order)
+        size = self._group_size
+        groups: list[list[int]] = []
+        for start in range(0, len(order), size * MEGABATCH):
+            part = sorted(order[start : start + size * MEGABATCH], key=lambda i: self._lengths[i], reverse=True)
+            groups += [part[i : i + size] for i in range(0, len(part), size)]
+        full, rest = [g for g in groups if len(g) == size], [g for g in groups if len(g) < size]
+        shuffled = [full[i] for i in torch.randperm(len(full), generator=generator).tolist()]
+        return iter([i for group in [*shuffled, *rest] for i in group])
