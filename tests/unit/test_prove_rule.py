@@ -73,18 +73,19 @@ def test_worse_than_the_start_needs_an_excess() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "fresh", "answer"),
+    ("now", "fresh", "began_at", "answer"),
     [
-        ([2.4] * 16, [0.9] * 16, True),
-        ([0.01, *[2.4] * 15], [0.9] * 16, True),
-        ([1.0] * 16, [0.8] * 16, False),  # ahead, and not worth going back for
-        ([0.8] * 16, [1.0] * 16, False),
-        ([-1.0] * 16, [-5.0] * 16, False),
-        ([2.4] * 16, [math.nan] * 16, False),
+        ([2.4] * 16, [0.9] * 16, 4.0, True),
+        ([0.01, *[2.4] * 15], [0.9] * 16, 4.0, True),
+        ([1.0] * 16, [0.8] * 16, 4.0, False),  # ahead, and not worth going back for
+        ([0.01] * 16, [0.001] * 16, 11.0, False),  # ten times ahead where both have learnt nearly all there was
+        ([0.8] * 16, [1.0] * 16, 4.0, False),
+        ([-1.0] * 16, [-5.0] * 16, 4.0, False),
+        ([2.4] * 16, [math.nan] * 16, 4.0, False),
     ],
 )
-def test_a_second_try_must_be_far_ahead(now: list[float], fresh: list[float], answer: bool) -> None:
-    assert is_held_back(now, fresh, config=CONFIG) is answer
+def test_a_second_try_must_be_far_ahead(now: list[float], fresh: list[float], began_at: float, answer: bool) -> None:
+    assert is_held_back(now, fresh, began_at, config=CONFIG) is answer
 
 
 @pytest.mark.parametrize(

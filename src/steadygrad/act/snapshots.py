@@ -340,16 +340,18 @@ class Snapshots:
         return chosen.step
 
     @torch.no_grad()
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self, snapshot: Snapshot, *, clipper: Stateful | None) -> None:
         """Put weights, buffers, optimizers and the loss scaler in place, for somebody who puts them back afterwards.
 
-        Schedules, averages and our own histories stay as they are: a trial is no part of the run.
+        Schedules, averages and our own histories stay as they are: a trial is no part of the run. `clipper`: the
+        trial's own, which gets what the run's knew then; a trial that clips less would have an unfair lead.
         """
         self.before_optimizer()
         snapshot.wait()
-        extras = {name: extra for name, extra in snapshot.state.extras.items() if name == "scaler"}
-        state = dataclasses.replace(snapshot.state, extras=extras)
-        Restorer(state, snapshot.hosts, snapshot.devices, shared=self._shared).restore(self._optimizers, self._extras)
+        wanted = {"scaler": self._extras.get("scaler"), "clip": clipper}
+        extras = {name: extra for name, extra in wanted.items() if extra is not None and name in snapshot.state.extras}
+        state = dataclasses.replace(snapshot.state, extras={name: snapshot.state.extras[name] for name in extras})
+        Restorer(state, snapshot.hosts, snapshot.devices, shared=self._shared).restore(self._optimizers, extras)
 
     def _choose(self, *, older: bool) -> Snapshot | None:
         good = self._keep_common([s for s in self._ring if s.good])

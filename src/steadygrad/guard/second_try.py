@@ -40,7 +40,7 @@ def make_again(
     try:
         with parts.edits.aside(), replaying(), rehearsal.attempt(parts.config, parts.user_scaler) as guard:
             rates = parts.learning_rates()
-            parts.snapshots.load(start)
+            parts.snapshots.load(start, clipper=guard._parts.clipper)
             _set_rates(parts, [rate * factor for rate in rates])
             return [_step(guard, step) for step in steps]
     finally:

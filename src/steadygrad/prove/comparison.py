@@ -38,8 +38,8 @@ Aside = Callable[[], contextlib.AbstractContextManager[Any]]
 """Around replays: no hook of ours hears of them."""
 Rehearse = Callable[[Sequence[HeldStep], Snapshot, float], list[float]]
 """Losses of steps made again from a snapshot with a share of the present learning rate."""
-Rule = Callable[[Sequence[float], Sequence[float]], bool]
-"""Losses of the run, losses of the same steps made again -> whether the run was harmed."""
+Rule = Callable[[Sequence[float], Sequence[float], float], bool]
+"""Last losses of the run, of the same steps made again, and the first of these -> whether the run was harmed."""
 
 
 class Comparison:
@@ -85,22 +85,27 @@ class Comparison:
     ) -> Proof:
         """Would a lower rate have come further on the same batches, from the initial weights? `first`: their loss."""
         return self._compare_again(
-            steps, initial, factor, step, lambda now, lower: is_rate_too_high(now, lower, first, config=self._config)
+            steps, initial, factor, step, lambda now, lower, _: is_rate_too_high(now, lower, first, config=self._config)
         )
 
     def compare_fresh(self, steps: Sequence[HeldStep], reference: Snapshot, step: int) -> Proof:
         """Would earlier weights have come further on the same batches, at the same rate?"""
         return self._compare_again(
-            steps, reference, 1.0, step, lambda now, fresh: is_held_back(now, fresh, config=self._config)
+            steps,
+            reference,
+            1.0,
+            step,
+            lambda now, fresh, began_at: is_held_back(now, fresh, began_at, config=self._config),
         )
 
     def _compare_again(self, steps: Sequence[HeldStep], start: Snapshot, factor: float, step: int, rule: Rule) -> Proof:
         def run() -> Proof:
             num = 2 * self._config.num_batches
             self._test.cost += len(steps) + 4
-            again = self._rehearse(steps, start, factor)[-num:]
+            losses = self._rehearse(steps, start, factor)
+            again = losses[-num:]
             now = [one.loss for one in steps[-num:]]
-            answer = Answer.DAMAGED if rule(now, again) else Answer.UNHARMED
+            answer = Answer.DAMAGED if rule(now, again, losses[0]) else Answer.UNHARMED
             return Proof(
                 answer=answer,
                 step=step,

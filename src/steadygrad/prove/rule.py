@@ -78,14 +78,16 @@ def is_rate_too_high(now: Sequence[float], lower: Sequence[float], first: float,
     return find_excess(now, lower) >= config.lead * abs(_mean(now))
 
 
-def is_held_back(now: Sequence[float], fresh: Sequence[float], *, config: ProveConfig) -> bool:
+def is_held_back(now: Sequence[float], fresh: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
     """Whether earlier weights, trained on the same batches, are far ahead of the run: the data is not to blame then.
 
-    Only a going back that pays for what it costs: losses that may be negative have no such ratio, and prove nothing.
+    `began_at` is what they lost before: the run must lack a real share of what they learnt. Losses that may be negative
+    have no ratio to go by, and prove nothing.
     """
     if not all(v > 0 for v in fresh) or not _leads(now, fresh):
         return False
-    return _mean(now) >= config.fresh_ratio * _mean(fresh)
+    lacks = find_excess(now, fresh)
+    return _mean(now) >= config.fresh_ratio * _mean(fresh) and lacks >= config.lead * (began_at - _mean(fresh))
 
 
 def _leads(now: Sequence[float], other: Sequence[float]) -> bool:
