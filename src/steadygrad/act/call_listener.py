@@ -35,7 +35,7 @@ class CallListener:
     """Calls `hear` of an object that it does not keep alive, with what the hook is given: a model, and more.
 
     A copy of the model, or one that was pickled, gets a mute one that needs nothing of this package: it formats the
-    arguments with no characters each, at a level that nobody listens to. While torch compiles it vanishes.
+    arguments with no characters each, at a level that is never shown. While torch compiles it does nothing.
     """
 
     def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:

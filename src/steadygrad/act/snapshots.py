@@ -341,10 +341,10 @@ class Snapshots:
 
     @torch.no_grad()
     def load(self, snapshot: Snapshot, *, clipper: Stateful | None) -> None:
-        """Put weights, buffers, optimizers and the loss scaler in place, for somebody who puts them back afterwards.
+        """Load weights, buffers, optimizers and the loss scaler for a trial; the caller restores the present ones.
 
-        Schedules, averages and our own histories stay as they are: a trial is no part of the run. `clipper`: the
-        trial's own, which gets what the run's knew then; a trial that clips less would have an unfair lead.
+        Schedules, averages and our own histories stay as they are: a trial is not part of the run. `clipper` is the
+        trial's own and gets the state that the run's had then; a trial that clips less would have an unfair lead.
         """
         self.before_optimizer()
         snapshot.wait()

@@ -229,7 +229,7 @@ def stable_training_arguments(*, arguments_class: Any = None, **overrides: Any) 
 
 
 def _choose_half_precision(overrides: dict[str, Any]) -> dict[str, bool]:
-    """Nothing where the caller has chosen, or where there is no GPU."""
+    """Return bf16 or fp16 as this GPU supports it; neither if the caller chose a precision or there is no GPU."""
     if overrides.get("bf16") or overrides.get("fp16") or overrides.get("use_cpu") or not torch.cuda.is_available():
         return {"bf16": False, "fp16": False}
     chosen = choose_precision("cuda")

@@ -1,7 +1,7 @@
 """A live training -> one plain state: what a checkpoint holds of it.
 
 Weights and every buffer, optimizers, scheduler, scaler, EMA, random generators, gradients that are still accumulating.
-Parameters are known by name, so that a model that has changed is told tensor by tensor. The tensors are the live ones:
+Parameters are known by name, so that changes to a model are reported tensor by tensor. The tensors are the live ones:
 they are copied before anything moves.
 """
 
@@ -41,12 +41,12 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
         return _fill(tree, collector)
 
     kept = {name: fill(tree) for name, tree in captured.extras.items()}
-    told = {path: module.get_extra_state() for path, module in find_extra_state(model)}
+    states = {path: module.get_extra_state() for path, module in find_extra_state(model)}
     left_out = {name: tell_missing(name) for name in extras if name not in kept}
     left_out |= {
         name: _leave_out(f"the state of the {name}", tree) for name, tree in kept.items() if find_unsaved(tree)
     }
-    left_out |= {path: _leave_out(f"the extra state of {path}", t) for path, t in told.items() if find_unsaved(t)}
+    left_out |= {path: _leave_out(f"the extra state of {path}", t) for path, t in states.items() if find_unsaved(t)}
 
     return {
         "model": weights,
@@ -58,7 +58,7 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
             for name, _, _, buffer in find_buffers(model, persistent=persistent)
             if not persistent or name not in weights
         },
-        "extra_state": {path: tree for path, tree in told.items() if path not in left_out},
+        "extra_state": {path: tree for path, tree in states.items() if path not in left_out},
         "optimizers": [
             _gather_optimizer(optimizer, kept, names, fill) for optimizer, kept in zip(optimizers, captured.optimizers)
         ],

@@ -86,7 +86,7 @@ def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | N
 # --- when torch is imported ---------------------------------------------------------------------------------------
 # Calls back when the script has imported torch, and not before: what a script sets up first must still count.
 #
-# Never imports torch itself. A callback that fails is told, and the script goes on.
+# Never imports torch itself. A callback that fails is reported, and the script goes on.
 
 
 def when_torch_arrives(call: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ def when_torch_arrives(call: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands before all other finders until somebody asks for torch, and steps aside then."""
+    """Goes before all other finders until torch is first looked up, then removes itself."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
