@@ -38,8 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("clip",),
     ("measure", "detect", "decide", "record", "losses", "nn", "scan"),
     ("state", "disk"),
-    ("config",),
     ("stats",),
+    ("config",),
     ("facts", "errors", "extras", "words", "moved", "recipes", "_version"),
 )
 """Top to bottom: a part imports only from lines below its own."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from steadygrad.facts import Incident
 
@@ -29,7 +30,20 @@ class SteadygradError(Exception):
 
 
 class ConfigError(SteadygradError, ValueError):
-    """A setting has a value that cannot be meant."""
+    """A setting has a value that cannot be meant.
+
+    `field` is its name and `rule` what it must satisfy, where one field is at fault; `problem` is the message without
+    the field's name in front, for a caller that knows where the value was written.
+    """
+
+    def __init__(self, message: str, *, field: str = "", rule: str = "", problem: str = "") -> None:
+        super().__init__(message)
+        self.field, self.rule, self.problem = field, rule, problem or f": {message}"
+
+    @classmethod
+    def about(cls, owner: str, field: str, problem: str, *, rule: str = "") -> Self:
+        """The error about one field: `owner` is the class that has it, `problem` begins behind the field's name."""
+        return cls(f"{owner}.{field}{problem}", field=field, rule=rule or problem, problem=problem)
 
 
 class UsageError(SteadygradError, RuntimeError):

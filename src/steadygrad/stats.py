@@ -11,10 +11,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadygrad.errors import ConfigError
+from steadygrad.config.checks import is_number, is_whole, require, require_whole
 
 MAD_TO_SIGMA = 1.4826
 """Scale that makes the median absolute deviation of Gaussian noise equal its standard deviation."""
@@ -39,23 +39,25 @@ class Baseline:
         relative_floor: float = 1e-3,
         patience: int = 32,
     ) -> None:
-        rule = "be a whole number, at least 8 to estimate a spread"
-        _require(_is_whole(window) and window >= 8, "window", rule, window, "Use 128 unless steps are very slow.")
-        rule = f"be a whole number between 2 and the window ({window})"
-        fits = _is_whole(min_values) and 2 <= min_values <= window
-        _require(fits, "min_values", rule, min_values, "Use a quarter of the window.")
-        fits = _is_number(outlier_score) and outlier_score > 0
-        _require(fits, "outlier_score", "be a number above 0", outlier_score, "8 is a good value.")
-        fits = _is_number(relative_floor) and 0 <= relative_floor < math.inf
-        _require(fits, "relative_floor", "be a finite number, not negative", relative_floor, "Use 1e-3.")
-        rule = "be a whole number, at least 1"
-        _require(_is_whole(patience) and patience >= 1, "patience", rule, patience, "Use 32.")
         self.window, self.min_values = window, min_values
         self.outlier_score, self.relative_floor, self.patience = outlier_score, relative_floor, patience
+        self._check()
         self._values: deque[float] = deque()
         self._sorted: list[float] = []
         self._refused: deque[float] = deque(maxlen=patience)
         self._spread: float | None = None  # cached; None when the history has changed since
+
+    def _check(self) -> None:
+        hint = "Use 128 unless steps are very slow."
+        require_whole(self, "window", least=8, hint=hint, why=" to estimate a spread")
+        fits = is_whole(self.min_values) and 2 <= self.min_values <= self.window
+        rule = f"be a whole number between 2 and the window ({self.window})"
+        require(fits, self, "min_values", rule, "Use a quarter of the window.")
+        fits = is_number(self.outlier_score) and self.outlier_score > 0
+        require(fits, self, "outlier_score", "be a number above 0", "8 is a good value.")
+        fits = is_number(self.relative_floor) and 0 <= self.relative_floor < math.inf
+        require(fits, self, "relative_floor", "be a finite number, not negative", "Use 1e-3.")
+        require_whole(self, "patience", least=1, hint="Use 32.")
 
     def __len__(self) -> int:
         return len(self._values)
@@ -68,7 +70,7 @@ class Baseline:
     @property
     def median(self) -> float:
         """Median of the history; NaN while it is empty."""
-        return _median(self._sorted)
+        return median(self._sorted)
 
     @property
     def spread(self) -> float:
@@ -127,20 +129,8 @@ class Baseline:
         self._refused.extend(float(v) for v in state["refused"] if math.isfinite(v))
 
 
-def _require(fits: bool, name: str, rule: str, value: object, advice: str) -> None:
-    if not fits:
-        raise ConfigError(f"Baseline.{name} must {rule}, got {value!r}. {advice}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails each comparison by itself
-
-
-def _median(ordered: list[float]) -> float:
+def median(ordered: Sequence[float]) -> float:
+    """The middle of values that are already in order; NaN when there are none."""
     n = len(ordered)
     if n == 0:
         return math.nan

@@ -311,7 +311,7 @@ def test_a_wrong_setting_is_refused_by_name_and_value(setting: str, value: Any) 
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ConfigError, match="no trainable parameter: ReLU"):
         GradientHealthMonitor(nn.ReLU())
-    with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module, got list"):
+    with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module, got <class 'list'>"):
         GradientHealthMonitor([])  # type: ignore[arg-type]
 
 

@@ -11,13 +11,24 @@ from steadygrad.errors import ConfigError
 
 
 def require(condition: bool, owner: object, name: str, rule: str, hint: str) -> None:
+    """Raise a ConfigError about `owner.name` unless the condition holds."""
     if not condition:
         value = getattr(owner, name)
-        raise ConfigError(f"{type(owner).__name__}.{name} must {rule}, got {value!r}. {hint}")
+        raise ConfigError.about(type(owner).__name__, name, f" must {rule}, got {value!r}. {hint}", rule=rule)
+
+
+def require_argument(condition: bool, where: str, rule: str, value: object, hint: str) -> None:
+    """The same for an argument of a function, `where` says of which."""
+    if not condition:
+        raise ConfigError(f"{where} must {rule}, got {value!r}. {hint}")
 
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is not
+
+
+def is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
 
 
 def is_whole(value: object) -> bool:

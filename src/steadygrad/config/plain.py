@@ -135,21 +135,16 @@ def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], path: str,
     while True:
         try:
             return cls(**arguments)
-        except (ConfigError, TypeError) as error:
-            message = str(error)
-            rule = message.partition(", got ")[0]
-            refused = re.match(rf"{cls.__name__}\.(\w+)", rule)  # how each of our messages begins
-            if not any(re.search(rf"\b{name}\b", rule) for name in wrong):
+        except (ConfigError, TypeError) as raised:
+            error = raised if isinstance(raised, ConfigError) else ConfigError(str(raised))
+            if not any(re.search(rf"\b{name}\b", f"{error.field} {error.rule}") for name in wrong):
                 where = path.rstrip(".")
-                line = f"{where or cls.__name__}: {message}"
-                if refused is None:
-                    errors.append(WrongField(where, f": {message}", line))
-                else:
-                    errors.append(WrongField(f"{path}{refused[1]}", message[refused.end() :], line))
-            if refused is None or refused[1] not in arguments:
+                line = f"{where or cls.__name__}: {error}"
+                errors.append(WrongField(f"{path}{error.field}" if error.field else where, error.problem, line))
+            if error.field not in arguments:
                 return None
-            wrong.add(refused[1])
-            del arguments[refused[1]]
+            wrong.add(error.field)
+            del arguments[error.field]
 
 
 def _convert(hint: Any, value: Any, where: str, errors: list[WrongField]) -> Any:

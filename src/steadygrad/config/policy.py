@@ -86,11 +86,15 @@ class Policy:
         for kind, action in answers.items():
             meant = None if kind in KINDS else suggest_kind(kind)
             if meant is not None:
-                raise ConfigError(f"Policy.actions[{kind!r}] names no kind of finding. Did you mean {meant!r}?")
+                raise ConfigError.about(
+                    "Policy", "actions", f"[{kind!r}] names no kind of finding. Did you mean {meant!r}?"
+                )
             if action in (Action.CLIP, Action.SKIP, Action.SANITIZE):
-                raise ConfigError(
-                    f"Policy.actions[{kind!r}] cannot be {action.value!r}: it happens before a step is judged. "
-                    "Use GuardConfig.clip or GuardConfig.on_nonfinite, or Action.ROLLBACK."
+                raise ConfigError.about(
+                    "Policy",
+                    "actions",
+                    f"[{kind!r}] cannot be {action.value!r}: it happens before a step is judged. "
+                    "Use GuardConfig.clip or GuardConfig.on_nonfinite, or Action.ROLLBACK.",
                 )
         require_positive(self, but=("early_stopping_min_delta",))
         delta = self.early_stopping_min_delta

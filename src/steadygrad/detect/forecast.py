@@ -20,9 +20,8 @@ from statistics import NormalDist
 from typing import Any
 
 from steadygrad.config import LossThresholds
-from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Remembering
-from steadygrad.stats import MAD_TO_SIGMA
+from steadygrad.stats import MAD_TO_SIGMA, median
 
 EARLY = 256
 """Values after which the limit comes near its final height; below, it grows with (EARLY / n) ** 1.5."""

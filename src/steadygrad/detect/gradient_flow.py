@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from steadygrad.config import DetectConfig
-from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, Reading, Severity
+from steadygrad.stats import median
 
 FEWEST_ROWS = 8
 """Parameters below which quarters of the model say nothing."""

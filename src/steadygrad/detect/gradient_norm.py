@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect.loss import Restarts
-from steadygrad.detect.medians import Blocks, median
+from steadygrad.detect.medians import Blocks
 from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.facts import Fact, Finding, Reading, Severity
-from steadygrad.stats import Baseline
+from steadygrad.stats import Baseline, median
 
 EARLY_VALUES = 5
 """Norms before `exploding_early_ratio` judges."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from steadygrad.config import DetectConfig, LossThresholds
 from steadygrad.detect.forecast import Forecast
-from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.facts import Fact, Finding, Reading, Severity
+from steadygrad.stats import median
 
 START = 16
 """Losses whose median is where the run began."""

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect.loss import Restarts
-from steadygrad.detect.medians import Blocks, median
+from steadygrad.detect.medians import Blocks
 from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.facts import EpochEnd, Fact, Finding, Reading, Severity
+from steadygrad.stats import median
 
 FEW = 8
 """Losses below which the history says little about noise. Then twice as many must be high, and must agree:"""

@@ -1,18 +1,11 @@
-"""Medians: of an ordered list, and of one block of values after another, which is the slow trend of a noisy series."""
+"""Medians of one block of values after another: the slow trend of a noisy series."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.stats import MAD_TO_SIGMA
-
-
-def median(ordered: Sequence[float]) -> float:
-    """The middle of values that are already in order."""
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
+from steadygrad.stats import MAD_TO_SIGMA, median
 
 
 class Blocks(Remembering):

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 from steadygrad.config import DetectConfig
-from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Episode, Keyed, Remembering
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
-from steadygrad.stats import Baseline
+from steadygrad.stats import Baseline, median
 from steadygrad.words import spell_count
 
 

@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from steadygrad.config.detect import DetectConfig
-from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Remembering, Streak
 from steadygrad.facts import Answer, Fact, Finding, InputScan, ParameterScan, Reading, Severity
+from steadygrad.stats import median
 
 ADVICE = "Set the learning rate to about what it is now, or warm it up over the first hundreds of steps."
 STEADY = 40.0

@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from steadygrad.config import DetectConfig
-from steadygrad.detect.medians import median
 from steadygrad.detect.memory import Remembering
 from steadygrad.detect.nonfinite import spell
 from steadygrad.facts import EpochEnd, Fact, Finding, Reading, Severity, Validation
-from steadygrad.stats import MAD_TO_SIGMA
+from steadygrad.stats import MAD_TO_SIGMA, median
 
 NOISE_POINTS = 12
 """Validations from which the noise is taken: the first ones fall steeply."""

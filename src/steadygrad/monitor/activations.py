@@ -16,9 +16,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from steadygrad.config.checks import is_number, is_positive, require_argument
 from steadygrad.measure import Transfer
 from steadygrad.measure.gradients import is_dtensor
-from steadygrad.monitor.arguments import is_number, is_positive, require, require_model
 
 _log = logging.getLogger("steadygrad")
 
@@ -133,11 +133,12 @@ class ActivationMonitor:
         zero_threshold: float = 1e-6,
         bounds: Mapping[type[nn.Module], tuple[float, float]] | None = None,
     ) -> None:
-        require_model(model, "ActivationMonitor")
+        fits = isinstance(model, nn.Module)
+        require_argument(fits, "ActivationMonitor.model", "be a torch.nn.Module", type(model), "Pass the model itself.")
         _require_zero_threshold(zero_threshold, "ActivationMonitor.zero_threshold")
         for kind, (low, high) in (bounds or {}).items():
             where = f"ActivationMonitor.bounds[{kind.__name__}]"
-            require(low < high, where, "be (low, high)", (low, high), "Put the smaller one first.")
+            require_argument(low < high, where, "be (low, high)", (low, high), "Put the smaller one first.")
         self.model = model
         self._training_only, self._zero_threshold = training_only, zero_threshold
         self._bounds = BOUNDS | dict(bounds or {})
@@ -198,7 +199,7 @@ class ActivationMonitor:
         Near is `threshold` of the way from the middle to a bound: |x| >= 0.99 for Tanh, 0.005 and 0.995 for Sigmoid.
         """
         fits = is_positive(threshold) and threshold <= 1
-        require(fits, "detect_saturated(threshold)", "lie in (0, 1]", threshold, "Use 0.99.")
+        require_argument(fits, "detect_saturated(threshold)", "lie in (0, 1]", threshold, "Use 0.99.")
         bounded = {name: seen.depths for name, seen in self._observed.items() if seen.depths}
         counts = {name: _count(u >= threshold for u in depths.values()) for name, depths in bounded.items()}
         return {name: count / sum(bounded[name]) for name, (count,) in _fetch(counts).items()}
@@ -287,4 +288,4 @@ def _fetch(rows: Mapping[str, Tensor]) -> dict[str, Sequence[float]]:
 
 
 def _require_zero_threshold(value: Any, name: str) -> None:
-    require(is_number(value) and value >= 0, name, "not be negative", value, "Use 1e-6.")
+    require_argument(is_number(value) and value >= 0, name, "not be negative", value, "Use 1e-6.")

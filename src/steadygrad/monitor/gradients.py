@@ -17,10 +17,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from steadygrad.config.checks import is_number, is_positive, require_argument
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import GradientStats, Reading
 from steadygrad.measure import Meter, Transfer
-from steadygrad.monitor.arguments import is_number, is_positive, require, require_model
 
 _log = logging.getLogger("steadygrad")
 
@@ -73,7 +73,8 @@ class GradientHealthMonitor:
         log_frequency: int = 100,
         enable_detailed_logging: bool = True,
     ) -> None:
-        require_model(model, "GradientHealthMonitor")
+        fits = isinstance(model, nn.Module)
+        require_argument(fits, "GradientHealthMonitor.model", "be a torch.nn.Module", type(model), "Pass the model itself.")
         self.model = model
         self.grad_clip_threshold = grad_clip_threshold
         self.vanishing_threshold = vanishing_threshold
@@ -89,13 +90,13 @@ class GradientHealthMonitor:
     def _check_settings(self) -> None:
         owner, low, high = "GradientHealthMonitor", self.vanishing_threshold, self.exploding_threshold
         clip, every = self.grad_clip_threshold, self.log_frequency
-        require(is_positive(clip), f"{owner}.grad_clip_threshold", "be above 0", clip, "Use 1.0.")
-        require(is_positive(high), f"{owner}.exploding_threshold", "be above 0", high, "Use 100.0.")
+        require_argument(is_positive(clip), f"{owner}.grad_clip_threshold", "be above 0", clip, "Use 1.0.")
+        require_argument(is_positive(high), f"{owner}.exploding_threshold", "be above 0", high, "Use 100.0.")
         fits = is_number(low) and 0 <= low < high
         rule = f"lie between 0 and exploding_threshold ({high!r})"
-        require(fits, f"{owner}.vanishing_threshold", rule, low, "Use 1e-7.")
+        require_argument(fits, f"{owner}.vanishing_threshold", rule, low, "Use 1e-7.")
         whole = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-        require(whole, f"{owner}.log_frequency", "be a whole number of steps, at least 1", every, "Use 100.")
+        require_argument(whole, f"{owner}.log_frequency", "be a whole number of steps, at least 1", every, "Use 100.")
         if not self._trainable():
             raise ConfigError(
                 f"{owner}.model has no trainable parameter: {type(self.model).__name__}. "
@@ -161,7 +162,7 @@ class GradientHealthMonitor:
         returned: skip that optimizer step. Under a GradScaler call `scaler.unscale_(optimizer)` first.
         """
         max_norm = self.grad_clip_threshold if max_norm is None else max_norm
-        require(is_positive(max_norm), "apply_gradient_clipping(max_norm)", "be above 0", max_norm, "Use 1.0.")
+        require_argument(is_positive(max_norm), "apply_gradient_clipping(max_norm)", "be above 0", max_norm, "Use 1.0.")
         norm = self._measure(None).grad_norm
         coefficient = max_norm / (norm + 1e-6)  # torch's own formula
         if math.isfinite(norm) and coefficient < 1.0:

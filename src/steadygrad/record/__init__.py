@@ -1,6 +1,7 @@
 """Facts -> sinks. What is written down: a step's scalars, per-parameter numbers, incidents."""
 
-from steadygrad.record.recorder import Recorder, Sink
+from steadygrad.record.recorder import Recorder
 from steadygrad.record.run_directory import RunDirectory
+from steadygrad.record.sink import Sink
 
 __all__ = ["Recorder", "RunDirectory", "Sink"]

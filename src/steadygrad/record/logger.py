@@ -15,9 +15,10 @@ from typing import Any
 from steadygrad.errors import UsageError
 from steadygrad.facts import GradientTable, Incident, StepRecord
 from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_step
+from steadygrad.record.sink import Sink
 
 
-class LoggerSink:
+class LoggerSink(Sink):
     """`Guard(model, optimizer, sinks=[LoggerSink(tracker)])`."""
 
     def __init__(self, logger: Any, *, every: int = 1) -> None:
@@ -37,10 +38,12 @@ class LoggerSink:
         if record.step % self._every == 0 or record.skipped:
             self._send(list_step(record), record.step)
 
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
+    def write_layers(
+        self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
+    ) -> None:
         """Aggregates over the parameters."""
-        if gradients:
-            self._send(list_layers(gradients), step)
+        if numbers := list_layers(gradients, update_ratios):
+            self._send(numbers, step)
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
         """The validation loss."""
@@ -52,9 +55,6 @@ class LoggerSink:
         self._actions[action] += 1
         name = f"incidents/{incident.finding.kind}"
         self._send({f"action/num_{action}": self._actions[action], name: describe_incident(incident)}, incident.step)
-
-    def close(self) -> None:
-        """Nothing: the logger is the caller's."""
 
     def _send(self, values: Mapping[str, Any], step: int) -> None:
         if self._takes_step:

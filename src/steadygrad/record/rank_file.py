@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TextIO
 
 from steadygrad.errors import ConfigError
-from steadygrad.facts import GradientTable, Incident, StepRecord
+from steadygrad.facts import Incident
 from steadygrad.record.encode import to_json
 from steadygrad.record.run_directory import open_to_append
+from steadygrad.record.sink import Sink
 
 FLUSH_SECONDS = 1.0
 
 
-class RankFile:
+class RankFile(Sink):
     """A Sink for the incidents of one rank, and the place for its own numbers."""
 
     def __init__(self, run_dir: str | Path, rank: int, num_ranks: int, *, run_id: str = "", opens: bool = True) -> None:
@@ -73,12 +74,6 @@ class RankFile:
         if self._place is not None:
             self.open(*self._place)
         self._write({"step": step, "loss": loss, "time": _now()})
-
-    def write_step(self, record: StepRecord) -> None:
-        """Rank 0 writes what is equal on all ranks."""
-
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """Rank 0 writes what is equal on all ranks."""
 
     def write_incident(self, incident: Incident) -> None:
         """A line, on disk when this returns."""

@@ -1,69 +1,45 @@
-"""Recorder: hands every fact to every sink. A sink that breaks is told once and switched off; training goes on."""
+"""Recorder: sends every fact to every sink. A sink that breaks is reported once and switched off; training goes on."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any
 
 from steadygrad.facts import GradientTable, Incident, StepRecord
+from steadygrad.record.sink import LooseSink, Sink, as_sink
 
 logger = logging.getLogger("steadygrad")
 
 
-class Sink(Protocol):
-    """Where facts go. Each call comes from the host, after the step was judged."""
+class Recorder(Sink):
+    """Many sinks behind one."""
+
+    def __init__(self, sinks: Iterable[Any] = ()) -> None:
+        self._sinks = [as_sink(sink) for sink in sinks]
 
     def write_step(self, record: StepRecord) -> None:
-        """One step's scalars."""
-        ...
-
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """The per-parameter numbers of a step.
-
-        A sink that takes a third argument, `update_ratios`, is also given name -> update / weight where that was
-        measured, and None where it was not.
-        """
-        ...
-
-    def write_incident(self, incident: Incident) -> None:
-        """One event; must be safe on disk when this returns."""
-        ...
-
-    def close(self) -> None:
-        """Write what is still held back."""
-        ...
-
-
-class Recorder:
-    """Many sinks behind one call."""
-
-    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
-        self._sinks = list(sinks)
-
-    def write_step(self, record: StepRecord) -> None:
-        """One step's scalars, to every sink."""
+        """Send one step's scalars to every sink."""
         self._each(lambda sink: sink.write_step(record))
 
     def write_layers(
         self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
     ) -> None:
-        """The per-parameter numbers of a step, to every sink; the ratios to those that take them."""
-        self._each(lambda sink: _write_layers(sink.write_layers, step, gradients, update_ratios))
+        """Send the per-parameter numbers of a step to every sink."""
+        self._each(lambda sink: sink.write_layers(step, gradients, update_ratios=update_ratios))
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:
-        """A validation loss, to every sink that has `write_validation`; one of one's own may do without."""
-        self._each(lambda sink: getattr(sink, "write_validation", _nothing)(step, epoch, loss))
+        """Send a validation loss to every sink."""
+        self._each(lambda sink: sink.write_validation(step, epoch, loss))
 
     def write_incident(self, incident: Incident) -> None:
-        """One event, to every sink."""
+        """Send one event to every sink."""
         self._each(lambda sink: sink.write_incident(incident))
 
     def flush(self) -> None:
-        """What is held back, of every sink that holds something back."""
-        self._each(lambda sink: getattr(sink, "flush", _nothing)())
+        """Write what the sinks hold back."""
+        self._each(lambda sink: sink.flush())
 
     def close(self) -> None:
         """Close every sink."""
@@ -71,7 +47,7 @@ class Recorder:
             try:
                 sink.close()
             except Exception as error:
-                _tell(sink, error)
+                _report(sink, error)
         self._sinks.clear()
 
     def _each(self, call: Callable[[Sink], None]) -> None:
@@ -80,24 +56,11 @@ class Recorder:
                 call(sink)
             except Exception as error:
                 self._sinks.remove(sink)
-                _tell(sink, error)
-                with contextlib.suppress(Exception):  # told once; now only its files matter
+                _report(sink, error)
+                with contextlib.suppress(Exception):  # already reported; now only its files matter
                     sink.close()
 
 
-def _write_layers(
-    write: Callable[..., None], step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None
-) -> None:
-    """Asked by its signature: a sink of one's own that knows nothing of ratios must go on working."""
-    if update_ratios is not None and "update_ratios" in inspect.signature(write).parameters:
-        write(step, gradients, update_ratios=update_ratios)
-    else:
-        write(step, gradients)
-
-
-def _nothing(*_: object) -> None:
-    """For a sink that does not care."""
-
-
-def _tell(sink: Sink, error: Exception) -> None:
-    logger.error("%s failed and is switched off, training goes on: %r", type(sink).__name__, error)
+def _report(sink: Sink, error: Exception) -> None:
+    name = type(sink.target if isinstance(sink, LooseSink) else sink).__name__
+    logger.error("%s failed and is switched off, training goes on: %r", name, error)

@@ -21,9 +21,10 @@ from typing import Any, TextIO
 from steadygrad.errors import ConfigError
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
 from steadygrad.record.encode import to_json, to_plain
+from steadygrad.record.sink import Sink
 
 
-class RunDirectory:
+class RunDirectory(Sink):
     """A Sink that writes files."""
 
     FLUSH_EVERY = 50

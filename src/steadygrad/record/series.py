@@ -1,4 +1,4 @@
-"""Facts -> named numbers for trackers: `grad/*`, `health/*`, `action/*`, `extra/*`, whatever tracker draws them.
+"""Facts -> named numbers for any tracker: `grad/*`, `update/*`, `health/*`, `action/*`, `extra/*`.
 
 Per-parameter numbers are aggregated: a few numbers over all of them, and one norm for each of at most `MAX_BLOCKS`
 parts of the model. A thousand curves that nobody looks at would cost more than the training. NaN and Inf stay what they
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 
 from steadygrad.facts import NUM_COLUMNS, GradientTable, Incident, StepRecord
 
@@ -34,8 +35,17 @@ def list_step(record: StepRecord) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items() if number is not None}
 
 
-def list_layers(gradients: GradientTable) -> dict[str, float]:
+def list_layers(gradients: GradientTable, update_ratios: Mapping[str, float] | None = None) -> dict[str, float]:
     """The numbers over all parameters of a step, and the norm of each block; empty when there is no gradient."""
+    return {**_list_gradients(gradients), **_list_ratios(update_ratios or {})}
+
+
+def _list_ratios(update_ratios: Mapping[str, float]) -> dict[str, float]:
+    ratios = [ratio for ratio in update_ratios.values() if math.isfinite(ratio)]
+    return {"update/ratio_max": max(ratios), "update/ratio_median": statistics.median(ratios)} if ratios else {}
+
+
+def _list_gradients(gradients: GradientTable) -> dict[str, float]:
     if not gradients:
         return {}
     norms = list_norms(gradients) or [math.nan]

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, StepRecord
 from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_norms, list_step
+from steadygrad.record.sink import Sink
 
 LOWEST = 1e-30
 """What a norm of 0 is drawn as: histograms are of powers of ten, and layers that are dead should show."""
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """`Guard(model, optimizer, sinks=[TensorBoardSink("runs/a/tensorboard")])`."""
 
     def __init__(self, log_dir: str | Path, *, every: int = 1) -> None:
@@ -35,9 +37,11 @@ class TensorBoardSink:
             return
         self._write_scalars(list_step(record), record.step)
 
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
+    def write_layers(
+        self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
+    ) -> None:
         """Aggregates as scalars, and how the norms spread over the layers as a histogram of powers of ten."""
-        self._write_scalars(list_layers(gradients), step)
+        self._write_scalars(list_layers(gradients, update_ratios), step)
         powers = [math.log10(max(norm, LOWEST)) for norm in list_norms(gradients)]
         if powers:
             import torch

@@ -7,19 +7,21 @@ whose logging may run at another pace. A run that was handed over stays open; on
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
 from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_norms, list_step
+from steadygrad.record.sink import Sink
 
 STEP = "optimizer_step"
-PREFIXES = ("grad/*", "health/*", "action/*")
+PREFIXES = ("grad/*", "update/*", "health/*", "action/*")
 SECONDS_BETWEEN_ALERTS = 60
 """Of one title; wandb drops those in between. All incidents are in the run's log."""
 
 
-class WandbSink:
+class WandbSink(Sink):
     """`WandbSink(wandb.init(...))` uses that run; `WandbSink(project="a", mode="offline")` opens one."""
 
     def __init__(self, run: Any = None, *, every: int = 1, alerts: bool = True, **settings: Any) -> None:
@@ -38,9 +40,11 @@ class WandbSink:
         if record.step % self._every == 0 or record.skipped:
             self.run.log({STEP: record.step, **list_step(record)})
 
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
+    def write_layers(
+        self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
+    ) -> None:
         """Aggregates, and how the norms spread over the layers."""
-        numbers: dict[str, Any] = dict(list_layers(gradients))
+        numbers: dict[str, Any] = dict(list_layers(gradients, update_ratios))
         if numbers:
             numbers["grad/layer_norms"] = self._wandb.Histogram(list_norms(gradients))
             self.run.log({STEP: step, **numbers})

@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from steadygrad.facts import GradientTable, Incident, StepRecord
+from steadygrad.facts import StepRecord
+from steadygrad.record import Sink
 
 
-class Progress:
+class Progress(Sink):
     """What a Trainer remembers; also a sink, so that it hears of each step when the guard has judged it."""
 
     def __init__(self) -> None:
@@ -44,15 +45,6 @@ class Progress:
         """One judged step."""
         self._heard.append(record)
         self.add(record.loss, record.grad_norm, skipped=record.skipped)
-
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """Not remembered."""
-
-    def write_incident(self, incident: Incident) -> None:
-        """Not remembered: the guard does."""
-
-    def close(self) -> None:
-        """Nothing is held back."""
 
     def take_heard(self) -> list[StepRecord]:
         """The steps that were judged since the last call."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from steadygrad.config.checks import require
 from steadygrad.errors import ConfigError
 
 IMAGE, VECTOR = "image", "vector"
@@ -179,20 +180,19 @@ def _read_modalities(names: Iterable[str]) -> tuple[str, ...]:
     advice = "Write for example image,en,de,vector."
     if not 2 <= len(listed) <= MAX_MODALITIES:
         given = ", ".join(map(str, listed))
-        raise ConfigError(
-            f"Clip6dConfig.modalities must be two to {MAX_MODALITIES}, got {len(listed)}: {given}. {advice}"
-        )
+        problem = f" must be two to {MAX_MODALITIES}, got {len(listed)}: {given}. {advice}"
+        raise ConfigError.about("Clip6dConfig", "modalities", problem)
     pattern = r"image|vector|[A-Za-z][\w-]*(\.[1-9]\d*)?"
     bad = [name for name in listed if not (isinstance(name, str) and re.fullmatch(pattern, name))]
     twice = sorted({name for name in listed if listed.count(name) > 1})
     if bad or twice:
         what = f"{', '.join(map(repr, bad))} is no modality" if bad else f"{', '.join(twice)} is there twice"
-        raise ConfigError(f"Clip6dConfig.modalities: {what}. {advice} A second caption of a language is en.2.")
+        problem = f": {what}. {advice} A second caption of a language is en.2."
+        raise ConfigError.about("Clip6dConfig", "modalities", problem)
     return listed
 
 
 def _require(owner: object, name: str, fits: bool, rule: str) -> None:
     if not fits:
         default = type(owner).__dataclass_fields__[name].default  # type: ignore[attr-defined]
-        value = getattr(owner, name)
-        raise ConfigError(f"{type(owner).__name__}.{name} must {rule}, got {value!r}. The default is {default!r}.")
+        require(False, owner, name, rule, f"The default is {default!r}.")

@@ -159,9 +159,11 @@ class SftConfig:
         require(rate is None or (is_number(rate) and rate > 0), self, "learning_rate", "be above 0", "Use 2e-4.")
         self._set_enums()
         if self.lora_rank == 0 and self.base_precision is Precision.FP16:
-            raise ConfigError(
-                "SftConfig.base_precision is fp16 while every weight is trained (lora_rank=0): Adam's epsilon of 1e-8 "
-                "is 0 in fp16, and the first step divides by it. Use fp32, or LoRA (lora_rank=16)."
+            raise ConfigError.about(
+                "SftConfig",
+                "base_precision",
+                " is fp16 while every weight is trained (lora_rank=0): Adam's epsilon of 1e-8 "
+                "is 0 in fp16, and the first step divides by it. Use fp32, or LoRA (lora_rank=16).",
             )
 
     def _set_enums(self) -> None:

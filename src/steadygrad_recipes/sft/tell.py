@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from steadygrad.extras import import_extra
-from steadygrad.facts import GradientTable, Incident, StepRecord
+from steadygrad.facts import StepRecord
+from steadygrad.record import Sink
 from steadygrad.words import spell_number
 
 _TrainerCallback: Any = import_extra("transformers", "transformers", what="the recipe sft").TrainerCallback
@@ -34,7 +35,7 @@ class Console(Protocol):
         ...
 
 
-class NormKeeper:
+class NormKeeper(Sink):
     """A Sink that gathers the norms of an epoch's steps, skipped ones apart."""
 
     def __init__(self) -> None:
@@ -62,15 +63,6 @@ class NormKeeper:
         skipped = f", {num_skipped} skipped" if num_skipped else ""
         average, largest = sum(norms) / len(norms), max(norms, key=lambda norm: (math.isnan(norm), norm))
         return f"gradient norm {spell_number(average)} on average, {spell_number(largest)} at most{skipped}"
-
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """Not needed."""
-
-    def write_incident(self, incident: Incident) -> None:
-        """Told by the guard's own logger."""
-
-    def close(self) -> None:
-        """Nothing is held back."""
 
 
 class TrainingVoice(_TrainerCallback):  # type: ignore[misc]

@@ -10,13 +10,14 @@ import contextlib
 from collections import Counter
 from typing import TextIO
 
-from steadygrad.facts import Cause, GradientTable, Incident, StepRecord
+from steadygrad.facts import Cause, Incident
+from steadygrad.record import Sink
 
 SHOWN = 5
 """Incidents of one kind that are told in full."""
 
 
-class Terminal:
+class Terminal(Sink):
     """A Sink that tells incidents, and lines of its own."""
 
     def __init__(self, file: TextIO, *, rank: int | None = None) -> None:
@@ -31,12 +32,6 @@ class Terminal:
             for line in text.splitlines():
                 print(self._prefix + line, file=self._file)
             self._file.flush()
-
-    def write_step(self, record: StepRecord) -> None:
-        """Nothing: steps go into the run directory."""
-
-    def write_layers(self, step: int, gradients: GradientTable) -> None:
-        """Nothing."""
 
     def write_incident(self, incident: Incident) -> None:
         """What was found, what was done, who did it, what to do."""
@@ -54,6 +49,3 @@ class Terminal:
             self.say(f"  {finding.advice}")
         if self._told[finding.kind] == SHOWN:
             self.say(f"  (further incidents of the kind {finding.kind} are only counted)")
-
-    def close(self) -> None:
-        """Nothing: the terminal is not ours."""
