@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from training import DEVICES, assert_same, loss_of, make_batches, make_model, snapshot
 
 from steadygrad.facts import GradientTable, Reading
-from steadygrad.measure import Meter
+from steadygrad.measure import Meter, StepContext
 from steadygrad.measure.leading import measure_adam_rms
 from steadygrad.measure.states import ParameterWatch
 from steadygrad.measure.updates import UpdateMeter
@@ -143,7 +143,7 @@ def test_swallowed_updates_of_a_real_training_are_seen() -> None:
     model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
     m = meter.measure()
     assert m is not None
-    watch.note_step(m.read(m.packed.tolist(), step=0, skipped=False, learning_rates=(0.1,)))
+    watch.note_step(m.read(m.packed.tolist(), StepContext(step=0, learning_rates=(0.1,)), skipped=False))
     optimizer.step()
 
     scan = watch.scan(0)
@@ -308,7 +308,7 @@ def test_a_reading_names_trainable_parameters_without_a_gradient(device: str) ->
 
     m = meter.measure()
     assert m is not None
-    reading = m.read(m.packed.tolist(), step=0, skipped=False, learning_rates=(0.1,))
+    reading = m.read(m.packed.tolist(), StepContext(step=0, learning_rates=(0.1,)), skipped=False)
 
     assert reading.missing == ("2.weight", "2.bias")
     assert reading.missing_share == pytest.approx(51 / (51 + 96))

@@ -23,30 +23,39 @@ class Kind:
     """An action on it waits for the paired test."""
     is_spike: bool = False
     """It speaks of one step that stands out, which is the batch's doing unless the paired test shows otherwise."""
+    at_start: bool = False
+    """It says that training never began to learn, so the initial weights are what it is compared with."""
+    of_settings: bool = True
+    """Another learning rate could have prevented it; the rest speaks of the data, the program or the run."""
 
 
 _ABOUT_STEP = ("nonfinite_loss", "nonfinite_gradient")
 _FATAL = ("nonfinite_parameter", "nonfinite_buffer")
 _SPIKES = ("loss_spike", "exploding_gradient")
-_NEEDS_PROOF = (*("loss_explosion", "unrecovered_loss", "divergence", "rate_too_high", "rising_norm"),)
-_REPORTED = (
-    *("nonfinite_input", "nonfinite_validation", "nonfinite_epoch"),
-    *("loss_plateau", "zero_loss", "replaced_loss", "overfitting", "instability_forecast"),
-    *("high_gradient_norm", "vanishing_gradient", "dead_units"),
-    *("missing_gradient", "stale_gradient", "adam_rms", "update_norm", "update_ratio", "unchanged_parameter"),
-    *("outlier_input", "all_labels_masked", "dead_activation", "saturated_activation", "constant_output"),
+_NEED_PROOF = ("loss_explosion", "unrecovered_loss", "divergence", "rising_norm")
+_AT_START = ("rate_too_high",)
+_OF_SETTINGS = (
+    *("nonfinite_validation", "nonfinite_epoch", "zero_loss", "replaced_loss", "overfitting", "instability_forecast"),
+    *("dead_units", "dead_activation", "saturated_activation", "constant_output"),
+    *("adam_rms", "update_norm", "update_ratio", "scaler_collapse", "underflowing_epsilon", "exception"),
+)
+_NOT_OF_SETTINGS = (
+    *("nonfinite_input", "outlier_input", "all_labels_masked"),  # the data
     *("unregistered_layers", "silent_broadcast", "double_softmax", "anomaly_mode_left_on", "partial_overlap"),
-    *("scaler_collapse", "frequent_clipping", "many_skips", "frequent_actions", "underflowing_epsilon"),
-    *("exception", "resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "asked_for"),
-    *("uncopied_state", "added_gradients", "dropped_gradients"),
+    *("missing_gradient", "stale_gradient", "unchanged_parameter", "added_gradients", "dropped_gradients"),
+    *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate brings these about
+    *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done
+    *("resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),
 )
 
 KINDS: dict[str, Kind] = {
     **{name: Kind(name=name, about_step=True) for name in _ABOUT_STEP},
     **{name: Kind(name=name, fatal=True) for name in _FATAL},
     **{name: Kind(name=name, needs_proof=True, is_spike=True) for name in _SPIKES},
-    **{name: Kind(name=name, needs_proof=True) for name in _NEEDS_PROOF},
-    **{name: Kind(name=name) for name in _REPORTED},
+    **{name: Kind(name=name, needs_proof=True) for name in _NEED_PROOF},
+    **{name: Kind(name=name, needs_proof=True, at_start=True) for name in _AT_START},
+    **{name: Kind(name=name) for name in _OF_SETTINGS},
+    **{name: Kind(name=name, of_settings=False) for name in _NOT_OF_SETTINGS},
 }
 """Name -> Kind."""
 

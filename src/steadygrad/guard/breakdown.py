@@ -12,30 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from steadygrad.facts import Finding, Reading, Severity
+from steadygrad.facts.kinds import find_kind
 from steadygrad.stats import MAD_TO_SIGMA
 
-NOT_OF_SETTINGS = frozenset(
-    {
-        "all_labels_masked",
-        "anomaly_mode_left_on",
-        "double_softmax",
-        "foreign_parameters",
-        "frequent_actions",
-        "frequent_clipping",
-        "high_gradient_norm",
-        "loss_plateau",
-        "many_skips",
-        "missing_gradient",
-        "nonfinite_input",
-        "outlier_input",
-        "silent_broadcast",
-        "stale_gradient",
-        "unchanged_parameter",
-        "unregistered_layers",
-        "vanishing_gradient",
-    }
-)
-"""Kinds that another learning rate would not change, or that too small a one brings about."""
 NUM_LAST = 3
 """Losses whose median must be beyond the start: one batch alone can be."""
 NUM_OVERFLOWS = 6
@@ -103,7 +82,7 @@ class BreakdownWatch:
 
 def keep_telling(findings: Sequence[Finding]) -> list[Finding]:
     """Those above info that settings can have brought about."""
-    return [finding for finding in findings if _matters(finding) and finding.kind not in NOT_OF_SETTINGS]
+    return [finding for finding in findings if _matters(finding) and find_kind(finding.kind).of_settings]
 
 
 def _matters(finding: Finding) -> bool:

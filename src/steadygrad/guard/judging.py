@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.detect.rank_rules import split_facts
@@ -21,7 +20,7 @@ from steadygrad.diagnose.investigator import tell_since_when
 from steadygrad.facts import Cause, Fact, Finding, Reading
 from steadygrad.guard.parts import Moment, Parts
 from steadygrad.measure import Measurement, Ticket
-from steadygrad.measure.meter import FOUND
+from steadygrad.measure.meter import FOUND, StepContext
 from steadygrad.measure.origin import Origin
 from steadygrad.measure.periodic_scans import Looks
 from steadygrad.measure.ranks import Told
@@ -33,7 +32,7 @@ class Pending:
 
     measurement: Measurement
     ticket: Ticket
-    facts: dict[str, Any]
+    context: StepContext
     looks: Looks
     updates: Ticket | None = None
 
@@ -53,7 +52,7 @@ class Judging:
         if pending is None:
             return
         numbers = pending.ticket.wait()
-        reading = pending.measurement.read(numbers, skipped=numbers[FOUND] > 0, **pending.facts)
+        reading = pending.measurement.read(numbers, pending.context, skipped=numbers[FOUND] > 0)
         if pending.updates is not None:
             reading = self.add_updates(reading, pending.updates)
         self.judge(reading, pending.looks, self._parts.meter.read_told(pending.measurement, numbers))

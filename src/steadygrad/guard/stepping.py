@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from steadygrad.guard.parts import Moment, Parts
 from steadygrad.judgement import Event
 from steadygrad.measure import Measurement
 from steadygrad.measure.logged import send_logged
-from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE
+from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE, StepContext
 
 
 class Stepper:
@@ -45,16 +44,17 @@ class Stepper:
         if parts.has_new_parameters:
             self._judging.judge_pending()
             parts.watch_new_parameters()
-        facts: dict[str, Any] = {
-            "num_microbatches": max(1, batches.num),
-            "num_dropped_microbatches": batches.num_dropped,
-        }
-        facts["stale"] = parts.uncleared_gradients.take()
+        context = StepContext(
+            step=self._moment.next_step,
+            num_microbatches=max(1, batches.num),
+            num_dropped_microbatches=batches.num_dropped,
+            stale=parts.uncleared_gradients.take(),
+        )
         looks.own_finite = parts.own_gradients.take()
         if self._moment.logged:
             looks.logged = send_logged(self._moment.logged, parts.transfer)
         if batches.all_dropped:
-            self._skip_all_dropped(facts)
+            self._skip_all_dropped(context)
             return
         if batches.num_dropped:
             parts.gate.average_the_kept(batches)
@@ -69,30 +69,30 @@ class Stepper:
                 "no parameter of the optimizer has a gradient. Run backward before guard.step(), and check that the "
                 "loss depends on the model's parameters."
             )
-        facts["step"] = self._moment.take_step_number()
+        self._moment.take_step_number()
         if parts.reflex.ready_for_device and parts.config.on_nonfinite is not Action.SANITIZE:
-            self._step_on_device(measurement, scale, facts)
+            self._step_on_device(measurement, scale, context)
         else:
-            self._step_on_host(measurement, scale, facts)
+            self._step_on_host(measurement, scale, context)
 
-    def _step_on_device(self, m: Measurement, scale: Tensor | None, facts: dict[str, Any]) -> None:
+    def _step_on_device(self, m: Measurement, scale: Tensor | None, context: StepContext) -> None:
         """Fused optimizers on CUDA: nothing here waits for work of this step."""
         parts, looks = self._parts, self._moment.looks
         carried = parts.reflex.clip(m, scale)
         complete = parts.transfer.mark(m.packed.device)
         self._judging.judge_pending()  # the step before; its scheduler moves the learning rate that this step uses
         if parts.actor.num_to_refuse:  # rolled back: these gradients belong to weights that are gone
-            self.refuse(step=facts["step"])
+            self.refuse(step=context.step)
             return
-        facts["learning_rates"] = self._prepare_optimizers()
-        measure_updates = self._updates_are_due(facts["step"])
+        context = dataclasses.replace(context, learning_rates=self._prepare_optimizers())
+        measure_updates = self._updates_are_due(context.step)
         if measure_updates:
             parts.updates.before()
         with parts.rates.held():
             parts.reflex.step_on_device(m, carried)
         parts.edits.after_optimizer()
-        self._judging.pending = pending = Pending(m, parts.transfer.send(m.packed, after=complete), facts, looks)
-        parts.periodic_scans.after_optimizer(facts["step"], looks)
+        self._judging.pending = pending = Pending(m, parts.transfer.send(m.packed, after=complete), context, looks)
+        parts.periodic_scans.after_optimizer(context.step, looks)
         if parts.scaler.now is not None:
             overflowed = (m.packed[NUM_NONFINITE] > 0) | self._moment.batches.overflowed
             parts.scaler.update(bad_gradient=overflowed, bad_loss=~m.packed[LOSS].isfinite())
@@ -100,23 +100,23 @@ class Stepper:
         if measure_updates:
             pending.updates = parts.transfer.send(parts.updates.after())
 
-    def _step_on_host(self, m: Measurement, scale: Tensor | None, facts: dict[str, Any]) -> None:
+    def _step_on_host(self, m: Measurement, scale: Tensor | None, context: StepContext) -> None:
         """Every other optimizer: one host read, then the host decides."""
         parts, looks = self._parts, self._moment.looks
         self._judging.judge_pending()
-        facts["learning_rates"] = self._prepare_optimizers()
+        context = dataclasses.replace(context, learning_rates=self._prepare_optimizers())
         repaired = self._sanitize_if_bad(m, scale) if parts.config.on_nonfinite is Action.SANITIZE else None
         used = m if repaired is None else repaired
         carried = parts.reflex.clip(used, scale)
         numbers = parts.transfer.send(used.packed).wait()
-        facts["spoilt_buffers"] = {} if numbers[FOUND] > 0 else parts.buffers.find_spoilt()
-        bad = numbers[FOUND] > 0 or bool(facts["spoilt_buffers"])
-        reading = used.read(numbers, skipped=bad, **facts)
+        spoilt = {} if numbers[FOUND] > 0 else parts.buffers.find_spoilt()
+        bad = numbers[FOUND] > 0 or bool(spoilt)
+        reading = used.read(numbers, context, skipped=bad, spoilt_buffers=spoilt)
         told = parts.meter.read_told(used, numbers)
         if repaired is not None:  # tell what was found, and what was made of it
             numbers_found = parts.transfer.send(m.packed).wait()
             told = parts.meter.read_told(m, numbers_found)
-            reading = _as_repaired(m.read(numbers_found, skipped=False, **facts), reading)
+            reading = _as_repaired(m.read(numbers_found, context, skipped=False, spoilt_buffers=spoilt), reading)
         measure_updates = not bad and self._updates_are_due(reading.step)
         if measure_updates:
             parts.updates.before()
@@ -164,7 +164,7 @@ class Stepper:
 
     def tell_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
         """A microbatch was bad, and was left out."""
-        reading = m.read(numbers, step=self._moment.next_step, skipped=True, learning_rates=())
+        reading = m.read(numbers, StepContext(step=self._moment.next_step), skipped=True)
         verdict = Verdict(action=Action.SKIP, reason="drop_bad_microbatches is on")
         outcome = Outcome(action=Action.SKIP, message="the microbatch was left out")
         where = f"microbatch {self._moment.batches.num - 1}"
@@ -172,7 +172,7 @@ class Stepper:
         named = [dataclasses.replace(one, message=f"{where}: {one.message}") for one in found]
         self._parts.judgement.conclude([Event(finding, verdict, outcome) for finding in named])
 
-    def _skip_all_dropped(self, facts: dict[str, Any]) -> None:
+    def _skip_all_dropped(self, context: StepContext) -> None:
         """Every microbatch was bad: the step is skipped, and told with the last one's numbers."""
         parts, batches = self._parts, self._moment.batches
         assert batches.worst is not None
@@ -181,9 +181,10 @@ class Stepper:
         parts.reflex.skip_on_host()
         if batches.overflowed:
             parts.scaler.update(bad_gradient=torch.ones(()), bad_loss=None)
-        facts |= {"step": self._moment.take_step_number(), "learning_rates": parts.learning_rates()}
+        self._moment.take_step_number()
+        context = dataclasses.replace(context, learning_rates=parts.learning_rates())
         told = parts.meter.read_told(m, numbers)
-        self._judging.judge(m.read(numbers, skipped=True, **facts), self._moment.looks, told)
+        self._judging.judge(m.read(numbers, context, skipped=True), self._moment.looks, told)
 
     def _sanitize_if_bad(self, m: Measurement, scale: Tensor | None) -> Measurement | None:
         """The measurement of the repaired gradients; None when there was nothing to repair."""

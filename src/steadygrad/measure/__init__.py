@@ -1,7 +1,7 @@
 """Tensors -> Reading. Reads only: nothing in this package changes a tensor that it did not make."""
 
 from steadygrad.measure.check import check_nan_inf
-from steadygrad.measure.meter import Measurement, Meter
+from steadygrad.measure.meter import Measurement, Meter, StepContext
 from steadygrad.measure.transfer import Ticket, Transfer
 
-__all__ = ["Measurement", "Meter", "Ticket", "Transfer", "check_nan_inf"]
+__all__ = ["Measurement", "Meter", "StepContext", "Ticket", "Transfer", "check_nan_inf"]

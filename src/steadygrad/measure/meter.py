@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -62,6 +62,18 @@ class Plan:
             return (), 0.0
         num_missing = sum(count for _, count in missing)
         return tuple(name for name, _ in missing), num_missing / max(1, num_missing + sum(self.numels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What the host knows of a step whose numbers are still on the device."""
+
+    step: int
+    learning_rates: tuple[float, ...] = ()
+    num_microbatches: int = 1
+    num_dropped_microbatches: int = 0
+    stale: tuple[str, ...] = ()
+    """Parameters whose gradients were not cleared after the step before."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,8 +130,15 @@ class Measurement:
         self.plan.triton.scale(self.plan.addresses, self.packed)
         return True
 
-    def read(self, numbers: Sequence[float], **facts: Any) -> Reading:
-        """The Reading of `numbers`, which is this packed vector on the host; `facts` are those the host knows."""
+    def read(
+        self,
+        numbers: Sequence[float],
+        context: StepContext,
+        *,
+        skipped: bool,
+        spoilt_buffers: Mapping[str, int] | None = None,
+    ) -> Reading:
+        """The Reading of `numbers`, which is this packed vector on the host."""
         num_nonfinite, num_nan = int(numbers[NUM_NONFINITE]), int(numbers[NUM_NAN])
         norm, scale = numbers[NORM], numbers[LOSS_SCALE]
         missing, missing_share = self.plan.find_missing()
@@ -134,7 +153,13 @@ class Measurement:
             gradients=GradientTable(self.plan.names, self.plan.numels, numbers[HEADER : self.plan.length]),
             missing=missing,
             missing_share=missing_share,
-            **facts,
+            step=context.step,
+            learning_rates=context.learning_rates,
+            num_microbatches=context.num_microbatches,
+            num_dropped_microbatches=context.num_dropped_microbatches,
+            stale=context.stale,
+            skipped=skipped,
+            spoilt_buffers=spoilt_buffers or {},
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from steadygrad.config.checks import is_number, is_positive, require_argument
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import GradientStats, Reading
-from steadygrad.measure import Meter, Transfer
+from steadygrad.measure import Meter, StepContext, Transfer
 
 _log = logging.getLogger("steadygrad")
 
@@ -74,7 +74,9 @@ class GradientHealthMonitor:
         enable_detailed_logging: bool = True,
     ) -> None:
         fits = isinstance(model, nn.Module)
-        require_argument(fits, "GradientHealthMonitor.model", "be a torch.nn.Module", type(model), "Pass the model itself.")
+        require_argument(
+            fits, "GradientHealthMonitor.model", "be a torch.nn.Module", type(model), "Pass the model itself."
+        )
         self.model = model
         self.grad_clip_threshold = grad_clip_threshold
         self.vanishing_threshold = vanishing_threshold
@@ -203,7 +205,7 @@ class GradientHealthMonitor:
         if measurement is None:
             return _NO_GRADIENT
         numbers = Transfer(slots=1).send(measurement.packed).wait()
-        return measurement.read(numbers, step=self.num_checks, skipped=False, learning_rates=())
+        return measurement.read(numbers, StepContext(step=self.num_checks), skipped=False)
 
     def _judge(self, reading: Reading) -> GradientHealth:
         norms = list(_norms(reading).values()) or [0.0]

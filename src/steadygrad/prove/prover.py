@@ -221,7 +221,7 @@ class Prover:
             return
         if usable and reading.step == len(self._start.steps):
             self._start.add(captures, float(reading.loss or 0.0))
-        is_needed = self._case is not None and self._case.finding.kind == "rate_too_high"
+        is_needed = self._case is not None and find_kind(self._case.finding.kind).at_start
         if reading.step >= self._config.rate_steps and not is_needed:
             self._start = None
 
@@ -234,7 +234,7 @@ class Prover:
         case.num_rounds += 1
         if proof.answer is Answer.UNHARMED and case.trial is None:
             if self._ranks.many:  # no step is made again there
-                is_rate = case.finding.kind == "rate_too_high"
+                is_rate = find_kind(case.finding.kind).at_start
                 return _tell_unknown(step, "a lower rate is not tried on many ranks") if is_rate else proof
             # Where earlier weights do badly too, no worse is no praise: would they have learnt more since?
             case.trial = self._find_trial(case, proof)
@@ -254,7 +254,7 @@ class Prover:
 
     def _find_trial(self, case: Case, proof: Proof) -> Snapshot | None:
         """Where the steps that are held are made again from; None: the question is answered."""
-        if case.finding.kind == "rate_too_high":
+        if find_kind(case.finding.kind).at_start:
             return self._references.find_initial()
         usual = statistics.median(self._recent) if self._recent else math.nan
         is_new = proof.mean_then > (self._config.ratio * usual if usual > 0 else usual)  # data, or an objective
@@ -265,7 +265,7 @@ class Prover:
 
     def _prepare_trial(self, case: Case) -> None:
         case.held.wanted = self._config.rate_steps
-        is_start = case.finding.kind == "rate_too_high" and self._start is not None
+        is_start = find_kind(case.finding.kind).at_start and self._start is not None
         if is_start and self._start is not None and len(self._start.steps) > len(case.held.steps):
             case.held = self._start  # from the very first step on, so fewer more are needed
 
@@ -285,7 +285,7 @@ class Prover:
 
     def _make_again(self, case: Case, reference: Snapshot, step: int) -> Proof:
         """Would the same steps have come further from earlier weights, or at a lower rate from the initial ones?"""
-        steps, is_rate = case.held.steps, case.finding.kind == "rate_too_high"
+        steps, is_rate = case.held.steps, find_kind(case.finding.kind).at_start
         if is_rate and self._references.is_rate_falling:
             return _tell_unknown(step, "the schedule lowers the learning rate by itself")
         if len(steps) < 4 * self._config.num_batches or not self._may_spend(step, len(steps) + 4):

@@ -15,6 +15,7 @@ from torch import nn
 from steadygrad.act.snapshot import Snapshot
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.facts import Finding
+from steadygrad.facts.kinds import find_kind
 from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.ranks import Ranks
 from steadygrad.prove.paired import CannotTestError
@@ -50,7 +51,7 @@ class References:
         """The newest fair reference; raises CannotTestError where there is none. Every rank makes this call."""
         if self._maximises():
             raise CannotTestError("the optimizer maximises what it is given, so a rising number is no harm")
-        fair = None if finding.kind == "rate_too_high" else self.find_fair(finding)
+        fair = None if find_kind(finding.kind).at_start else self.find_fair(finding)
         if fair is not None:
             return fair
         initial = self.find_initial()
@@ -101,11 +102,11 @@ class References:
     def find_way_back(self, finding: Finding) -> int:
         """The newest verified state from before the trouble; the start when the rate was too high from there on."""
         good = [s.step for s in self._snapshots.list_good() if s.step <= finding.step]
-        return 0 if finding.kind == "rate_too_high" else max(good, default=0)
+        return 0 if find_kind(finding.kind).at_start else max(good, default=0)
 
     def find_factor(self, finding: Finding) -> float | None:
         """What brings the rate back to that of the way back; None when it was not raised, or the rule itself says."""
-        if finding.kind == "rate_too_high":
+        if find_kind(finding.kind).at_start:
             return None
         step = self.find_way_back(finding)
         settings = next((s.settings for s in self._snapshots.list_good() if s.step == step), ())

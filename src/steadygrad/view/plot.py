@@ -8,13 +8,13 @@ from typing import Any
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad.view.marks import MARKS
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.read.validation_log import is_validation
-from steadygrad.view.render.charts import MARKS, list_validation
+from steadygrad.view.render.charts import list_validation
 
 FORMATS = ("png", "svg", "pdf")
-MARK_COLORS = {"rollback": "#8b2fc9", "scale_lr": "#2563c9", "halt": "#c8242f", "scale_weight_decay": "#0b8a7d"}
 
 
 def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
@@ -193,17 +193,17 @@ PANELS: dict[str, Callable[[RunReader, Any], None]] = {
 
 def _mark(run: RunReader, axis: Any) -> None:
     """Where steps were bad, ticks at the bottom; where something was done, lines."""
-    ticks = {"skip": (run.steps.skips, "#c2570c", 0.03), "nonfinite": (run.steps.nonfinite, "#c8242f", 0.09)}
-    for name, (share, color, height) in ticks.items():
+    ticks = {"skip": (run.steps.skips, 0.03), "nonfinite": (run.steps.nonfinite, 0.09)}
+    for name, (share, height) in ticks.items():
         steps = [step for step, _ in share.hits()]
         if steps:
-            place = {"transform": axis.get_xaxis_transform(), "linestyle": "", "markersize": 6}
-            axis.plot(steps, [height] * len(steps), marker="|", color=color, label=MARKS[name], **place)
-    for action, color in MARK_COLORS.items():
-        marks = run.incidents.marks.get(action)
+            place = {"transform": axis.get_xaxis_transform(), "linestyle": "", "markersize": 6, "marker": "|"}
+            axis.plot(steps, [height] * len(steps), color=MARKS[name].color, label=MARKS[name].words, **place)
+    for action, mark in MARKS.items():
+        marks = run.incidents.marks.get(action) if mark.is_turning_point else None
         for i, (step, _) in enumerate(marks.hits()[:60] if marks is not None else ()):
-            label = MARKS[action] if i == 0 else None
-            axis.axvline(step, color=color, linewidth=0.8, linestyle=":", label=label)
+            label = mark.words if i == 0 else None
+            axis.axvline(step, color=mark.color, linewidth=0.8, linestyle=":", label=label)
     axis.grid(alpha=0.25, linewidth=0.5)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=7, loc="upper right", framealpha=0.7)

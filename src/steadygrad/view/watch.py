@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steadygrad.view.headline import Tone, judge_run, list_numbers
+from steadygrad.view.marks import find_mark
 from steadygrad.view.read.incident_log import find_action, find_noticed, look
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.run import RunReader, open_run
-from steadygrad.view.render.charts import MARKS
 from steadygrad.view.sparkline import draw_bars
 from steadygrad.words import make_printable, spell_duration, spell_number
 
@@ -187,7 +187,7 @@ def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
         text.append(make_printable(str(kind)), style=SEVERITY_STYLES.get(severity, ""))
         action = find_action(incident)
         if action != "none":  # before the message: what was done must not be cut off
-            text.append(f"  {make_printable(MARKS.get(action, action))}", style="green")
+            text.append(f"  {make_printable(find_mark(action).words)}", style="green")
         text.append(f"  {make_printable(str(message))}\n")
     text.rstrip()
     title = f"incidents: {run.incidents.count:,}"

@@ -33,7 +33,7 @@ from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
-from steadygrad.measure import Measurement, Meter, Transfer
+from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.record import Recorder, RunDirectory, Sink
 from steadygrad.record.run_folder import RunFolder
@@ -190,14 +190,13 @@ class Watch:
     def _read(self, m: Measurement, num_losses: int) -> Reading:
         numbers = self._transfer.send(m.packed).wait()
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-        return m.read(
-            numbers, step=self._step, skipped=False, learning_rates=rates, num_microbatches=max(1, num_losses)
-        )
+        context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses))
+        return m.read(numbers, context, skipped=False)
 
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
         """Clipping spreads one NaN to every gradient, and makes every large norm the same: tell what was before."""
         m = clipped.measurement
-        before = m.read(self._transfer.send(m.packed).wait(), step=reading.step, skipped=False, learning_rates=())
+        before = m.read(self._transfer.send(m.packed).wait(), StepContext(step=reading.step), skipped=False)
         if before.num_nonfinite == 0 < reading.num_nonfinite:
             return reading  # it went bad afterwards
         return dataclasses.replace(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from steadygrad.view.headline import first_loss, last_loss
+from steadygrad.view.marks import MARKS, find_mark
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.validation_log import is_loss, is_validation
@@ -40,18 +41,6 @@ ABOUT = {
     "ratios": "Powers of ten; about -3 is healthy. Blue hardly moves, red moves too fast.",
     "scale": "What the GradScaler multiplied the loss by.",
 }
-MARKS = {
-    "nonfinite": "not finite",
-    "skip": "skipped",
-    "sanitize": "sanitised",
-    "scale_lr": "learning rate changed",
-    "scale_weight_decay": "weight decay changed",
-    "tighten_clip": "clip threshold changed",
-    "rollback": "rolled back",
-    "halt": "halted",
-    "clip": "clipped",
-}
-"""What was done, in a word."""
 
 
 def describe_charts(run: RunReader) -> dict[str, Any]:
@@ -122,7 +111,9 @@ def _list_marks(run: RunReader) -> list[dict[str, Any]]:
         hits = share.hits()
         if hits:
             steps, counts = [step for step, _ in hits], [count for _, count in hits]
-            marks.append({"kind": kind, "name": MARKS.get(kind, kind), "x": steps, "counts": counts})
+            mark = find_mark(kind)
+            style = {"symbol": mark.symbol, "paint": mark.paint, "through": mark.is_turning_point}
+            marks.append({"kind": kind, "name": mark.words, **style, "x": steps, "counts": counts})
     order = list(MARKS)
     return sorted(marks, key=lambda mark: order.index(mark["kind"]) if mark["kind"] in order else len(order))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from steadygrad.view.marks import find_mark
 from steadygrad.view.read.incident_log import (
     IncidentLog,
     KindTotal,
@@ -19,7 +20,6 @@ from steadygrad.view.read.incident_log import (
 )
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.tail import Row
-from steadygrad.view.render.charts import MARKS
 from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
 from steadygrad.words import spell_value
 
@@ -78,7 +78,7 @@ def render_incident(incident: Row, number: int) -> Html:
         None if rank is None else tag("span", f"rank {rank}", class_="badge rank"),
         tag("strong", kind),
         tag("span", str(look(incident, "finding", "message") or ""), class_="message"),
-        tag("span", MARKS.get(action, action), class_="did") if action != "none" else None,
+        tag("span", find_mark(action).words, class_="did") if action != "none" else None,
     )
     cause = incident.get("cause")
     body = tag(
@@ -191,7 +191,7 @@ def _list_kind(total: KindTotal) -> list[str | Html]:
     steps = f"{total.first_step:,}"
     if total.last_step != total.first_step:
         steps += f" to {total.last_step:,}"
-    done = ", ".join(f"{MARKS.get(action, action)} {n:,}×" for action, n in total.actions.items() if action != "none")
+    done = ", ".join(f"{find_mark(action).words} {n:,}×" for action, n in total.actions.items() if action != "none")
     badge = tag("span", total.severity or "unknown", class_=f"badge {_as_class(total.severity)}")
     return [total.kind, badge, f"{total.count:,}", steps, done or "told only"]
 

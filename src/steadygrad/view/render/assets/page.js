@@ -2,13 +2,7 @@
 /* Numbers (the JSON beside this script, or what the live page is sent) -> charts. Words are HTML already; names go into
    charts through plain(), since the charting library reads a little HTML in its labels. */
 const steadygrad = (() => {
-  const MARKS = {
-    nonfinite: ["x-thin", "--red"], skip: ["line-ns", "--orange"], sanitize: ["diamond", "--teal"],
-    scale_lr: ["triangle-down", "--blue"], scale_weight_decay: ["triangle-up", "--teal"],
-    rollback: ["triangle-left", "--purple"], halt: ["square", "--red"],
-  };
   const MARGIN = { l: 58, r: 14, t: 8, b: 34 };
-  const THROUGH = ["scale_lr", "scale_weight_decay", "rollback", "halt"]; // few, and everything after them is different
   const MOVES = { // shares of the width, at its left and right end
     ArrowLeft: [-0.2, -0.2], ArrowRight: [0.2, 0.2], "+": [0.2, -0.2], "=": [0.2, -0.2], "-": [-0.3, 0.3],
   };
@@ -62,9 +56,9 @@ const steadygrad = (() => {
     hovertemplate: "step %{x:,}<br>" + plain(name) + " %{y:.5~g}<extra></extra>", ...more,
   });
 
-  const lines = (marks) => marks.filter((m) => THROUGH.includes(m.kind)).flatMap((m) => m.x.slice(0, 60).map((x) => ({
+  const lines = (marks) => marks.filter((m) => m.through).flatMap((m) => m.x.slice(0, 60).map((x) => ({
     type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below",
-    line: { color: color(MARKS[m.kind][1]), width: 1, dash: "dot" },
+    line: { color: color(m.paint), width: 1, dash: "dot" },
   })));
 
   function drawLoss(run) {
@@ -75,11 +69,10 @@ const steadygrad = (() => {
     const log = has(loss) && isLogLoss([loss]);
     const traces = has(loss) ? [line(loss, "loss", "--blue")] : [];
     for (const mark of run.marks) {
-      const [symbol, paint] = MARKS[mark.kind] || ["circle", "--soft"];
       traces.push({
         type: "scatter", mode: "markers", x: mark.x, y: mark.x.map(() => rows.indexOf(mark.name)), yaxis: "y2",
         name: plain(mark.name), customdata: mark.counts,
-        marker: { symbol, size: 9, color: color(paint), line: { color: color(paint), width: 2 } },
+        marker: { symbol: mark.symbol, size: 9, color: color(mark.paint), line: { color: color(mark.paint), width: 2 } },
         hovertemplate: "step %{x:,}<br>" + plain(mark.name) + ", %{customdata}×<extra></extra>",
       });
     }
