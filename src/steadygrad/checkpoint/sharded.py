@@ -40,7 +40,6 @@ from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
 from steadygrad.checkpoint.plain import TENSOR, pack_plain, unpack
 from steadygrad.checkpoint.proofs import Proofs
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.disk.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
 from steadygrad.disk.write import WRITING, remove_folder, remove_leftovers, sync_folder
@@ -91,7 +90,7 @@ class ShardedStore:
         aside, target, serial = self._agree_on_folder(step)
         error: str | None = None
         try:
-            write_tensors(shared, aside, group=self._ranks.group)
+            _shared_tensors().write_tensors(shared, aside, group=self._ranks.group)
             entries = self._together(lambda: self._write_own(aside, tree, own))
             self._together(lambda: self._finish(aside, target, entries, step, serial, metrics, about))
         except Exception as failure:  # the same on all ranks
@@ -143,7 +142,7 @@ class ShardedStore:
             file.flush()
             os.fsync(file.fileno())
         mine = [_name_own(self._ranks.rank), *(p.name for p in aside.glob(f"__{self._ranks.rank}_*"))]
-        return _hash_files(aside, [*mine, METADATA] if self._ranks.is_first else mine)
+        return _hash_files(aside, [*mine, _shared_tensors().METADATA] if self._ranks.is_first else mine)
 
     def _finish(
         self,
@@ -295,7 +294,7 @@ def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks)
             return torch.empty_like(like, dtype=record.properties.dtype).detach()
         return torch.empty(record.size, dtype=record.properties.dtype)
 
-    shared = read_tensors(info.path, make_room, group=ranks.group if ranks.many else None)
+    shared = _shared_tensors().read_tensors(info.path, make_room, group=ranks.group if ranks.many else None)
     tensors = {**shared, **plain["own"]}
     devices: dict[int, str] = {}
     state = unpack(plain["tree"], tensors.__getitem__, devices)
@@ -356,3 +355,10 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Ten
         return {TENSOR: path} if tensor.device.type == "cpu" else {TENSOR: path, "device": str(tensor.device)}
 
     return pack_plain(state, take), shared, own
+
+
+def _shared_tensors() -> Any:
+    """Import it when it is used: torch.distributed.checkpoint takes as long to import as half of torch."""
+    from steadygrad.checkpoint import shared_tensors
+
+    return shared_tensors
