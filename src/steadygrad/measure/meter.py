@@ -364,7 +364,7 @@ def _choose(wanted: Implementation, parameters: Sequence[Tensor]) -> Implementat
     if wanted is not Implementation.AUTO and wanted is not Implementation.TRITON:
         return wanted
     on_cuda = bool(parameters) and all(p.is_cuda for p in parameters)
-    available = _triton_is_usable()
+    available = triton_is_usable()
     if wanted is Implementation.TRITON and not (on_cuda and available):
         raise ConfigError(
             "MeasureConfig.implementation is 'triton', but "
@@ -378,7 +378,8 @@ def _choose(wanted: Implementation, parameters: Sequence[Tensor]) -> Implementat
     return Implementation.TRITON if on_cuda and available else Implementation.FOREACH
 
 
-def _triton_is_usable() -> bool:
+def triton_is_usable() -> bool:
+    """Whether a Triton that our kernels are written for is installed."""
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
         return (int(major), int(minor)) >= MIN_TRITON

@@ -20,10 +20,11 @@ from steadygrad.facts import Fact, GraphScan, Reading
 from steadygrad.measure.activations import ActivationWatch, PendingActivations
 from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
-from steadygrad.measure.leading import PendingRms, measure_adam_rms
+from steadygrad.measure.leading import AdamWatch, PendingRms
 from steadygrad.measure.logged import Logged
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
+from steadygrad.measure.transfer import Transfer
 from steadygrad.state.trained_parameters import TrainedParameters
 
 FIRST_STEPS = 8
@@ -59,8 +60,11 @@ class PeriodicScans:
 
     def __init__(self, trained: TrainedParameters, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
         self._trained, self._every = trained, config.scan_every
-        self._weights = ParameterWatch(trained, ranks=ranks)
-        self._activations = ActivationWatch(trained.model)
+        transfer = Transfer(slots=8)  # a look sends up to four, and two may be on their way
+        self._weights = ParameterWatch(trained, transfer=transfer, ranks=ranks)
+        self._adam = AdamWatch(trained.optimizers, trained.named, transfer=transfer)
+        self._activations = ActivationWatch(trained.model, transfer=transfer)
+        self._transfer = transfer
         self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
         self._first: list[Fact] = []
         self._has_begun = False
@@ -93,7 +97,7 @@ class PeriodicScans:
             if self._graph is not None:
                 stack.enter_context(self._graph)
             if due:
-                looks.inputs = scan_inputs(args, kwargs)
+                looks.inputs = scan_inputs(args, kwargs, transfer=self._transfer)
                 stack.enter_context(self._activations)
             yield
         if due:
@@ -109,7 +113,7 @@ class PeriodicScans:
         self.num_since += 1
         due = self._is_due(step)
         if due:
-            looks.rms = measure_adam_rms(self._trained.optimizers, self._trained.named)
+            looks.rms = self._adam.measure()
         if due or (self._every and self.num_since == FIRST_STEPS):
             looks.weights = self._weights.begin()
 

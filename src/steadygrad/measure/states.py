@@ -1,49 +1,69 @@
 """ParameterWatch: all weights and buffers -> a ParameterScan: which are not finite, and which do not move.
 
-A parameter is known again by a hash of its bits, one 64-bit number kept on its device: elements that change make
-another number, up to one chance in billions. Reads the weights a few times, so it is asked for every N steps; the
-numbers take one copy to the host, which `begin()` does not wait for. Reads only.
+A parameter is known again by a hash of its bits, one 64-bit number kept on its device. One pass over the weights, asked
+for every N steps: on CUDA two launches for all tensors of a dtype, and one copy to the host that `begin()` does not
+wait for. Reads only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steadygrad.facts import NUM_COLUMNS, ParameterScan, Reading
+from steadygrad.measure.kernels import looks as plain_looks
+from steadygrad.measure.kernels.looks import NAN, NONFINITE, NORM, NUM_NUMBERS
+from steadygrad.measure.meter import triton_is_usable
 from steadygrad.measure.ranks import Ranks
-from steadygrad.measure.rows import PendingRows, is_readable, send_rows, split_flat
-from steadygrad.measure.transfer import Transfer
+from steadygrad.measure.rows import is_readable, split_flat
+from steadygrad.measure.transfer import Ticket, Transfer
 from steadygrad.state.shards import take_local
 from steadygrad.state.trained_parameters import TrainedParameters
 
-PARAMETER, BUFFER, NORM = "parameter:", "buffer:", "norm:"
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Knuth's multiplicative hash, 2^64 / the golden ratio, as a signed number."""
+CHANGED = NUM_NUMBERS
+WIDTH = NUM_NUMBERS + 1
+"""Numbers of a tensor: those of a look, and whether its bits have changed since the one before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A tensor that is looked at."""
+
+    name: str
+    tensor: Tensor
+    is_buffer: bool = False
+    is_trained: bool = False
+    is_weighed: bool = False
+    """Whether its norm tells how far training has moved it."""
 
 
 class PendingParameterScan:
     """A look at the weights whose numbers are on their way. Read once."""
 
-    def __init__(self, watch: ParameterWatch, rows: PendingRows) -> None:
-        self._watch, self._rows = watch, rows
+    def __init__(
+        self, watch: ParameterWatch, subjects: Sequence[Subject] = (), ticket: Ticket | None = None, *, compares: bool
+    ) -> None:
+        self._watch, self._subjects, self._ticket, self._compares = watch, subjects, ticket, compares
 
     def read(self, step: int) -> ParameterScan:
         """The scan after `step`; tell the watch about the Reading of that step first."""
-        rows, pushed = self._rows.read(), self._watch.take_pushed(step)
-        parameters, buffers = _select(rows, PARAMETER), _select(rows, BUFFER)
-        changed = {name: row[1] > 0 for name, row in parameters.items() if len(row) == 2}
+        numbers = self._ticket.wait() if self._ticket is not None else ()
+        pushed = self._watch.take_pushed(step)
+        rows = [(subject, numbers[WIDTH * i : WIDTH * (i + 1)]) for i, subject in enumerate(self._subjects)]
+        known = [(s.name, row[CHANGED]) for s, row in rows if s.is_trained and self._compares and row[CHANGED] >= 0]
+        counts = {s: int(row[NONFINITE if not s.is_buffer or is_statistic(s.name) else NAN]) for s, row in rows}
         return ParameterScan(
             step=step,
-            nonfinite_parameters={name: int(row[0]) for name, row in parameters.items() if row[0]},
-            nonfinite_buffers={name: int(row[0]) for name, row in buffers.items() if row[0]},
-            unchanged=tuple(name for name, moved in changed.items() if not moved and name in pushed),
-            num_changed=sum(changed.values()),
-            changed=tuple(name for name, moved in changed.items() if moved),
-            norms={name: row[0] for name, row in _select(rows, NORM).items()},
+            nonfinite_parameters={s.name: num for s, num in counts.items() if num and not s.is_buffer},
+            nonfinite_buffers={s.name: num for s, num in counts.items() if num and s.is_buffer},
+            unchanged=tuple(name for name, changed in known if not changed and name in pushed),
+            num_changed=sum(changed > 0 for _, changed in known),
+            changed=tuple(name for name, changed in known if changed),
+            norms={s.name: row[NORM] for s, row in rows if s.is_weighed},
         )
 
 
@@ -63,7 +83,8 @@ class ParameterWatch:
         # weights tells nothing.
         odd = {id(p) for o in trained.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
         self._weighed = {name for name, p in trained.named if id(p) not in odd}
-        self._hashes: dict[str, Tensor] = {}
+        self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the look before
+        self._looks: dict[torch.device, Looker] = {}
         self._still = set(self._groups)  # parameters that nothing has pushed since the scan before
         self._pushed: dict[str, int] = {}  # those that something has, and the step that did
 
@@ -80,11 +101,13 @@ class ParameterWatch:
     def begin(self) -> PendingParameterScan:
         """Queue a look at the weights as they are now; waits for nothing."""
         try:
-            rows = self._share(self._look_at_all())
-            return PendingParameterScan(self, send_rows(rows, self._transfer))
+            subjects = list(self._list_subjects())
+            numbers, compares = self._look_at(subjects)
+            ticket = (self._transfer or Transfer(slots=1)).send(numbers.reshape(-1))
+            return PendingParameterScan(self, subjects, ticket, compares=compares)
         except Exception:  # a tensor of its own kind, or no memory: looking must never end the training
-            self._hashes = {}
-            return PendingParameterScan(self, PendingRows())
+            self._last = None
+            return PendingParameterScan(self, compares=False)
 
     def scan(self, step: int) -> ParameterScan:
         """`begin()` and read: one host read."""
@@ -99,67 +122,125 @@ class ParameterWatch:
 
     def forget(self) -> None:
         """The weights were replaced (rollback, load): the next scan compares with nothing."""
-        self._hashes = {}
+        self._last = None
         self.take_pushed(1 << 62)
 
-    @torch.no_grad()
-    def _look_at_all(self) -> dict[str, Tensor]:
-        rows = {PARAMETER + name: self._look(name, tensor) for name, tensor in self._parameters()}
-        for name, tensor in self._parameters():
-            is_there = tensor.numel() > 0 or self._ranks.many  # a part may be empty, and must have its row all the same
-            if name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and is_there:
-                rows[NORM + name] = _measure_norm(tensor).reshape(1)
-        for name, tensor in self._model.named_buffers():
-            tensor = take_local(tensor)
-            if is_readable(tensor):
-                rows[BUFFER + name] = count_bad(name, tensor).reshape(1)
-        return rows
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters, then those that only an optimizer holds."""
+    def _list_subjects(self) -> Iterator[Subject]:
+        """The model's parameters, those that only an optimizer holds, and buffers that can be other than finite."""
         seen: set[int | str] = set()
-        for name, tensor in (*self._model.named_parameters(), *self._named):
+        for name, whole in (*self._model.named_parameters(), *self._named):
+            tensor = take_local(whole)
             # By name too: a parameter that was exchanged would else stand here twice, the one that is gone last.
-            if id(tensor) not in seen and name not in seen and is_readable(take_local(tensor)):
-                seen |= {id(tensor), name}
-                yield name, take_local(tensor)
+            if id(whole) in seen or name in seen or not is_readable(tensor):
+                continue
+            seen |= {id(whole), name}
+            is_trained = name in self._groups
+            if is_trained or _can_be_nonfinite(tensor):
+                is_there = tensor.numel() > 0 or self._ranks.many  # a part may be empty, and must have its row
+                weighed = name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and is_there
+                yield Subject(name, tensor, is_trained=is_trained, is_weighed=weighed)
+        for name, buffer in self._model.named_buffers():
+            tensor = take_local(buffer)
+            if is_readable(tensor) and _can_be_nonfinite(tensor):
+                yield Subject(name, tensor, is_buffer=True)
 
-    def _share(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def _look_at(self, subjects: Sequence[Subject]) -> tuple[Tensor, bool]:
+        """Float64 [N, 4], what a look gives and whether the hash changed; and whether hashes could be compared."""
+        numbers, hashes = self._look_on_each_device(subjects)
+        names = [subject.name for subject in subjects]
+        last, self._last = self._last, (names, hashes)
+        changed = torch.full((len(names), 1), -1.0, dtype=torch.float64, device=numbers.device)
+        if last is not None and last[1].device == hashes.device:
+            if last[0] == names:
+                changed = (hashes != last[1]).double().unsqueeze(1)
+            else:  # parameters came or went: compare those that stayed
+                places = {name: i for i, name in enumerate(last[0])}
+                stayed = [(i, places[name]) for i, name in enumerate(names) if name in places]
+                now, then = torch.tensor(stayed, device=hashes.device, dtype=torch.int64).reshape(-1, 2).unbind(1)
+                changed[now, 0] = (hashes[now] != last[1][then]).double()
+        return self._share(torch.cat([numbers, changed], 1), subjects), last is not None
+
+    def _look_on_each_device(self, subjects: Sequence[Subject]) -> tuple[Tensor, Tensor]:
+        by_device: dict[torch.device, list[int]] = {}
+        for i, subject in enumerate(subjects):
+            by_device.setdefault(subject.tensor.device, []).append(i)
+        parts = [self._look_on(device, [subjects[i] for i in rows]) for device, rows in by_device.items()]
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return torch.empty(0, NUM_NUMBERS, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+        device = parts[0][0].device
+        order = torch.tensor([i for rows in by_device.values() for i in rows], device=device).argsort()
+        numbers, hashes = (torch.cat([part[k].to(device) for part in parts])[order] for k in range(2))
+        return numbers, hashes
+
+    def _look_on(self, device: torch.device, subjects: Sequence[Subject]) -> tuple[Tensor, Tensor]:
+        if device not in self._looks:
+            self._looks[device] = Looker(device)
+        return self._looks[device].look(subjects)
+
+    def _share(self, numbers: Tensor, subjects: Sequence[Subject]) -> Tensor:
         """On many ranks norms of whole weights, and of all other numbers the largest: what one sees, all must know."""
-        if not self._ranks.many or not rows:
-            return rows
+        if not self._ranks.many:
+            return numbers
         if self._ranks.is_joining:  # not all would answer, and what one sees alone none may act on
-            return {}
-        device = next(iter(rows.values())).device
-        names = [key for key in rows if key.startswith(NORM)]
-        others = [key for key in rows if key not in set(names)]
-        packed = self._ranks.find_largest(torch.cat([rows[key].to(device) for key in others]))
-        shared = dict(zip(others, packed.split([rows[key].numel() for key in others])))
-        if names:
+            numbers[:] = 0.0
+            numbers[:, CHANGED] = -1.0
+            return numbers
+        shared = self._ranks.find_largest(numbers)
+        weighed = [i for i, subject in enumerate(subjects) if subject.is_weighed]
+        if weighed:
             whole = dict((*self._model.named_parameters(), *self._named))
-            norms = torch.cat([rows[key].to(device) for key in names])
-            norms = self._ranks.combine_norms(norms, [whole[key.removeprefix(NORM)] for key in names])
-            shared |= dict(zip(names, norms.split(1)))
+            norms = self._ranks.combine_norms(numbers[weighed, NORM], [whole[subjects[i].name] for i in weighed])
+            shared[weighed, NORM] = norms
         return shared
-
-    def _look(self, name: str, tensor: Tensor) -> Tensor:
-        """Non-finite elements, and for a parameter seen before whether it changed: float64 [1] or [2]."""
-        count = _count_nonfinite(tensor)
-        if name not in self._groups:
-            return count.reshape(1)
-        new, old = _hash_bits(tensor), self._hashes.get(name)
-        self._hashes[name] = new
-        if old is None or old.device != new.device:
-            return count.reshape(1)
-        return torch.stack([count, (new != old).double()])
 
     def _has_rate(self, name: str, rates: tuple[float, ...]) -> bool:
         group = self._groups[name]
         return group < len(rates) and rates[group] > 0
 
 
-def _select(rows: Mapping[str, Sequence[float]], kind: str) -> dict[str, Sequence[float]]:
-    return {key.removeprefix(kind): row for key, row in rows.items() if key.startswith(kind)}
+class Looker:
+    """Looks at the tensors of one device: by kernels over a table of addresses on CUDA, tensor by tensor elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._has_kernels = device.type == "cuda" and triton_is_usable()
+        self._shapes: list[tuple[int, torch.dtype]] = []
+        self._kernels: Any = None
+
+    def look(self, subjects: Sequence[Subject]) -> tuple[Tensor, Tensor]:
+        """Numbers float64 [N, 3] and hashes int64 [N]."""
+        tensors = [subject.tensor for subject in subjects]
+        if not self._has_kernels:
+            return plain_looks.look_at(tensors, [subject.is_trained for subject in subjects])
+        from steadygrad.measure.kernels import triton_looks
+
+        fast = [i for i, tensor in enumerate(tensors) if triton_looks.fits(tensor)]
+        others = sorted(set(range(len(tensors))) - set(fast))
+        parts = []
+        if fast:
+            parts.append(self._look_fast([tensors[i] for i in fast]))
+        if others:
+            parts.append(plain_looks.look_at([tensors[i] for i in others], [subjects[i].is_trained for i in others]))
+        if len(parts) == 1:
+            return parts[0]
+        order = torch.tensor([*fast, *others]).argsort().to(tensors[0].device, non_blocking=True)
+        numbers, hashes = (torch.cat([part[k] for part in parts])[order] for k in range(2))
+        return numbers, hashes
+
+    def _look_fast(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        from steadygrad.measure.kernels.triton_looks import WeightLook
+
+        shapes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
+        if shapes != self._shapes:
+            self._shapes, self._kernels = shapes, WeightLook(tensors)
+        found: tuple[Tensor, Tensor] = self._kernels.look(tensors)
+        return found
+
+
+def _can_be_nonfinite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_statistic(name: str) -> bool:
@@ -183,28 +264,5 @@ def _held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _measure_norm(tensor: Tensor) -> Tensor:
-    """In float32 at least: the norm of many half-precision elements does not fit their own range."""
-    pieces = [piece.float() if piece.element_size() < 4 else piece for piece in split_flat(tensor)]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece).double() for piece in pieces]))
-    return norm
-
-
 def _plain(piece: Tensor) -> Tensor:
     return piece.float() if piece.element_size() == 1 else piece  # float8 has few operators
-
-
-def _hash_bits(tensor: Tensor) -> Tensor:
-    """A number that depends on every bit of every element: int64 scalar."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    return torch.stack([_hash_piece(piece) for piece in split_flat(tensor)]).sum()
-
-
-def _hash_piece(piece: Tensor) -> Tensor:
-    """Sum of mixed bit patterns. Without the mixing one ulp up here and one ulp down there would cancel."""
-    if piece.dtype is torch.bool:
-        piece = piece.to(torch.int8)
-    bits = piece.view(INTEGERS[piece.element_size()])
-    mixed = bits.to(torch.int64) * MULTIPLIER  # not in place: the bits of a float64 are the parameter itself
-    return mixed.bitwise_xor_(mixed >> 32).sum()

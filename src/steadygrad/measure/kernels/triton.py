@@ -244,8 +244,37 @@ class AddressTable:
         return self._device[self._slot]
 
 
+class Chunks:
+    """How a list of tensors (sizes and dtypes fixed, addresses free) is cut into chunks, those of one dtype together.
+
+    `spans` are (dtypes, first chunk, number of chunks): one launch each. The tables are on the device.
+    """
+
+    def __init__(self, numels: Sequence[int], dtypes: Sequence[Any], device: torch.device, chunk: int) -> None:
+        self.size = chunk
+        spans: list[tuple[Any, int, int]] = []
+        tensors: list[int] = []
+        indices: list[int] = []
+        bounds = [(0, 0)] * len(numels)  # chunks are ordered by dtype, not by tensor: each has its own [first, last)
+        for i in sorted(range(len(numels)), key=lambda i: str(dtypes[i])):
+            num, first = -(-numels[i] // chunk), len(tensors)
+            tensors += [i] * num
+            indices += range(num)
+            bounds[i] = (first, len(tensors))
+            if spans and spans[-1][0] == dtypes[i]:
+                spans[-1] = (dtypes[i], spans[-1][1], spans[-1][2] + num)
+            else:
+                spans.append((dtypes[i], first, num))
+        self.spans = [span for span in spans if span[2]]
+        self.num, self.num_tensors = len(tensors), len(numels)
+        self.tensors = torch.tensor(tensors, dtype=torch.int32, device=device)
+        self.indices = torch.tensor(indices, dtype=torch.int32, device=device)
+        self.bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self.numels = torch.tensor(numels, dtype=torch.int64, device=device)
+
+
 class Plan:
-    """How one list of tensors (sizes and dtypes fixed, addresses free) is cut into chunks."""
+    """What measures one list of gradients, step after step."""
 
     def __init__(
         self,
@@ -257,32 +286,12 @@ class Plan:
         num_warps: int = 8,
     ) -> None:
         device = gradients[0].device
-        self.chunk = chunk
-        order = sorted(range(len(gradients)), key=lambda i: str(gradients[i].dtype))
-        spans: list[tuple[Any, int, int]] = []  # (dtype, first chunk, number of chunks)
-        chunk_tensor: list[int] = []
-        chunk_index: list[int] = []
-        tensors_first = [0] * len(gradients)
-        tensors_last = [0] * len(gradients)
-        for i in order:
-            dtype = TRITON_DTYPES[gradients[i].dtype]
-            num = -(-gradients[i].numel() // chunk)
-            tensors_first[i] = len(chunk_tensor)
-            chunk_tensor += [i] * num
-            chunk_index += range(num)
-            tensors_last[i] = len(chunk_tensor)
-            if spans and spans[-1][0] == dtype:
-                spans[-1] = (dtype, spans[-1][1], spans[-1][2] + num)
-            else:
-                spans.append((dtype, tensors_first[i], num))
-        self.spans = [span for span in spans if span[2]]
-        self.num_chunks, self.num_tensors = len(chunk_tensor), len(gradients)
-        self._chunk_tensor = torch.tensor(chunk_tensor, dtype=torch.int32, device=device)
-        self._chunk_index = torch.tensor(chunk_index, dtype=torch.int32, device=device)
-        # Chunks are ordered by dtype, not by tensor: each tensor keeps its own [first, last) pair.
-        bounds = list(zip(tensors_first, tensors_last))
-        self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
-        self._numels = torch.tensor([g.numel() for g in gradients], dtype=torch.int64, device=device)
+        dtypes = [TRITON_DTYPES[g.dtype] for g in gradients]
+        self._chunks = Chunks([g.numel() for g in gradients], dtypes, device, chunk)
+        self.chunk, self.spans = chunk, self._chunks.spans
+        self.num_chunks, self.num_tensors = self._chunks.num, self._chunks.num_tensors
+        self._chunk_tensor, self._chunk_index = self._chunks.tensors, self._chunks.indices
+        self._bounds, self._numels = self._chunks.bounds, self._chunks.numels
         self._partials = torch.empty(NUM_PARTIALS * max(1, self.num_chunks), dtype=torch.float32, device=device)
         self._addresses = AddressTable(len(gradients), device)
         self._one = torch.ones((), device=device)

@@ -1,0 +1,53 @@
+"""What a look at the weights computes, in plain torch: the specification, and the way for every device but CUDA.
+
+A tensor becomes three numbers (how many elements are not finite, how many of those are NaN, the L2 norm) and a hash of
+its bits: elements that change make another hash, up to one chance in billions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from steadygrad.measure.rows import split_flat
+
+NONFINITE, NAN, NORM = range(3)
+NUM_NUMBERS = 3
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
+"""Knuth's multiplicative hash, 2^64 / the golden ratio, as a signed number."""
+
+
+@torch.no_grad()
+def look_at(tensors: Sequence[Tensor], hashed: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Numbers float64 [N, 3] and hashes int64 [N] of tensors on one device; 0 where no hash is asked for."""
+    device = tensors[0].device
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    numbers = torch.stack([_measure(tensor) for tensor in tensors])
+    return numbers, torch.stack([_hash_bits(t) if yes else zero for t, yes in zip(tensors, hashed)])
+
+
+def _measure(tensor: Tensor) -> Tensor:
+    if not tensor.numel():
+        return torch.zeros(NUM_NUMBERS, dtype=torch.float64, device=tensor.device)
+    pieces = [piece.float() if piece.element_size() < 4 else piece for piece in split_flat(tensor)]
+    nonfinite = torch.stack([(~piece.isfinite()).sum() for piece in pieces]).sum()
+    nans = torch.stack([piece.isnan().sum() for piece in pieces]).sum()
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece).double() for piece in pieces]))
+    return torch.stack([nonfinite.double(), nans.double(), norm])
+
+
+def _hash_bits(tensor: Tensor) -> Tensor:
+    """A number that depends on every bit of every element: int64 scalar."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return torch.stack([_hash_piece(piece) for piece in split_flat(tensor)]).sum()
+
+
+def _hash_piece(piece: Tensor) -> Tensor:
+    """Sum of mixed bit patterns. Without the mixing one ulp up here and one ulp down there would cancel."""
+    bits = piece.view(INTEGERS[piece.element_size()])
+    mixed = bits.to(torch.int64) * MULTIPLIER  # not in place: the bits of a float64 are the parameter itself
+    return mixed.bitwise_xor_(mixed >> 32).sum()

@@ -1,0 +1,96 @@
+"""The kernels that look at weights and at Adam's moments equal the specification in plain torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import DEVICES, loss_of, make_batches, make_model
+
+from steadygrad.measure.kernels import looks
+from steadygrad.measure.leading import _measure as measure_rms
+
+triton_looks = pytest.importorskip("steadygrad.measure.kernels.triton_looks")
+DEVICE = DEVICES[-1]
+"""CUDA where there is one; the interpreter runs the kernels on the CPU elsewhere."""
+
+
+def assert_equals_plain(tensors: list[Tensor], chunk: int = 256) -> tuple[Tensor, Tensor]:
+    numbers, hashes = triton_looks.WeightLook(tensors, chunk=chunk).look(tensors)
+    expected, expected_hashes = looks.look_at(tensors, [True] * len(tensors))
+    torch.testing.assert_close(numbers, expected, rtol=2e-6, atol=0, equal_nan=True)  # fp32 sums of squares
+    assert torch.equal(hashes, expected_hashes)
+    return numbers, hashes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 63, 64, 255, 256, 257, 1000])
+def test_a_look_equals_the_specification(dtype: torch.dtype, size: int) -> None:
+    assert_equals_plain([torch.randn(size, dtype=dtype, device=DEVICE)])
+
+
+def test_dtypes_layouts_and_empty_tensors_mix() -> None:
+    tensors = [
+        torch.randn(300, device=DEVICE),
+        torch.empty(0, device=DEVICE),
+        torch.randn(9, 40, device=DEVICE).bfloat16().t(),
+        torch.randn(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last),
+        torch.randn(33, device=DEVICE).half(),
+    ]
+    assert all(map(triton_looks.fits, tensors))
+    assert_equals_plain(tensors)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_counted(value: float) -> None:
+    tensors = [torch.randn(600, device=DEVICE), torch.randn(5, device=DEVICE)]
+    tensors[0][-1] = value
+    numbers, _ = assert_equals_plain(tensors)
+    assert numbers[0, :2].tolist() == [1, 1 if math.isnan(value) else 0]
+    assert numbers[1, :2].tolist() == [0, 0]
+
+
+def test_one_bit_changes_the_hash_of_its_tensor_alone() -> None:
+    tensors = [torch.randn(600, device=DEVICE) for _ in range(3)]
+    plan = triton_looks.WeightLook(tensors, chunk=256)
+    _, before = plan.look(tensors)
+    tensors[1].view(torch.int32)[599] ^= 1
+    _, after = plan.look(tensors)
+    assert (before != after).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"), [((4, 4), (8, 1)), ((4, 4), (0, 1)), ((3,), (2,))], ids=["gaps", "expanded", "strided"]
+)
+def test_a_layout_that_the_kernels_would_misread_is_refused(shape: Any, stride: Any) -> None:
+    assert not triton_looks.fits(torch.randn(64).as_strided(shape, stride))
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_rms_equals_the_specification(num_steps: int, capturable: bool) -> None:
+    if capturable and DEVICE == "cpu":
+        pytest.skip("a step counter on the device needs CUDA")
+    model = make_model(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3, capturable=capturable)
+    for batch in make_batches(num_steps, DEVICE):
+        optimizer.zero_grad()
+        loss_of(model)(batch).backward()
+        optimizer.step()
+    group = optimizer.param_groups[0]
+    held = [(p, group, optimizer.state[p]) for p in model.parameters()]
+    states = [triton_looks.read_state(*one) for one in held]
+    found = triton_looks.RmsLook(states, chunk=64).look(states)
+    torch.testing.assert_close(found, torch.stack([measure_rms(*one) for one in held]), rtol=1e-5, atol=0)
+
+
+def test_the_rms_before_the_first_step_of_adam_is_nan() -> None:
+    weight = nn.Parameter(torch.ones(8, device=DEVICE))
+    weight.grad = torch.ones(8, device=DEVICE)
+    state = triton_looks.read_state(
+        weight, {"betas": (0.9, 0.999)}, {"step": torch.zeros(()), "exp_avg_sq": torch.zeros(8, device=DEVICE)}
+    )
+    assert triton_looks.RmsLook([state]).look([state]).isnan().all()
