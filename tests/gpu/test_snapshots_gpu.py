@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.config import SnapshotConfig
@@ -211,3 +212,27 @@ def test_scaling_a_tensor_rate_around_a_step_reads_nothing() -> None:
     assert optimizer.param_groups[0]["lr"] is lr
     assert (seen.item(), later.item()) == (0.25 * 0.5, 0.25 * 0.5 * 0.625)
     assert lr.item() == 0.125
+
+
+def test_memory_is_pinned_beside_a_cuda_graph_that_is_being_recorded() -> None:
+    x = torch.randn(64, 64, device="cuda")
+    (x @ x).sum()
+    torch.cuda.synchronize()
+    graph, memory = torch.cuda.CUDAGraph(), PinnedMemory(pinned=True)
+    with torch.cuda.graph(graph, capture_error_mode="global"):  # the strictest: other threads count too
+        memory.prepare([8 << 20] * 4)
+        y = x @ x
+        memory._finish()
+    graph.replay()
+    torch.testing.assert_close(y, x @ x)
+    hosts = memory.make_room([torch.empty(8 << 20, dtype=torch.uint8)] * 4)
+    assert all(host.is_pinned() for host in hosts)
+
+
+def test_what_was_prepared_is_what_a_snapshot_uses() -> None:
+    training = Training(512)
+    before = training.snapshots.bytes_held
+    assert before > 0
+    assert training.snapshots.take(0)
+    assert training.snapshots.bytes_held == before
+    assert all(host.is_pinned() for host in training.snapshots._ring[0].hosts if host.numel())

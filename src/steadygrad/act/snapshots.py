@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from steadygrad.act.host_memory import find_free_bytes
 from steadygrad.act.pinned_memory import PinnedMemory, count_bytes, fits_a_block
 from steadygrad.act.restore import Restorer
 from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
@@ -27,6 +28,8 @@ from steadygrad.errors import UsageError
 from steadygrad.state.collect import Collector, Source, State, collect_state, settle_shards
 
 logger = logging.getLogger("steadygrad")
+FREE_SHARE = 4
+"""The part of the free host memory that snapshots may take: a quarter. Data loaders and the page cache need theirs."""
 MIN_EVERY = 10
 """Steps between two snapshots at the very start of a run."""
 DENSE_BYTES = 64 << 20
@@ -61,10 +64,12 @@ class Snapshots:
         config: SnapshotConfig | None = None,
         agree: Callable[[Sequence[int]], Collection[int]] | None = None,
         owns_rate: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
+        num_neighbours: int = 1,
     ) -> None:
         """`agree`: on many ranks, of the steps that this rank could go back to those that all can.
 
         `owns_rate`: whether an optimizer writes its learning rate itself, which then goes back with its state.
+        `num_neighbours`: ranks of this machine, which share its free memory.
         """
         self._agree, self._owns_rate = agree, owns_rate
         self._model, self._optimizers = model, list(optimizers)
@@ -73,6 +78,8 @@ class Snapshots:
         self._config = config if config is not None else SnapshotConfig()
         self._ring: list[Snapshot] = []  # oldest first
         self._spare: list[PinnedMemory] = []
+        self._max_bytes = self._config.max_bytes or find_free_bytes() // FREE_SHARE // max(1, num_neighbours)
+        self._lacks_memory = False
         self._limit = self._config.keep
         self._last_taken: int | None = None
         self._restored: Snapshot | None = None
@@ -89,6 +96,9 @@ class Snapshots:
         """Why there are no snapshots; None when there are."""
         self.misfits: list[str] = []
         """What the last restore had to leave as it was."""
+        self._is_pinned = any(parameter.is_cuda for parameter in model.parameters())
+        if self.off is None and self._is_pinned:
+            self._prepare([*model.parameters(), *model.buffers()])
 
     # --- when -------------------------------------------------------------------------------------------------------
 
@@ -111,6 +121,11 @@ class Snapshots:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
         if self.off is not None or self._in_trouble or self.is_held or not self._has_place():
             return False
+        if (
+            self._lacks_memory and self._is_pinned and step > 0
+        ):  # the optimizer has its state by now: pin memory for all of it
+            self._lacks_memory = False
+            self._prepare([source.tensor for source in self._collect()[0].sources])
         return self._last_taken is None or step - self._last_taken >= self.effective_every(step)
 
     # --- take -------------------------------------------------------------------------------------------------------
@@ -138,7 +153,19 @@ class Snapshots:
         if step == 0:
             self.initial = snapshot
         self._last_taken = step
+        # The memory of the initial state is not used again, so one more than `keep` is needed.
+        num_held = len({id(s) for s in (*self._ring, self.initial) if s is not None})
+        self._lacks_memory = not self._spare and num_held < self._limit + (self.initial is not None)
         return True
+
+    def _prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Have memory pinned beside training for the next snapshot of a state like this."""
+        fitting = [tensor for tensor in tensors if fits_a_block(tensor.detach())]
+        sizes = [*map(count_bytes, fitting), 8 * len(fitting)]  # and the look at them
+        spare = PinnedMemory(pinned=True)
+        if self.bytes_held + sum(spare.plan(sizes)[1]) <= self._max_bytes:
+            spare.prepare(sizes)
+            self._spare.append(spare)
 
     def _collect(self) -> tuple[Collector, State]:
         collector = Collector(self._shared)
@@ -198,6 +225,10 @@ class Snapshots:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     @property
+    def _bound(self) -> str:
+        return _in_units(self._max_bytes)
+
+    @property
     def bytes_held(self) -> int:
         """Host memory that all snapshots take together."""
         kept = {id(s): s for s in (*self._ring, *([self.initial] if self.initial is not None else []))}
@@ -210,19 +241,17 @@ class Snapshots:
         sizes = [count_bytes(tensor) for tensor in tensors]
         pinned = any(tensor.is_cuda for tensor in tensors)
         one = sum(PinnedMemory(pinned=pinned).plan(sizes)[1])
-        if one > self._config.max_bytes:
-            self._switch_off(
-                f"one would take {_in_units(one)} of host memory, and SnapshotConfig.max_bytes allows "
-                f"{_in_units(self._config.max_bytes)}"
-            )
+        if one > self._max_bytes:
+            whose = "a quarter of what is free" if self._config.max_bytes is None else "SnapshotConfig.max_bytes"
+            self._switch_off(f"one would take {_in_units(one)} of host memory, and {whose} is {self._bound}")
             return None
-        self._limit = min(self._config.keep, self._config.max_bytes // max(1, one))
+        self._limit = min(self._config.keep, self._max_bytes // max(1, one))
         while len(self._ring) >= self._limit:
             if not self._discard_one():
                 return None
         while True:
             pinned_memory = self._spare[-1] if self._spare else PinnedMemory(pinned=pinned)
-            if self.bytes_held + sum(pinned_memory.plan(sizes)[1]) <= self._config.max_bytes:
+            if self.bytes_held + sum(pinned_memory.plan(sizes)[1]) <= self._max_bytes:
                 self._spare = [spare for spare in self._spare if spare is not pinned_memory]
                 return pinned_memory
             if self._spare:

@@ -71,8 +71,9 @@ class SnapshotConfig:
     """Snapshots held at a time; fewer when `max_bytes` has no room for them."""
     good_after: int = 20
     """Healthy steps beyond a snapshot before it counts as good."""
-    max_bytes: int = 8 << 30
-    """Host memory for all of them; when not even one fits, there are none, and that is told."""
+    max_bytes: int | None = None
+    """Host memory for all of them; None: a quarter of what is free when the Guard is made, shared by the ranks of the
+    machine. When not even one fits, a rollback goes to the newest good checkpoint of the run directory."""
     skip_batches: int = 200
     """Batches left out after a rollback; fewer early in a run."""
     enabled: bool = True

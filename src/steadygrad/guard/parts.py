@@ -184,6 +184,7 @@ class Parts:
             config=config.snapshots,
             agree=self.ranks.find_common if self.ranks.many else None,
             owns_rate=self.rates.is_written_by,
+            num_neighbours=self.ranks.num_neighbours,
         )
         self.actor = Actor(config.policy, rates=self.rates, snapshots=self.snapshots, clipper=self.clipper)
         self.judgement = Judgement(

@@ -293,6 +293,11 @@ class Ranks:
             return set()
         return set.intersection(*map(set, self.gather(list(steps))))
 
+    @property
+    def num_neighbours(self) -> int:
+        """Ranks on this machine, this one included."""
+        return self.nodes.count(self.nodes[self.rank]) if self.many and self.nodes else 1
+
     def name(self, rank: int) -> str:
         """'rank 3', or 'rank 3 (on b12)' where there are several machines."""
         return f"rank {rank} (on {self.nodes[rank]})" if len(set(self.nodes)) > 1 else f"rank {rank}"

@@ -1,0 +1,259 @@
+"""What a whole guarded run costs: the mean, not the median, with snapshots, looks and the record in it.
+
+On CUDA GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled, bf16 autocast, fused AdamW, T=1024. On the
+CPU an MLP and a CNN that take about a millisecond a step, and a 10M-parameter GPT. Each way has a model, an optimizer
+and, where it is guarded, a new Guard with everything on, its first snapshot included; the ways take turns of a few
+steps in one process. `worst ten` is the slowest stretch of ten consecutive steps.
+
+    python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from machine import describe_machine, write_results
+from models import GPT, SHAPES
+from steadygrad import Guard, GuardConfig, SnapshotConfig
+
+WARM_UP = 12
+"""Unguarded steps before a Guard is made: compiling, autotuning and the optimizer's own state."""
+TURN = 50
+POOL = 16
+"""Different batches."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model, its batches and how it is run."""
+
+    make: Callable[[str], nn.Module]
+    batch: Callable[[str], Tensor]
+    compile: str | None = None
+    """torch.compile's mode; None: eager."""
+    steps: int = 1000
+
+
+def make_gpt(name: str, heads: int, context: int) -> Callable[[str], nn.Module]:
+    return lambda device: GPT(*SHAPES[name], heads=heads, context=context).to(device)
+
+
+def make_ids(name: str, size: int, context: int) -> Callable[[str], Tensor]:
+    return lambda device: torch.randint(SHAPES[name][2], (size, context + 1), device=device)
+
+
+class Squared(nn.Module):
+    """Any network with a loss behind it, so that a batch is one tensor."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+def make_mlp(_: str) -> nn.Module:
+    return Squared(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)))
+
+
+def make_cnn(_: str) -> nn.Module:
+    body = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+    return Squared(body)
+
+
+SCENARIOS: dict[str, dict[str, Scenario]] = {
+    "cuda": {
+        "124M eager B=8": Scenario(make_gpt("GPT-2 124M", 12, 1024), make_ids("GPT-2 124M", 8, 1024)),
+        "124M compiled B=16": Scenario(make_gpt("GPT-2 124M", 12, 1024), make_ids("GPT-2 124M", 16, 1024), "default"),
+        "124M CUDA graphs B=4": Scenario(
+            make_gpt("GPT-2 124M", 12, 1024), make_ids("GPT-2 124M", 4, 1024), "reduce-overhead"
+        ),
+        "774M compiled B=4": Scenario(make_gpt("GPT-2 774M", 20, 1024), make_ids("GPT-2 774M", 4, 1024), "default"),
+    },
+    "cpu": {
+        "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64), steps=4000),
+        "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32), steps=2000),
+        "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), steps=200),
+    },
+}
+
+
+class Way:
+    """One way of training one scenario."""
+
+    def __init__(self, scenario: Scenario, device: str) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model = scenario.make(device)
+        self.params = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.params, lr=1e-5, fused=device == "cuda")
+        self.called = self.model if scenario.compile is None else torch.compile(self.model, mode=scenario.compile)
+        self.batches = [scenario.batch(device) for _ in range(POOL)]
+        self.num_steps = 0
+        self.times: list[float] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        on_cuda = self.device == "cuda"
+        with torch.autocast("cuda", dtype=torch.bfloat16) if on_cuda else contextlib.nullcontext():
+            loss: Tensor = self.called(batch)
+            return loss
+
+    def plain_step(self, batch: Tensor) -> None:
+        self.loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def begin(self) -> None:
+        """After the warm-up, before the first step that counts."""
+
+    def step(self, batch: Tensor) -> None:
+        self.plain_step(batch)
+
+    def end(self) -> None:
+        """After the last step."""
+
+
+class Clipped(Way):
+    """Stock clipping."""
+
+    def step(self, batch: Tensor) -> None:
+        self.loss(batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Guarded(Way):
+    """A Guard as it is by default, with a run directory."""
+
+    config = GuardConfig()
+
+    def begin(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.guard = Guard(self.model, self.optimizer, config=self.config, run_dir=f"{self._folder.name}/run")
+
+    def step(self, batch: Tensor) -> None:
+        self.guard.step(self.loss, batch)
+
+    def end(self) -> None:
+        self.findings = [f.kind for f in self.guard.findings if f.severity.rank > 0]
+        self.guard.close()
+        self._folder.cleanup()
+
+
+class GuardedWithoutSnapshots(Guarded):
+    """The same without snapshots: what they cost is the difference."""
+
+    config = GuardConfig(snapshots=SnapshotConfig(enabled=False))
+
+
+WAYS: dict[str, type[Way]] = {
+    "Guard, defaults, with run_dir": Guarded,  # first: nobody has pinned memory in this process yet
+    "plain": Way,
+    "plain, again (noise)": Way,
+    "clip_grad_norm_": Clipped,
+    "Guard, no snapshots": GuardedWithoutSnapshots,
+}
+
+
+def time_turn(way: Way, count: int) -> None:
+    """Run `count` steps and add their milliseconds to `way.times`."""
+    batches = [way.batches[(way.num_steps + i) % POOL] for i in range(count)]
+    way.num_steps += count
+    if way.device == "cuda":
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for batch, event in zip(batches, events[1:]):
+            way.step(batch)
+            event.record()
+        torch.cuda.synchronize()
+        way.times += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+        return
+    for batch in batches:
+        start = time.perf_counter()
+        way.step(batch)
+        way.times.append((time.perf_counter() - start) * 1e3)
+
+
+def run_scenario(name: str, scenario: Scenario, device: str, steps: int) -> dict[str, Any]:
+    """All ways of one scenario, in turns."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    ways = {title: kind(scenario, device) for title, kind in WAYS.items()}
+    for way in ways.values():
+        for i in range(WARM_UP):
+            way.plain_step(way.batches[i % POOL])
+    for way in ways.values():
+        way.begin()
+    done = 0
+    while done < steps:
+        count = min(TURN, steps - done)
+        for way in ways.values():
+            time_turn(way, count)
+        done += count
+    rows: dict[str, Any] = {}
+    base = statistics.fmean(ways["plain"].times)
+    base_ten = statistics.fmean(worst_ten(ways["plain"].times))
+    print(f"\n{name}, {steps} steps each")
+    for title, way in ways.items():
+        way.end()
+        mean, middle = statistics.fmean(way.times), statistics.median(way.times)
+        ten = statistics.fmean(worst_ten(way.times))
+        rows[title] = {
+            "mean_ms": mean, "median_ms": middle, "worst_ten_ms": ten, "mean_ratio": mean / base,
+            "more_ms": mean - base, "worst_ten_ratio": ten / base_ten, "findings": getattr(way, "findings", []),
+        }  # fmt: skip
+        print(
+            f"  {title:32s} mean {mean:8.3f} ms ({mean / base:.3f}, {mean - base:+.3f} ms)  median {middle:8.3f}  "
+            f"worst ten {ten:8.3f} ({ten / base_ten:.2f})  {' '.join(rows[title]['findings'])}"
+        )
+    memory = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if device == "cuda":
+        memory["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return {"steps": steps, "ways": rows, "memory": memory}
+
+
+def worst_ten(times: list[float]) -> list[float]:
+    """The ten consecutive steps that took longest."""
+    start = max(range(max(1, len(times) - 9)), key=lambda i: sum(times[i : i + 10]))
+    return times[start : start + 10]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--only", default="", help="scenarios whose name has this in it")
+    parser.add_argument("--steps", type=int, default=0, help="instead of the scenario's own number")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the steps; nothing is written")
+    args = parser.parse_args()
+    print(describe_machine())
+    table = {}
+    for name, scenario in SCENARIOS[args.device].items():
+        if args.only in name:
+            steps = args.steps or (scenario.steps // 10 if args.quick else scenario.steps)
+            table[name] = run_scenario(name, scenario, args.device, steps)
+    print("\nwritten:", write_results(f"long_run_{args.device}", table, quick=args.quick or bool(args.only)))
+
+
+if __name__ == "__main__":
+    main()
