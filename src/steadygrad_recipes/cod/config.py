@@ -19,72 +19,72 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 class CodConfig:
     """Two-stage training of camouflaged-object segmentation."""
 
-    #: Folder of COD10K: Train/Image, Train/GT_Object, Test/Image, Test/GT_Object. None: pictures are made.
     dataset_path: str | None = None
-    #: Images of a forward pass.
+    """Folder of COD10K: Train/Image, Train/GT_Object, Test/Image, Test/GT_Object. None: pictures are made."""
     batch_size: int = 2
-    #: Batches whose gradients make one optimizer step.
+    """Images of a forward pass."""
     accumulation_steps: int = 4
-    #: Highest learning rate of stage 1; stage 2 takes `stage2_lr_factor` of it.
+    """Batches whose gradients make one optimizer step."""
     lr: float = 0.00025
-    #: Passes over the training images, both stages together.
+    """Highest learning rate of stage 1; stage 2 takes `stage2_lr_factor` of it."""
     epochs: int = 140
-    #: Of those, the first ones with the backbone frozen.
+    """Passes over the training images, both stages together."""
     stage1_epochs: int = 30
-    #: Maximum gradient norm for clipping (lower = more stable).
+    """Of those, the first ones with the backbone frozen."""
     grad_clip: float = 0.5
-    #: Stage 2: learning rate of decoder and head, as a share of `lr`.
+    """Maximum gradient norm for clipping (lower = more stable)."""
     stage2_lr_factor: float = 0.5
-    #: Stage 2: learning rate of the backbone, as a share of that of decoder and head.
+    """Stage 2: learning rate of decoder and head, as a share of `lr`."""
     backbone_lr_factor: float = 0.1
-    #: Share of each stage's steps in which its learning rate rises from 0; then it falls to 0 along a cosine.
+    """Stage 2: learning rate of the backbone, as a share of that of decoder and head."""
     warmup_share: float = 0.1
-    #: Decay of the weights, AdamW's.
+    """Share of each stage's steps in which its learning rate rises from 0; then it falls to 0 along a cosine."""
     weight_decay: float = 0.0001
-    #: Decay of the averaged weights, which are those that are evaluated; 0 switches averaging off.
+    """Decay of the weights, AdamW's."""
     ema_decay: float = 0.999
-    #: Numbers of forward and backward: fp32, bf16 or fp16, which brings a loss scaler; auto: fp16 on CUDA, else fp32.
+    """Decay of the averaged weights, which are those that are evaluated; 0 switches averaging off."""
     precision: str = "auto"
-    #: Stage 2's loss scaler: the scale it begins with.
+    """Numbers of forward and backward: fp32, bf16, or fp16 with a loss scaler; auto: fp16 on CUDA, else fp32."""
     stage2_init_scale: float = 1024.0
-    #: Stage 2's loss scaler: factor by which it grows.
+    """Stage 2's loss scaler: the scale it begins with."""
     stage2_growth_factor: float = 1.5
-    #: Stage 2's loss scaler: factor after an overflow.
+    """Stage 2's loss scaler: factor by which it grows."""
     stage2_backoff_factor: float = 0.5
-    #: Stage 2's loss scaler: steps without an overflow before it grows.
+    """Stage 2's loss scaler: factor after an overflow."""
     stage2_growth_interval: int = 1000
-    #: Weight of the coarser outputs' losses beside the finest's.
+    """Stage 2's loss scaler: steps without an overflow before it grows."""
     side_weight: float = 0.5
-    #: The network: tiny, resnet18, resnet34 or resnet50.
+    """Weight of the coarser outputs' losses beside the finest's."""
     model_size: str = "resnet50"
-    #: File of trained ResNet weights for the backbone (.safetensors or .pth); None: it begins at random.
+    """The network: tiny, resnet18, resnet34 or resnet50."""
     backbone_weights: str | None = None
-    #: Side of the square that images are scaled to.
+    """File of trained ResNet weights for the backbone (.safetensors or .pth); None: it begins at random."""
     image_size: int = 352
-    #: Whether training images are mirrored at random.
+    """Side of the square that images are scaled to."""
     mirror: bool = True
-    #: Whether images named COD10K-NonCAM-..., which show no hidden object, are used too.
+    """Whether training images are mirrored at random."""
     include_noncam: bool = False
-    #: Whether pairs that cannot be used are left out, and listed; otherwise they end the run before it begins.
+    """Whether images named COD10K-NonCAM-..., which show no hidden object, are used too."""
     skip_bad_data: bool = False
-    #: Processes that load images.
+    """Whether pairs that cannot be used are left out, and listed; otherwise they end the run before it begins."""
     num_workers: int = 0
-    #: Number of made training images, where no dataset is given; a quarter as many are made to evaluate on.
+    """Processes that load images."""
     num_made: int = 64
-    #: Steps between two evaluations inside an epoch.
+    """Number of made training images, where no dataset is given; a quarter as many are made to evaluate on."""
     eval_every: int = 1000
-    #: Steps between two checkpoints inside an epoch; one more is saved after each epoch.
+    """Steps between two evaluations inside an epoch."""
     save_every: int = 1000
-    #: Newest checkpoints that stay, the best one beside them.
+    """Steps between two checkpoints inside an epoch; one more is saved after each epoch."""
     keep_last: int = 3
-    #: Pictures of predictions in the report.
+    """Newest checkpoints that stay, the best one beside them."""
     num_pictures: int = 6
-    #: Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.
+    """Pictures of predictions in the report."""
     device: str = "auto"
-    #: Where chance begins.
+    """Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one."""
     seed: int = 0
-    #: False: the same loop without a guard, which ends with an error at the first gradient that is not finite.
+    """Where chance begins."""
     protect: bool = True
+    """False: the same loop without a guard, which ends with an error at the first gradient that is not finite."""
 
     def __post_init__(self) -> None:
         require_booleans(self)
