@@ -207,7 +207,7 @@ def test_the_real_backbones_carry_the_usual_names(size: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.0}, r"CodConfig\.lr must be a number above 0, got 0\.0\. The default is 0\.00025"),
+        ({"lr": 0.0}, r"CodConfig\.lr must be a finite number above 0, got 0\.0\. The default is 0\.00025"),
         ({"stage1_epochs": 140}, r"stage1_epochs must be less than epochs, which is 140"),
         ({"image_size": 100}, r"image_size must be a multiple of 32, at least 64, got 100"),
         ({"model_size": "vgg"}, r"model_size must be one of tiny, resnet18"),
@@ -216,7 +216,7 @@ def test_the_real_backbones_carry_the_usual_names(size: str) -> None:
         ({"protect": "no"}, r"protect must be True or False"),
         ({"stage2_growth_factor": 1.0}, r"stage2_growth_factor must be above 1"),
         ({"ema_decay": 1.0}, r"ema_decay must be at least 0 and below 1"),
-        ({"side_weight": -1.0}, r"side_weight must not be negative"),
+        ({"side_weight": -1.0}, r"side_weight must be a finite number, not below 0"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

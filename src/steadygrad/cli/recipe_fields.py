@@ -131,8 +131,9 @@ def read_help(config: type) -> dict[str, str]:
             body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]).body
             for node, below in zip(body, [*body[1:], None]):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    text = below.value if isinstance(below, ast.Expr) else None
-                    found[node.target.id] = " ".join(str(text.value).split()) if isinstance(text, ast.Constant) else ""
+                    found.setdefault(node.target.id, "")
+                    if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                        found[node.target.id] = " ".join(str(below.value.value).split())
     return found
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.config.checks import is_number, is_whole, require, require_booleans, require_whole
+from steadygrad.config.checks import require, require_whole
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers
 
 SIZES = ("tiny", "resnet18", "resnet34", "resnet50")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodConfig:
+class CodConfig(BatchSettings):
     """Two-stage training of camouflaged-object segmentation."""
 
     dataset_path: str | None = None
@@ -71,52 +72,28 @@ class CodConfig:
     """Processes that load images."""
     num_made: int = 64
     """Number of made training images, where no dataset is given; a quarter as many are made to evaluate on."""
-    eval_every: int = 1000
-    """Steps between two evaluations inside an epoch."""
-    save_every: int = 1000
-    """Steps between two checkpoints inside an epoch; one more is saved after each epoch."""
-    keep_last: int = 3
-    """Newest checkpoints that stay, the best one beside them."""
     num_pictures: int = 6
     """Pictures of predictions in the report."""
     device: str = "auto"
     """Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one."""
-    seed: int = 0
-    """Where chance begins."""
     protect: bool = True
     """False: the same loop without a guard, which ends with an error at the first gradient that is not finite."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        for name in ("batch_size", "accumulation_steps", "epochs", "eval_every", "save_every", "keep_last"):
-            require_whole(self, name, least=1, hint=_hint(name))
-        for name in ("stage1_epochs", "num_workers", "num_pictures", "seed"):
-            require_whole(self, name, least=0, hint=_hint(name))
-        require_whole(self, "stage2_growth_interval", least=1, hint=_hint("stage2_growth_interval"))
+        zero = "stage1_epochs", "num_workers", "num_pictures", "seed", "warmup_share", "ema_decay", "weight_decay"
+        require_numbers(self, zero=(*zero, "side_weight"))
+        require_below_1(self, "warmup_share", "ema_decay")
         require_whole(self, "num_made", least=8, hint=_hint("num_made"))
         fits = self.stage1_epochs < self.epochs
         require(fits, self, "stage1_epochs", f"be less than epochs, which is {self.epochs}", "Stage 2 has the rest.")
-        fits = is_whole(self.image_size) and self.image_size >= 64 and self.image_size % 32 == 0
+        fits = self.image_size >= 64 and self.image_size % 32 == 0
         require(fits, self, "image_size", "be a multiple of 32, at least 64", "352 is usual in this field.")
-        self._check_rates()
-        require(self.model_size in SIZES, self, "model_size", f"be one of {', '.join(SIZES)}", "Use resnet50.")
-        fits = self.precision in PRECISIONS
-        require(fits, self, "precision", f"be one of {', '.join(PRECISIONS)}", "Use auto.")
-
-    def _check_rates(self) -> None:
-        positive = "lr", "grad_clip", "stage2_lr_factor", "backbone_lr_factor", "stage2_init_scale"
-        for name in positive:
-            value = getattr(self, name)
-            require(is_number(value) and 0 < value < float("inf"), self, name, "be a number above 0", _hint(name))
-        for name in ("warmup_share", "ema_decay"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 <= value < 1, self, name, "be at least 0 and below 1", _hint(name))
-        for name in ("weight_decay", "side_weight"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 <= value < float("inf"), self, name, "not be negative", _hint(name))
-        fits = is_number(self.stage2_growth_factor) and self.stage2_growth_factor > 1
-        require(fits, self, "stage2_growth_factor", "be above 1", _hint("stage2_growth_factor"))
-        fits = is_number(self.stage2_backoff_factor) and 0 < self.stage2_backoff_factor < 1
+        require_choice(self, "model_size", SIZES)
+        require_choice(self, "precision", PRECISIONS)
+        require(
+            self.stage2_growth_factor > 1, self, "stage2_growth_factor", "be above 1", _hint("stage2_growth_factor")
+        )
+        fits = self.stage2_backoff_factor < 1
         require(fits, self, "stage2_backoff_factor", "be between 0 and 1", _hint("stage2_backoff_factor"))
 
     @property
@@ -156,4 +133,4 @@ QUICK: dict[str, Any] = {
 
 
 def _hint(name: str) -> str:
-    return f"The default is {CodConfig.__dataclass_fields__[name].default}."
+    return f"The default is {getattr(CodConfig, name)}."

@@ -10,16 +10,9 @@ import enum
 from dataclasses import dataclass, field
 
 from steadygrad.config import Precision
-from steadygrad.config.checks import (
-    as_enum,
-    is_number,
-    require,
-    require_booleans,
-    require_positive,
-    require_whole,
-    set_names,
-)
+from steadygrad.config.checks import as_enum, require, require_whole, set_names
 from steadygrad.errors import ConfigError
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_numbers
 
 LEARNING_RATE = 2e-4
 """For a model that has been trained before."""
@@ -50,14 +43,14 @@ class TinyModel:
     """Tokens that its tokenizer may learn; all 256 bytes are among them, so that no text is unknown."""
 
     def __post_init__(self) -> None:
-        require_positive(self)
+        require_numbers(self)
         require_whole(self, "vocab_size", least=300, hint="256 are the single bytes.")
         fits = self.width % (2 * self.num_heads) == 0
         require(fits, self, "width", "be a multiple of twice num_heads", "Use 64 and 4.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
+class SftConfig(BatchSettings):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
     data: str | None = None
@@ -98,16 +91,12 @@ class SftConfig:
     """Optimizer steps at most; 0: as many as the epochs have."""
     batch_size: int = 16
     """Rows in a forward pass, on each device."""
-    accumulation_steps: int = 1
-    """Forward passes in an optimizer step."""
     learning_rate: float | None = None
     """The highest learning rate; None: 2e-4, and 5e-3 for the model that is made here."""
     warmup_steps: int = 50
     """Steps in which the learning rate rises to it; then it falls to 0."""
     schedule: str = "linear"
     """The shape of that fall, by transformers' names: linear, cosine, constant_with_warmup."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     precision: Precision | None = None
@@ -121,10 +110,6 @@ class SftConfig:
 
     log_every: int = 10
     """Steps between two lines of the log."""
-    eval_every: int = 1000
-    """Steps between two validations; there is one after each epoch too."""
-    save_every: int = 1000
-    """Steps between two checkpoints; there is one after each epoch too."""
     keep_last: int = 3
     """Checkpoints that are kept; at least 2, since the newest may be cut short by a crash."""
     patience: int = 0
@@ -135,28 +120,18 @@ class SftConfig:
     """Tokens of an answer at most."""
     tolerance: float = 0.05
     """How far from the right number an answer may be, as a share of it."""
-    seed: int = 0
-    """Where weights, order of the rows and dropout come from."""
     protect: bool = True
     """False: transformers' plain Trainer, without callback and safe loss."""
     safe_loss: bool = True
     """Replace a loss that cannot be used by a small one; False: leave it to the guard, which skips the step."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        zero_allowed = ("lora_rank", "lora_dropout", "max_steps", "warmup_steps", "weight_decay", "patience", "seed")
-        require_positive(self, but=zero_allowed)
-        for name in ("lora_rank", "max_steps", "warmup_steps", "patience", "seed"):
-            require_whole(self, name, least=0, hint="0 switches it off." if name != "seed" else "Use 0.")
+        zero = "lora_rank", "lora_dropout", "max_steps", "warmup_steps", "weight_decay", "patience", "seed"
+        require_numbers(self, zero=zero, infinite=("max_grad_norm",))
+        require_below_1(self, "lora_dropout", "weight_decay")
         require_whole(self, "keep_last", least=2, hint="The newest may be cut short by a crash.")
         require_whole(self, "max_length", least=8, hint="Prompt and completion must fit.")
-        for name in ("lora_dropout", "weight_decay"):
-            require(
-                is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, self, name, "be in [0, 1)", "Use 0."
-            )
         require(self.validation_share < 1, self, "validation_share", "be below 1", "Use 0.1.")
-        rate = self.learning_rate
-        require(rate is None or (is_number(rate) and rate > 0), self, "learning_rate", "be above 0", "Use 2e-4.")
         self._set_enums()
         if self.lora_rank == 0 and self.base_precision is Precision.FP16:
             raise ConfigError(
