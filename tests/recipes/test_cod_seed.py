@@ -78,7 +78,7 @@ def test_every_field_is_explained_in_the_help() -> None:
 def test_every_field_and_its_default_are_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "recipes" / "cod.md").read_text(encoding="utf-8")
     for item in dataclasses.fields(CodConfig):
-        default = "none" if item.default is None else item.default
+        default = str(item.default).lower() if item.default in (None, True, False) else item.default
         assert f"| `--{item.name.replace('_', '-')}` | {default} | " in page
 
 

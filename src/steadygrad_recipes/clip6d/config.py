@@ -68,7 +68,7 @@ class Clip6dConfig(BatchSettings):
     """A whole training. Without `data`, a small set of coloured shapes with captions in five languages is made."""
 
     data: str | None = None
-    """Folder with captions_<language>.json files (COCO's format), images, and perhaps vectors; none: a set is made."""
+    """Folder with `captions_<language>.json` files as COCO's, images, and perhaps vectors; none: a set is made."""
     images: str = "images"
     """Folder of the images, inside of `data` or anywhere."""
     modalities: tuple[str, ...] = ("image", "en", "de", "es", "zh", "vector")

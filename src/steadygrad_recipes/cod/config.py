@@ -31,7 +31,7 @@ class CodConfig(BatchSettings):
     epochs: int = 140
     """Passes over the training images, both stages together."""
     stage1_epochs: int = 30
-    """Of those, the first ones with the backbone frozen."""
+    """Of the epochs, the first ones, with the backbone frozen."""
     grad_clip: float = 0.5
     """Maximum gradient norm for clipping (lower = more stable)."""
     stage2_lr_factor: float = 0.5
