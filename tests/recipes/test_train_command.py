@@ -220,6 +220,7 @@ def test_the_help_of_the_recipes_does_not_load_torch() -> None:
         (["mmdit", "--lr", "0"], "Error: --optimizer.lr must be a finite number above 0, got 0.0."),
         (["mmdit", "--lr", "0", "--training.max-steps", "0"], "  --training.max-steps must be a whole number"),
         (["clip6d", "--modalities", "image"], "Error: --modalities must be two to 6, got 1: image."),
+        (["mmdit", "--max-steps", "few"], "Error: --training.max-steps must be a number or none, got 'few'."),
         (["cod", "--epochs", "few"], "Error: --epochs must be a number, got 'few'. The default is 140."),
         (["seo", "--config", "none.yaml"], "none.yaml: no such file."),
         (["seo", "--resume", "nowhere"], "nowhere does not exist, so nothing can be resumed from it."),

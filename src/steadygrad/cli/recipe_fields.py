@@ -45,7 +45,7 @@ class FieldOption(click.Option):
         text = check_value(ctx, self, super().type_cast_value(ctx, value))
         if not isinstance(text, str) or (types.NoneType in self.types and text.lower() in ("none", "null")):
             return None
-        for kind in self.types:
+        for kind in (kind for kind in self.types if kind is not types.NoneType):
             with contextlib.suppress(ValueError, click.BadParameter):
                 return _convert(kind, text)
         wanted = " or ".join(ARTICLES.get(kind, kind) for kind in self.kind.split(" | "))
