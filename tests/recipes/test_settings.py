@@ -12,7 +12,7 @@ from steadygrad import ConfigError
 from steadygrad.cli.recipe_fields import read_help
 from steadygrad_recipes.clip6d.config import Clip6dConfig
 from steadygrad_recipes.cod.config import CodConfig
-from steadygrad_recipes.mmdit.config import LossConfig, OptimizerConfig, TrainingConfig
+from steadygrad_recipes.mmdit.config import LossConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.settings import TrainingSettings
 from steadygrad_recipes.sft.config import SftConfig
@@ -55,6 +55,7 @@ def test_a_threshold_may_be_infinite_which_is_none() -> None:
     assert SftConfig(max_grad_norm=math.inf).max_grad_norm == math.inf
     assert OptimizerConfig(grad_clip_norm=math.inf).grad_clip_norm == math.inf
     assert LossConfig(ceiling=math.inf).ceiling == math.inf
+    assert SamplingConfig(temperature=math.inf).temperature == math.inf
 
 
 @pytest.mark.parametrize("config", CONFIGS)

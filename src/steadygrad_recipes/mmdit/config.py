@@ -156,7 +156,7 @@ class SamplingConfig:
     """Where the samples begin."""
 
     def __post_init__(self) -> None:
-        require_numbers(self, zero=("seed",))
+        require_numbers(self, zero=("seed",), infinite=("temperature",))
 
 
 @dataclass(frozen=True, kw_only=True)
