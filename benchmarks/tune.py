@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from machine import RESULTS, write_results
-from steadygrad.cli.recipe_fields import merge, nest
+from steadygrad.cli.recipe_config import flatten, nest
 from steadygrad.cli.recipes import find_recipe, open_recipe
 from steadygrad.config.plain import build, read_mapping
 from steadygrad.errors import TrainingHalted
@@ -76,26 +76,30 @@ class Silence:
 
 
 def make_values(recipe: str, **more: Any) -> dict[str, Any]:
+    """Path of a field -> value."""
     package = find_recipe(recipe).load()
-    return merge(nest({**package.QUICK, **SIZES[recipe]}), nest(more))
+    return {**package.QUICK, **SIZES[recipe], **more}
+
+
+def make_config(recipe: str, values: Mapping[str, Any]) -> Any:
+    return build(find_recipe(recipe).load().Config, nest(values))
 
 
 def tune(recipe: str, values: Mapping[str, Any], names: tuple[str, ...], folder: Path) -> tuple[Tuned, dict[str, Any]]:
     """What `steadygrad tune RECIPE [--search NAMES]` does, and the values of the config that it wrote."""
-    seeded = merge(values, nest({SEEDS[recipe]: CHOOSING_SEED}))
-    target = open_recipe(recipe, build(find_recipe(recipe).load().Config, seeded))
+    target = open_recipe(recipe, make_config(recipe, {**values, SEEDS[recipe]: CHOOSING_SEED}))
     plan = make_plan(target.tunable.num_steps, trials=None if names else 0, steps=None)
     folder.mkdir(parents=True)
     request = describe_request(recipe, None, plan, names)
     search = Search(open_study(None, folder, request), names) if names else None
     tuned = Tuning(target, plan, Ledger(folder, request, resume=False), search=search).run()
     write_tuning(tuned, folder)
-    return tuned, dict(read_mapping(folder / CONFIG))
+    return tuned, flatten(read_mapping(folder / CONFIG))
 
 
 def train(recipe: str, values: Mapping[str, Any], seed: int) -> float | None:
     """The best validation loss of a whole training; None when it was halted before its first."""
-    trainer, loaders = open_training(recipe, merge(values, nest({SEEDS[recipe]: seed})))
+    trainer, loaders = open_training(recipe, {**values, SEEDS[recipe]: seed})
     with contextlib.suppress(TrainingHalted):
         trainer.train(*loaders)
     return min((entry["loss"] for entry in trainer.val_history if math.isfinite(entry["loss"])), default=None)
@@ -103,7 +107,7 @@ def train(recipe: str, values: Mapping[str, Any], seed: int) -> float | None:
 
 def open_training(recipe: str, values: Mapping[str, Any]) -> tuple[Any, Any]:
     """Trainer and loaders, as the recipe's own program makes them; nothing is written."""
-    config = build(find_recipe(recipe).load().Config, values)
+    config = make_config(recipe, values)
     if recipe == "seo":
         from steadygrad_recipes.seo.data import load_data
         from steadygrad_recipes.seo.program import build_model
@@ -198,7 +202,7 @@ def measure_recipe(recipe: str, ways: Sequence[str], num_seeds: int, **more: Any
         if way in ways:
             yield f"{recipe}, {way}", measure(recipe, values, names, seeds, own)
     if "x100" in ways:
-        high = merge(values, nest({RATES[recipe]: TOO_HIGH * find_rate(recipe, values)}))
+        high = {**values, RATES[recipe]: TOO_HIGH * find_rate(recipe, values)}
         given = [train(recipe, high, seed) for seed in seeds[:1]]
         row = measure(recipe, high, (), seeds[:1], given)
         yield f"{recipe}, x{TOO_HIGH:g}", row | judge_repair(own, row["tuned"][0])
@@ -213,7 +217,7 @@ def judge_repair(own: Sequence[float | None], tuned: float | None) -> dict[str, 
 
 
 def find_rate(recipe: str, values: Mapping[str, Any]) -> float:
-    config: Any = build(find_recipe(recipe).load().Config, values)
+    config = make_config(recipe, values)
     for name in RATES[recipe].split("."):
         config = getattr(config, name)
     return float(config)

@@ -1,4 +1,4 @@
-"""The source -> the tables of docs/rules.md and docs/policies.md, so that no number on those pages is written by hand.
+"""The source -> the tables of rules, policies and recipes in the docs, so that no number there is written by hand.
 
     python docs/_site/tables.py      writes them into the pages; a test says when that was forgotten
 
@@ -8,15 +8,17 @@ policy for its ladders. Everything between two markers of a page is replaced, no
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from steadygrad.cli import recipe_fields
+from steadygrad.cli.recipe_fields import read_help
+from steadygrad.cli.recipes import find_recipe
 from steadygrad.config import DetectConfig, Policy
 from steadygrad.decide.table import Rung, build_table
 from steadygrad.detect import standard_rules
@@ -78,11 +80,20 @@ def render_ladders() -> str:
 
 def render_fields(settings: Any) -> str:
     """Field, default and the text below it."""
-    texts = read_field_texts(type(settings))
+    texts = read_help(type(settings))
     rows = [
-        f"| `{f.name}` | {spell_value(getattr(settings, f.name))} | {texts[f.name]} |"
+        f"| `{f.name}` | {spell_value(getattr(settings, f.name))} | {spell_cell(texts[f.name])} |"
         for f in dataclasses.fields(settings)
         if not dataclasses.is_dataclass(getattr(settings, f.name))
+    ]
+    return "\n".join(["| field | default | what it is |", "|---|---|---|", *rows])
+
+
+def render_recipe(name: str) -> str:
+    """The fields of a recipe, as its command takes them."""
+    rows = [
+        f"| `{item.opts[0]}` | {recipe_fields.spell_value(item.usual)} | {spell_cell(item.help or '')} |"
+        for item in recipe_fields.list_fields(find_recipe(name).load().Config)
     ]
     return "\n".join(["| field | default | what it is |", "|---|---|---|", *rows])
 
@@ -111,19 +122,12 @@ def spell_value(value: Any) -> str:
 
 def spell_docstring(thing: type) -> str:
     """The first paragraph, on one line."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("|", "\\|")
+    return spell_cell(" ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()))
 
 
-def read_field_texts(kind: type) -> dict[str, str]:
-    """Field -> the string that stands below it in the class."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
-    texts: dict[str, str] = {}
-    for field, below in zip(tree.body, [*tree.body[1:], None]):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            texts[field.target.id] = " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore[union-attr]
-    return {name: text.replace("|", "\\|") for name, text in texts.items()}
+def spell_cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return text.replace("|", "\\|")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -133,6 +137,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "rules.md": {"rules": render_rules, "thresholds": render_thresholds},
     "policies.md": {"ladders": render_ladders, "policy": render_policy},
+    **{f"recipes/{name}.md": {"fields": partial(render_recipe, name)} for name in ("clip6d", "cod", "sft")},
 }
 """Page -> marker -> what stands there."""
 

@@ -292,7 +292,7 @@ def test_recall_from_the_rest_counts_those_that_have_everything() -> None:
         ({"modalities": ("image", "en", "en")}, "en is there twice"),
         ({"modalities": ("image", "e n")}, "'e n' is no modality"),
         ({"stable_loss_version": 4}, "Clip6dConfig.stable_loss_version must be 0, 1, 2 or 3, got 4. The default is 1."),
-        ({"batch_size": 1}, "Clip6dConfig.batch_size must be at least 2"),
+        ({"batch_size": 1}, "Clip6dConfig.batch_size must be a whole number, at least 2"),
         ({"precision": "fp8"}, "Clip6dConfig.precision must be one of fp32, bf16, fp16, got 'fp8'"),
     ],
 )

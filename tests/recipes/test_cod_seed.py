@@ -49,17 +49,19 @@ def test_the_defaults_are_those_of_the_account() -> None:
 
 def test_every_flag_of_the_account_is_taken_by_the_command() -> None:
     pytest.importorskip("click")
-    from steadygrad.cli.recipe_fields import list_fields
-    from steadygrad.cli.train import make_config, read_arguments
+    from steadygrad.cli.recipes import find_recipe
+    from steadygrad.cli.train import RecipeCommand, make_config
     from steadygrad_recipes import cod
 
     arguments = (
         "--dataset-path /path/to/COD10K --resume ./checkpoints/best_model.pth --lr 0.000125 --batch-size 2 "
         "--accumulation-steps 4 --epochs 140 --stage1-epochs 30 --grad-clip 0.3"
     )
-    request = read_arguments(arguments.split(), list(list_fields(cod.Config)), {}, "cod")
+    command = RecipeCommand(find_recipe("cod"))
+    request = command.read_request(command.make_context("cod", arguments.split()))
     config = make_config(cod, request)
-    assert request.options == {"resume": "./checkpoints/best_model.pth"}
+    assert request.resume == "./checkpoints/best_model.pth"
+    assert request.run_dir is request.predict is request.config is None
     assert config == CodConfig(dataset_path="/path/to/COD10K", lr=0.000125, grad_clip=0.3)
 
 
@@ -67,7 +69,7 @@ def test_every_field_is_explained_in_the_help() -> None:
     pytest.importorskip("click")
     from steadygrad.cli.recipe_fields import list_fields
 
-    fields = {item.flag: item.help for item in list_fields(CodConfig)}
+    fields = {item.opts[0]: item.help for item in list_fields(CodConfig)}
     assert len(fields) == len(dataclasses.fields(CodConfig))
     assert all(len(text) > 10 for text in fields.values()), [flag for flag, text in fields.items() if len(text) <= 10]
     assert fields["--grad-clip"] == "Maximum gradient norm for clipping (lower = more stable)."
@@ -76,7 +78,7 @@ def test_every_field_is_explained_in_the_help() -> None:
 def test_every_field_and_its_default_are_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "recipes" / "cod.md").read_text(encoding="utf-8")
     for item in dataclasses.fields(CodConfig):
-        default = "none" if item.default is None else item.default
+        default = str(item.default).lower() if item.default in (None, True, False) else item.default
         assert f"| `--{item.name.replace('_', '-')}` | {default} | " in page
 
 
@@ -205,7 +207,7 @@ def test_the_real_backbones_carry_the_usual_names(size: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.0}, r"CodConfig\.lr must be a number above 0, got 0\.0\. The default is 0\.00025"),
+        ({"lr": 0.0}, r"CodConfig\.lr must be a finite number above 0, got 0\.0\. The default is 0\.00025"),
         ({"stage1_epochs": 140}, r"stage1_epochs must be less than epochs, which is 140"),
         ({"image_size": 100}, r"image_size must be a multiple of 32, at least 64, got 100"),
         ({"model_size": "vgg"}, r"model_size must be one of tiny, resnet18"),
@@ -214,7 +216,7 @@ def test_the_real_backbones_carry_the_usual_names(size: str) -> None:
         ({"protect": "no"}, r"protect must be True or False"),
         ({"stage2_growth_factor": 1.0}, r"stage2_growth_factor must be above 1"),
         ({"ema_decay": 1.0}, r"ema_decay must be at least 0 and below 1"),
-        ({"side_weight": -1.0}, r"side_weight must not be negative"),
+        ({"side_weight": -1.0}, r"side_weight must be a finite number, not below 0"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -241,10 +243,8 @@ def test_a_file_to_resume_from_begins_a_run_of_its_own(tmp_path: Path, monkeypat
     resume = "./checkpoints/best_model.pth"
     assert is_weights(resume)
     assert TAKES_WEIGHTS
-    found = choose_folder("cod", {"resume": resume}, uses_run=False, takes_weights=True)
-    assert found.parent == Path("runs")
-    given = {"resume": resume, "run-dir": "here"}
-    assert choose_folder("cod", given, uses_run=False, takes_weights=True) == Path("here")
+    assert choose_folder("cod", None, resume, takes_weights=True).parent == Path("runs")
+    assert choose_folder("cod", "here", resume, takes_weights=True) == Path("here")
     trainer = CodTrainer(CodConfig(model_size="tiny", device="cpu", seed=5))
     assert trainer.resume(find_best(resume, Path("runs"))) == 0
     assert all(torch.equal(own, theirs) for own, theirs in zip(trainer.model.parameters(), model.parameters()))

@@ -81,7 +81,7 @@ def test_quick_changes_only_fields_that_exist() -> None:
         ({"model": {"hidden_size": 100, "num_heads": 3}}, "multiple of twice num_heads"),
         ({"diffusion": {"prediction": "x0"}}, "be one of flow, epsilon, got 'x0'"),
         ({"training": {"dtype": "bf8"}}, "must be one of bf16, fp16, fp32"),
-        ({"loss": {"latent_loss_weight": -1.0}}, "not be negative, got -1.0"),
+        ({"loss": {"latent_loss_weight": -1.0}}, "not below 0, got -1.0"),
         ({"data": {"val_fraction": 1.0}}, "be below 1"),
         ({"training": {"ema_decay": 1.0}}, "between 0 and 1"),
         ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate: unknown; OptimizerConfig has beta2"),

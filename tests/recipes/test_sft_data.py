@@ -47,10 +47,13 @@ def test_the_made_model_starts_from_nothing_and_learns_faster_unless_told() -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"learning_rate": 0.0}, r"SftConfig.learning_rate must be above 0, got 0.0. Use 2e-4"),
-        ({"batch_size": 0}, r"SftConfig.batch_size must be a whole number above 0, got 0"),
+        (
+            {"learning_rate": 0.0},
+            r"SftConfig.learning_rate must be a finite number above 0, got 0.0. The default is None",
+        ),
+        ({"batch_size": 0}, r"SftConfig.batch_size must be a whole number, at least 1, got 0"),
         ({"keep_last": 1}, r"SftConfig.keep_last must be a whole number, at least 2, got 1"),
-        ({"lora_dropout": 1.0}, r"SftConfig.lora_dropout must be in \[0, 1\), got 1.0"),
+        ({"lora_dropout": 1.0}, r"SftConfig.lora_dropout must be at least 0 and below 1, got 1.0"),
         ({"long_prompts": "drop"}, r"SftConfig.long_prompts: must be one of cut_start, cut_end, got 'drop'"),
         ({"precision": "fp8"}, r"SftConfig.precision: must be one of bf16, fp16, fp32, got 'fp8'"),
         ({"lora_targets": "q_proj"}, r"SftConfig.lora_targets must be a tuple of names, got 'q_proj'"),

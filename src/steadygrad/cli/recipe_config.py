@@ -6,50 +6,76 @@ So they know what to mend, and where. Nothing here knows a recipe.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steadygrad.cli.recipe_fields import merge, nest
 from steadygrad.config.plain import WrongField, list_wrong, read_mapping, try_build
 from steadygrad.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Values that were given in one place, nested."""
+    """Values that were given in one place."""
 
-    values: Mapping[str, Any]
+    values: Mapping[Any, Any]
+    """Nested, or under paths: 'optimizer.lr'; kept under paths."""
     file: Path | None = None
     """None: the command line, or the program itself."""
     is_remembered: bool = False
     """Whether a run wrote the file, from settings that did fit: what breaks a rule then was given beside it."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", flatten(self.values))
+
     def holds(self, path: str) -> bool:
-        """Whether a value for the field was given here."""
-        values: Any = self.values
-        for part in path.split("."):
-            if not isinstance(values, Mapping) or part not in values:
-                return False
-            values = values[part]
-        return True
+        """Whether a value for the field, or for one inside it, was given here."""
+        return any(f"{given}.".startswith(f"{path}.") for given in self.values)
 
 
 def read_source(file: Path) -> Source:
     """The fields in a YAML or TOML file."""
     try:
-        return Source(values=nest(read_mapping(file)), file=file)
+        return Source(values=read_mapping(file), file=file)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 
 
+def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values, or some under dotted paths already, as one mapping of path to value.
+
+    >>> flatten({"a.b": 1, "a": {"c": 2}})
+    {'a.b': 1, 'a.c': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():  # YAML reads `on:` as True
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def nest(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Values under paths as nested ones; what comes later wins.
+
+    >>> nest({"a.b": 1, "a.c": 2}, {"a.b": 3})
+    {'a': {'b': 3, 'c': 2}}
+    """
+    nested: dict[str, Any] = {}
+    for path, value in (item for source in sources for item in source.items()):
+        *parts, last = path.split(".")
+        inner = nested
+        for part in parts:
+            if not isinstance(inner.get(part), dict):  # a single value, which stands where a part must be
+                inner[part] = {}
+            inner = inner[part]
+        inner[last] = value
+    return nested
+
+
 def build_config(config: type, sources: Sequence[Source], flag: Callable[[str], str]) -> Any:
     """The config of all sources; `flag` is how a field is written on the command line."""
-    values: dict[str, Any] = functools.reduce(merge, (source.values for source in sources), {})
-    made, wrong = try_build(config, values)
+    made, wrong = try_build(config, nest(*(source.values for source in sources)))
     if not wrong:
         return made
     lines = [_tell(one, sources, flag) for one in wrong]

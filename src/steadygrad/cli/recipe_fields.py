@@ -1,148 +1,145 @@
-"""A recipe's config class <-> words on the command line: its fields with their help, and text -> values.
+"""A recipe's config class -> a click command with an option for each field; the text below a field is its help.
 
-A field is named by its path, `--trainer.learning-rate`, or by its last word where only one field has that. Help comes
-from the field's metadata, the `#:` comment above or beside it, or the text below it. Nothing here knows a recipe.
+A field is named by its path, `--optimizer.lr`, and by its last word where only one field has that; `_` is `-`. The
+command hands out what was given: defaults and files are merged in `recipe_config`. Nothing here knows a recipe.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import dataclasses
-import difflib
 import enum
 import inspect
 import math
-import re
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import click
 
 from steadygrad.errors import UsageError
 
-WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+KINDS = {bool: "true/false", int: "number", float: "number", str: "text", types.NoneType: "none"}
 ARTICLES = {"number": "a number", "true/false": "true or false"}
 """Kinds of values as they stand in a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One setting of a recipe."""
+class FieldOption(click.Option):
+    """The option of one field. A switch may stand alone: `--protect` is `--protect true`."""
 
-    path: str
-    hint: Any
-    default: Any
-    help: str
+    def __init__(self, path: str, hint: Any, usual: Any, text: str) -> None:
+        self.path, self.usual = path, usual
+        self.types = typing.get_args(hint) if _is_union(hint) else (hint,)
+        self.kind = " | ".join(map(_name_type, self.types))
+        self.is_switch = bool in self.types
+        alone: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if self.is_switch else {}
+        names = [path.replace(".", "__"), spell_flag(path)]
+        super().__init__(names, help=text, **alone)
 
-    @property
-    def flag(self) -> str:
-        """How it is written on the command line."""
-        return spell_flag(self.path)
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """Called by click; UsageError when the text can be no value of this field."""
+        text = check_value(ctx, self, super().type_cast_value(ctx, value))
+        if not isinstance(text, str) or (types.NoneType in self.types and text.lower() in ("none", "null")):
+            return None
+        for kind in (kind for kind in self.types if kind is not types.NoneType):
+            with contextlib.suppress(ValueError, click.BadParameter):
+                return _convert(kind, text)
+        wanted = " or ".join(ARTICLES.get(kind, kind) for kind in self.kind.split(" | "))
+        raise UsageError(f"{self.opts[0]} must be {wanted}, got {text!r}. The default is {spell_value(self.usual)}.")
 
-    @property
-    def is_switch(self) -> bool:
-        """Whether it can stand without a value."""
-        return bool in _options(self.hint)
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:  # noqa: ARG002
+        """Called by click for --help."""
+        return f"{self.opts[0]} {self.kind}", f"{self.help}  [default: {spell_value(self.usual)}]".strip()
 
-    @property
-    def kind(self) -> str:
-        """Its type, in words."""
-        return " | ".join(_name_type(option) for option in (*_options(self.hint),))
+
+class FieldCommand(click.Command):
+    """A command with an option for each field of a config class, beside `options`."""
+
+    def __init__(
+        self, name: str, config: type, *, aliases: Mapping[str, str], options: Sequence[click.Option] = (), **more: Any
+    ) -> None:
+        same = {"token_normalize_func": lambda word: word.replace("_", "-")}
+        taken = {option.name for option in options}
+        self.fields = [field for field in list_fields(config) if field.name not in taken]
+        super().__init__(name, params=[*options, *self.fields], context_settings=same, **more)
+        for other, path in _find_names([field.path for field in self.fields], aliases).items():
+            if other not in taken:
+                next(field for field in self.fields if field.path == path).opts.append(spell_flag(other))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Called by click; UsageError names the nearest field, and all whose last word it is when there are several."""
+        off = {f"--no-{field.opts[0][2:]}": f"{field.opts[0]}=false" for field in self.fields if field.is_switch}
+        try:
+            return super().parse_args(ctx, [off.get(word.replace("_", "-"), word) for word in args])
+        except click.NoSuchOption as error:
+            word, near = error.option_name, error.possibilities
+        paths = [field.opts[0] for field in self.fields if field.path.endswith(f".{word[2:].replace('-', '_')}")]
+        if paths:
+            raise UsageError(f"{word} is a field of several parts: {' or '.join(paths)}. Write which.")
+        meant = f"Did you mean {near[0]}?" if near else f"See them: steadygrad train {self.name} --help."
+        raise UsageError(f"{word} is no field of the recipe {self.name}. {meant}")
+
+    def read_fields(self, ctx: click.Context) -> dict[str, Any]:
+        """Path -> value of the fields that were given."""
+        given = click.core.ParameterSource.COMMANDLINE
+        return {f.path: ctx.params[f.name] for f in self.fields if ctx.get_parameter_source(f.name) is given}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Called by click for --help: the fields of each part below a title of their own."""
+        sections: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
+        for option in self.get_params(ctx):
+            part = option.path.rpartition(".")[0] if isinstance(option, FieldOption) else None
+            record = option.get_help_record(ctx)
+            if record is not None:
+                sections["Options" if part is None else f"Fields of {part}" if part else "Fields"].append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def check_value(ctx: click.Context, option: click.Parameter, value: Any) -> Any:  # noqa: ARG001
+    """The value; UsageError when it is the next flag, which click takes for the value: `--run-dir --quick`."""
+    if isinstance(value, str) and value.startswith("--") and len(value) > 2:
+        raise UsageError(f"{option.opts[0]} stands without a value. Write {option.opts[0]} VALUE.")
+    return value
+
+
+def list_fields(config: type, prefix: str = "") -> Iterator[FieldOption]:
+    """Every setting of a config class, those of nested ones behind their name and a dot."""
+    hints, helps = typing.get_type_hints(config), read_help(config)
+    for item in dataclasses.fields(config):
+        path, hint = f"{prefix}{item.name}", hints[item.name]
+        nested = next(filter(dataclasses.is_dataclass, typing.get_args(hint) if _is_union(hint) else (hint,)), None)
+        if isinstance(nested, type):
+            yield from list_fields(nested, f"{path}.")
+            continue
+        usual = None if item.default is dataclasses.MISSING else item.default
+        if item.default_factory is not dataclasses.MISSING:
+            usual = item.default_factory()
+        yield FieldOption(path, hint, usual, str(item.metadata.get("help", helps.get(item.name, ""))))
+
+
+def read_help(config: type) -> dict[str, str]:
+    """Field -> the text below it in the source, of the class and those it comes from; empty where there is none."""
+    found: dict[str, str] = {}
+    for owner in filter(dataclasses.is_dataclass, reversed(config.__mro__)):
+        with contextlib.suppress(OSError, TypeError):  # a class that a program made has no source
+            body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]).body
+            for node, below in zip(body, [*body[1:], None]):
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    found.setdefault(node.target.id, "")
+                    if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                        found[node.target.id] = " ".join(str(below.value.value).split())
+    return found
 
 
 def spell_flag(path: str) -> str:
     """`trainer.learning_rate` as it is written on the command line: `--trainer.learning-rate`."""
     return "--" + path.replace("_", "-")
-
-
-def list_fields(config: type, prefix: str = "") -> Iterator[Field]:
-    """Every setting of a config class, those of nested ones behind their name and a dot."""
-    hints, helps = typing.get_type_hints(config), read_help(config)
-    for item in dataclasses.fields(config):
-        path, hint = f"{prefix}{item.name}", hints[item.name]
-        nested = next((option for option in _options(hint) if dataclasses.is_dataclass(option)), None)
-        if isinstance(nested, type):
-            yield from list_fields(nested, f"{path}.")
-            continue
-        default = item.default if item.default is not dataclasses.MISSING else None
-        if item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
-        yield Field(path, hint, default, str(item.metadata.get("help", helps.get(item.name, ""))))
-
-
-def read_help(config: type) -> dict[str, str]:
-    """Field -> its documentation in the source, of the class and those it comes from; empty where there is none."""
-    found: dict[str, str] = {}
-    for owner in reversed(config.__mro__):
-        if not dataclasses.is_dataclass(owner):
-            continue
-        with contextlib.suppress(OSError, TypeError):
-            found |= _read_source(textwrap.dedent(inspect.getsource(owner)))
-    return found
-
-
-def _read_source(source: str) -> dict[str, str]:
-    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    lines, found = source.splitlines(), {}
-    for place, node in enumerate(body):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        following = body[place + 1] if place + 1 < len(body) else None
-        text = _find_comment(lines, node)
-        if not text and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            text = str(following.value.value)
-        found[node.target.id] = " ".join(text.split())
-    return found
-
-
-def _find_comment(lines: Sequence[str], node: ast.AnnAssign) -> str:
-    """The `#:` comment behind the field, or the lines of it above."""
-    behind = re.search(r"#:\s*(.*)$", lines[(node.end_lineno or node.lineno) - 1])
-    if behind:
-        return behind[1]
-    above: list[str] = []
-    for line in reversed(lines[: node.lineno - 1]):
-        if not line.strip().startswith("#:"):
-            break
-        above.insert(0, line.strip().removeprefix("#:"))
-    return " ".join(above)
-
-
-# --- text -> values -------------------------------------------------------------------------------------------------
-
-
-def find_field(name: str, fields: Sequence[Field], aliases: Mapping[str, str], recipe: str) -> Field:
-    """The field that `name` means; UsageError names the nearest when there is none, and all when there are several."""
-    wanted = name.replace("-", "_")
-    wanted = aliases.get(wanted, wanted)
-    by_path = {field.path: field for field in fields}
-    if wanted in by_path:
-        return by_path[wanted]
-    leaves = [field for field in fields if field.path.rpartition(".")[2] == wanted]
-    if len(leaves) == 1:
-        return leaves[0]
-    if leaves:
-        raise UsageError(f"--{name} is a field of several parts: {' or '.join(f.flag for f in leaves)}. Write which.")
-    known = {*by_path, *(field.path.rpartition(".")[2] for field in fields), *aliases}
-    near = difflib.get_close_matches(wanted, known, n=1)
-    meant = f"Did you mean --{near[0].replace('_', '-')}?" if near else f"See them: steadygrad train {recipe} --help."
-    raise UsageError(f"--{name} is no field of the recipe {recipe}. {meant}")
-
-
-def read_value(field: Field, text: str) -> Any:
-    """The value that `text` means for this field; UsageError when it can be none."""
-    options = _options(field.hint)
-    if text.lower() in ("none", "null") and type(None) in options:
-        return None
-    for option in options:
-        value = _convert(option, text)
-        if value is not None:
-            return value
-    wanted = " or ".join(ARTICLES.get(kind, kind) for kind in field.kind.split(" | "))
-    raise UsageError(f"{field.flag} must be {wanted}, got {text!r}. The default is {spell_value(field.default)}.")
 
 
 def spell_value(value: Any) -> str:
@@ -154,62 +151,33 @@ def spell_value(value: Any) -> str:
     return str(value.value if isinstance(value, enum.Enum) else value)
 
 
-def _convert(option: Any, text: str) -> Any:
-    """`text` as one type; None when it cannot be."""
-    if option is bool:
-        return WORDS.get(text.lower())
-    if option in (int, float):
-        try:
-            number = option(text)
-        except ValueError:
-            return None
-        return number if math.isfinite(number) else None  # 1e400 is Inf, and trains nothing
-    if typing.get_origin(option) is tuple:
-        items = [item.strip() for item in text.strip("[]()").split(",") if item.strip()]
-        kind = (*typing.get_args(option), str)[0]
-        values = [_convert(kind, item) for item in items]
-        return None if any(value is None for value in values) else tuple(values)
-    return text if option is not type(None) else None
+def _find_names(paths: Sequence[str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """The other names of fields -> their paths: aliases, and last words that only one of them has."""
+    last_words = collections.Counter(path.rpartition(".")[2] for path in paths)
+    names = {word: path for path in paths if last_words[word := path.rpartition(".")[2]] == 1 and word != path}
+    return names | {alias: names.get(meant, meant) for alias, meant in aliases.items()}
 
 
-def set_path(values: dict[str, Any], path: str, value: Any) -> None:
-    """Write into nested plain values."""
-    *parts, last = path.split(".")
-    for part in parts:
-        values = values.setdefault(part, {})
-    values[last] = value
+def _convert(kind: Any, text: str) -> Any:
+    """`text` as one type; ValueError or click's BadParameter when it cannot be."""
+    if typing.get_origin(kind) is tuple:
+        inner = (*typing.get_args(kind), str)[0]
+        return tuple(_convert(inner, item.strip()) for item in text.strip("[]()").split(",") if item.strip())
+    if kind not in (bool, int, float):
+        return text  # an Enum too: its config says which there are
+    value = click.types.convert_type(kind)(text)
+    if not math.isfinite(value):
+        raise ValueError(text)  # 1e400 is Inf, and trains nothing
+    return value
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested plain values, those of `above` where both have one."""
-    merged = dict(below)
-    for name, value in above.items():
-        old = merged.get(name)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[name] = merge(old, value) if both else value  # type: ignore[arg-type]
-    return merged
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
-def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under dotted paths, or nested already, as nested ones."""
-    nested: dict[str, Any] = {}
-    for path, value in values.items():
-        made: dict[str, Any] = {}
-        set_path(made, str(path), nest(value) if isinstance(value, Mapping) else value)  # YAML reads `on:` as True
-        nested = merge(nested, made)
-    return nested
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def _name_type(option: Any) -> str:
-    if option is type(None):
-        return "none"
-    if typing.get_origin(option) is tuple:
-        return f"{_name_type((*typing.get_args(option), str)[0])},..."
-    if isinstance(option, type) and issubclass(option, enum.Enum):
-        return "|".join(str(one.value) for one in option)
-    names = {bool: "true/false", int: "number", float: "number", str: "text"}
-    return names.get(option, getattr(option, "__name__", str(option)))
+def _name_type(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"{_name_type((*typing.get_args(kind), str)[0])},..."
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "|".join(str(one.value) for one in kind)
+    return KINDS.get(kind, getattr(kind, "__name__", str(kind)))

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,22 @@ WORDS = ("latest", "best")
 """What --resume takes beside a path."""
 
 
-def choose_folder(name: str, options: Mapping[str, str], *, uses_run: bool, takes_weights: bool = False) -> Path:
+def choose_folder(
+    name: str, run_dir: str | None, resume: str | None, *, uses_run: bool = False, takes_weights: bool = False
+) -> Path:
     """Where the run is written, or lies; `uses_run`: it must have been trained already.
 
     `takes_weights`: --resume may name a file of another program, whose weights a new run starts from.
     """
-    if "run-dir" in options:
-        return _require_folder(Path(options["run-dir"]), "--run-dir")
-    resume = options.get("resume")
+    if run_dir is not None:
+        return _require_folder(Path(run_dir), "--run-dir")
     if resume is not None and takes_weights and is_weights(resume):
         return name_folder(RUNS, name)
     if resume is not None and resume not in WORDS:
-        run_dir = _require_folder(find_run(Path(resume)), "--resume")
-        if not (run_dir / SETTINGS).is_file():
-            raise UsageError(f"--resume {run_dir} is no run of {name}: it has no {SETTINGS}. Give a run directory.")
-        return run_dir
+        found = _require_folder(find_run(Path(resume)), "--resume")
+        if not (found / SETTINGS).is_file():
+            raise UsageError(f"--resume {found} is no run of {name}: it has no {SETTINGS}. Give a run directory.")
+        return found
     if resume is None and not uses_run:
         return name_folder(RUNS, name)
     newest = find_newest(RUNS, name, holding=CHECKPOINTS)

@@ -11,7 +11,7 @@ import click
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.cli.recipe_config import Source, build_config, read_source
-from steadygrad.cli.recipe_fields import find_field, list_fields, nest, read_value, set_path
+from steadygrad.cli.recipe_fields import FieldCommand
 from steadygrad.cli.recipe_folder import name_folder
 from steadygrad.cli.recipes import find_recipe, open_recipe
 from steadygrad.config.plain import to_plain
@@ -168,18 +168,17 @@ def open_target(target: str, config_file: Path | None, *, quick: bool, fields: t
         raise UsageError(f"{target} names no function. Write {target}:FUNCTION, one that returns what is trained.")
     recipe = find_recipe(target)
     package = recipe.load()
-    sources = [Source(values=nest(package.QUICK))] if quick else []
+    sources = [Source(values=package.QUICK)] if quick else []
     if config_file is not None:
         sources.append(read_source(config_file))
-    values: dict[str, Any] = {}
-    known = list(list_fields(package.Config))
     for item in fields:
-        name, sign, text = item.partition("=")
-        if not sign:
+        if "=" not in item:
             raise UsageError(f"--set got {item!r}, which has no value. Write --set FIELD=VALUE.")
-        found = find_field(name, known, getattr(package, "ALIASES", {}), recipe.name)
-        set_path(values, found.path, read_value(found, text))
-    config = build_config(package.Config, [*sources, Source(values=values)], lambda path: f"--set {path}")
+    command = FieldCommand(recipe.name, package.Config, aliases=getattr(package, "ALIASES", {}))
+    given = command.make_context(f"steadygrad train {recipe.name}", [f"--{item}" for item in fields])
+    config = build_config(
+        package.Config, [*sources, Source(values=command.read_fields(given))], lambda path: f"--set {path}"
+    )
     return open_recipe(recipe.name, config)
 
 

@@ -6,13 +6,13 @@ its second. The defaults of the training itself are those of the 6DIMCOCO traini
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from steadygrad.config.checks import require
+from steadygrad.config.checks import require, require_whole
 from steadygrad.errors import ConfigError
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers
 
 IMAGE, VECTOR = "image", "vector"
 NEGATIVES = ("all", "fibre", "sampled", "permuted")
@@ -26,138 +26,118 @@ MAX_MODALITIES = 6
 class ModelConfig:
     """Sizes of the three encoders. The defaults train on a CPU; docs/recipes/clip6d.md has those of CLIP ViT-B/16."""
 
-    #: Length of the vectors in which all modalities meet.
     embed_dim: int = 128
-    #: Side to which images are brought, in pixels.
+    """Length of the vectors in which all modalities meet."""
     image_size: int = 64
-    #: Side of a patch of the image; divides image_size.
+    """Side to which images are brought, in pixels."""
     patch_size: int = 8
-    #: Width of the image transformer.
+    """Side of a patch of the image; divides image_size."""
     image_width: int = 128
-    #: Blocks of the image transformer.
+    """Width of the image transformer."""
     image_layers: int = 4
-    #: Width of the text transformer, which all languages share.
+    """Blocks of the image transformer."""
     text_width: int = 128
-    #: Blocks of the text transformer.
+    """Width of the text transformer, which all languages share."""
     text_layers: int = 4
-    #: Bytes of a caption that are read; the rest is cut off.
+    """Blocks of the text transformer."""
     context: int = 128
-    #: Width of the hidden layer of the vector encoder.
+    """Bytes of a caption that are read; the rest is cut off."""
     vector_width: int = 256
-    #: Attention heads of both transformers; divides their widths.
+    """Width of the hidden layer of the vector encoder."""
     heads: int = 4
-    #: Activation of every hidden layer: gelu, swish, mish, leaky_relu or elu.
+    """Attention heads of both transformers; divides their widths."""
     improved_activation: str = "gelu"
-    #: Dropout in the transformers.
+    """Activation of every hidden layer: gelu, swish, mish, leaky_relu or elu."""
     dropout: float = 0.0
-    #: Recompute the blocks in backward instead of keeping their activations.
+    """Dropout in the transformers."""
     gradient_checkpointing: bool = False
+    """Recompute the blocks in backward instead of keeping their activations."""
 
     def __post_init__(self) -> None:
-        for name in ("embed_dim", "image_size", "patch_size", "image_width", "text_width", "vector_width", "heads"):
-            _require(self, name, getattr(self, name) >= 1, "be at least 1")
-        for name in ("image_layers", "text_layers"):
-            _require(self, name, getattr(self, name) >= 0, "not be negative")
-        _require(self, "context", self.context >= 4, "be at least 4 bytes")
+        require_numbers(self, zero=("image_layers", "text_layers", "dropout"))
+        require_whole(self, "context", least=4, hint=_hint(self, "context"))
         _require(self, "patch_size", self.image_size % self.patch_size == 0, f"divide image_size ({self.image_size})")
         for name in ("image_width", "text_width"):
             _require(self, "heads", getattr(self, name) % self.heads == 0, f"divide {name} ({getattr(self, name)})")
-        _require(self, "improved_activation", self.improved_activation in ACTIVATIONS, f"be one of {ACTIVATIONS}")
-        _require(self, "dropout", 0 <= self.dropout < 1, "lie in [0, 1)")
+        require_choice(self, "improved_activation", ACTIVATIONS)
+        require_below_1(self, "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip6dConfig:
+class Clip6dConfig(BatchSettings):
     """A whole training. Without `data`, a small set of coloured shapes with captions in five languages is made."""
 
-    #: Folder with captions_<language>.json files (COCO's format), images, and perhaps vectors; none: a set is made.
     data: str | None = None
-    #: Folder of the images, inside of `data` or anywhere.
+    """Folder with `captions_<language>.json` files as COCO's, images, and perhaps vectors; none: a set is made."""
     images: str = "images"
-    #: What is learnt together, two to six of: image, vector, a language (en), one of its captions (en.2).
+    """Folder of the images, inside of `data` or anywhere."""
     modalities: tuple[str, ...] = ("image", "en", "de", "es", "zh", "vector")
-    #: Share of the images that is kept for validation.
+    """What is learnt together, two to six of: image, vector, a language (en), one of its captions (en.2)."""
     val_share: float = 0.1
-    #: How many images are made when there is no data; at most 432.
+    """Share of the images that is kept for validation."""
     num_synthetic: int = 432
-    #: Processes that load images; 0: the training's own.
+    """How many images are made when there is no data; at most 432."""
     workers: int = 0
+    """Processes that load images; 0: the training's own."""
 
-    #: Samples of a batch. The loss compares batch_size^modalities combinations.
     batch_size: int = 16
-    #: Passes over the data.
-    epochs: int = 10
-    #: Steps after which training ends in any case; none: only epochs count.
+    """Samples of a batch. The loss compares batch_size^modalities combinations, each batch within itself."""
     max_steps: int | None = None
-    #: Learning rate at its highest.
+    """Steps after which training ends in any case; none: only epochs count."""
     learning_rate: float = 1e-4
-    #: Weight decay of AdamW.
+    """Learning rate at its highest."""
     weight_decay: float = 0.01
-    #: Steps over which the learning rate climbs; a cosine to zero follows.
+    """Weight decay of AdamW."""
     warmup_steps: int = 20
-    #: Batches whose gradients make one step. Each is contrasted within itself.
-    accumulation_steps: int = 1
-    #: fp32, bf16 or fp16.
+    """Steps over which the learning rate climbs; a cosine to zero follows."""
     precision: str = "fp32"
-    #: auto, cpu or cuda.
+    """fp32, bf16 or fp16."""
     device: str = "auto"
-    #: CPU threads of torch; none: as many as it takes by itself.
+    """auto, cpu or cuda."""
     threads: int | None = None
-    #: Of weights, order of the data and choice of captions.
-    seed: int = 0
+    """CPU threads of torch; none: as many as it takes by itself."""
 
-    #: Look at every parameter's gradient each step and tell what is wrong.
     enable_gradient_monitoring: bool = True
-    #: Look at activations too; costs time.
+    """Look at every parameter's gradient each step and tell what is wrong."""
     enable_activation_monitoring: bool = False
-    #: False: the product of all vectors at CLIP's scale, whose gradients vanish; for comparison.
+    """Look at activations too; costs time."""
     use_stable_loss: bool = True
-    #: 0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance.
+    """False: the product of all vectors at CLIP's scale, whose gradients vanish; for comparison."""
     stable_loss_version: int = 1
-    #: Norm at which gradients are clipped.
+    """0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance."""
     gradient_clip_value: float = 1.0
-    #: Steps between two summaries of the gradients.
+    """Norm at which gradients are clipped."""
     log_frequency: int = 100
-    #: What an anchor is compared with: all, fibre, sampled or permuted.
+    """Steps between two summaries of the gradients."""
     negatives: str = "all"
-    #: Share of the label that is spread over all combinations; versions 0 and 2 only.
+    """What an anchor is compared with: all, fibre, sampled or permuted."""
     label_smoothing: float = 0.0
+    """Share of the label that is spread over all combinations; versions 0 and 2 only."""
 
-    #: Steps between two evaluations, beside one at each epoch's end.
-    eval_every: int = 1000
-    #: Steps between two checkpoints, beside one at each epoch's end.
-    save_every: int = 1000
-    #: Evaluations without a better loss after which training stops; none: never.
     patience: int | None = None
-    #: Newest checkpoints that stay.
-    keep_last: int = 3
-    #: False: the same training without a Guard. Nothing is skipped, rolled back or recorded.
+    """Evaluations without a better loss after which training stops; none: never."""
     protect: bool = True
-    #: Encoders.
+    """False: the same training without a Guard. Nothing is skipped, rolled back or recorded."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Encoders."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modalities", _read_modalities(self.modalities))
-        for name in ("batch_size", "epochs", "accumulation_steps", "log_frequency", "eval_every", "save_every"):
-            _require(self, name, getattr(self, name) >= 1, "be at least 1")
-        for name in ("workers", "warmup_steps", "weight_decay"):
-            _require(self, name, getattr(self, name) >= 0, "not be negative")
-        for name in ("max_steps", "patience", "threads"):
-            value = getattr(self, name)
-            _require(self, name, value is None or value >= 1, "be none or at least 1")
-        _require(self, "batch_size", self.batch_size >= 2, "be at least 2: a sample is compared with others")
-        _require(self, "keep_last", self.keep_last >= 1, "be at least 1")
+        require_numbers(
+            self, zero=("workers", "warmup_steps", "weight_decay", "stable_loss_version", "label_smoothing", "seed")
+        )
+        require_whole(
+            self, "batch_size", least=2, hint=_hint(self, "batch_size"), why=": a sample is compared with others"
+        )
         _require(self, "num_synthetic", 8 <= self.num_synthetic <= 432, "lie between 8 and 432")
         _require(self, "val_share", 0 < self.val_share < 1, "lie between 0 and 1")
-        for name in ("learning_rate", "gradient_clip_value"):
-            _require(self, name, 0 < getattr(self, name) < math.inf, "be above 0")
         _require(self, "stable_loss_version", self.stable_loss_version in range(4), "be 0, 1, 2 or 3")
-        _require(self, "negatives", self.negatives in NEGATIVES, f"be one of {', '.join(NEGATIVES)}")
-        _require(self, "label_smoothing", 0 <= self.label_smoothing < 1, "lie in [0, 1)")
+        require_choice(self, "negatives", NEGATIVES)
+        require_below_1(self, "label_smoothing")
         smooth = self.label_smoothing == 0 or self.stable_loss_version in (0, 2)
         _require(self, "label_smoothing", smooth, "be 0 with stable_loss_version 1 and 3")
-        _require(self, "precision", self.precision in PRECISIONS, f"be one of {', '.join(PRECISIONS)}")
-        _require(self, "device", self.device in ("auto", "cpu", "cuda"), "be auto, cpu or cuda")
+        require_choice(self, "precision", PRECISIONS)
+        require_choice(self, "device", ("auto", "cpu", "cuda"))
 
 
 def split_modality(name: str) -> tuple[str, int | None]:
@@ -193,6 +173,8 @@ def _read_modalities(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _require(owner: object, name: str, fits: bool, rule: str) -> None:
-    if not fits:
-        default = type(owner).__dataclass_fields__[name].default  # type: ignore[attr-defined]
-        require(False, owner, name, rule, f"The default is {default!r}.")
+    require(fits, owner, name, rule, _hint(owner, name))
+
+
+def _hint(owner: object, name: str) -> str:
+    return f"The default is {getattr(type(owner), name)}."

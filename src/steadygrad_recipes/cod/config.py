@@ -9,114 +9,91 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from steadygrad.config.checks import is_number, is_whole, require, require_booleans, require_whole
+from steadygrad.config.checks import require, require_whole
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers
 
 SIZES = ("tiny", "resnet18", "resnet34", "resnet50")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodConfig:
+class CodConfig(BatchSettings):
     """Two-stage training of camouflaged-object segmentation."""
 
-    #: Folder of COD10K: Train/Image, Train/GT_Object, Test/Image, Test/GT_Object. None: pictures are made.
     dataset_path: str | None = None
-    #: Images of a forward pass.
+    """Folder of COD10K: Train/Image, Train/GT_Object, Test/Image, Test/GT_Object. None: pictures are made."""
     batch_size: int = 2
-    #: Batches whose gradients make one optimizer step.
+    """Images of a forward pass."""
     accumulation_steps: int = 4
-    #: Highest learning rate of stage 1; stage 2 takes `stage2_lr_factor` of it.
+    """Batches whose gradients make one optimizer step."""
     lr: float = 0.00025
-    #: Passes over the training images, both stages together.
+    """Highest learning rate of stage 1; stage 2 takes `stage2_lr_factor` of it."""
     epochs: int = 140
-    #: Of those, the first ones with the backbone frozen.
+    """Passes over the training images, both stages together."""
     stage1_epochs: int = 30
-    #: Maximum gradient norm for clipping (lower = more stable).
+    """Of the epochs, the first ones, with the backbone frozen."""
     grad_clip: float = 0.5
-    #: Stage 2: learning rate of decoder and head, as a share of `lr`.
+    """Maximum gradient norm for clipping (lower = more stable)."""
     stage2_lr_factor: float = 0.5
-    #: Stage 2: learning rate of the backbone, as a share of that of decoder and head.
+    """Stage 2: learning rate of decoder and head, as a share of `lr`."""
     backbone_lr_factor: float = 0.1
-    #: Share of each stage's steps in which its learning rate rises from 0; then it falls to 0 along a cosine.
+    """Stage 2: learning rate of the backbone, as a share of that of decoder and head."""
     warmup_share: float = 0.1
-    #: Decay of the weights, AdamW's.
+    """Share of each stage's steps in which its learning rate rises from 0; then it falls to 0 along a cosine."""
     weight_decay: float = 0.0001
-    #: Decay of the averaged weights, which are those that are evaluated; 0 switches averaging off.
+    """Decay of the weights, AdamW's."""
     ema_decay: float = 0.999
-    #: Numbers of forward and backward: fp32, bf16 or fp16, which brings a loss scaler; auto: fp16 on CUDA, else fp32.
+    """Decay of the averaged weights, which are those that are evaluated; 0 switches averaging off."""
     precision: str = "auto"
-    #: Stage 2's loss scaler: the scale it begins with.
+    """Numbers of forward and backward: fp32, bf16, or fp16 with a loss scaler; auto: fp16 on CUDA, else fp32."""
     stage2_init_scale: float = 1024.0
-    #: Stage 2's loss scaler: factor by which it grows.
+    """Stage 2's loss scaler: the scale it begins with."""
     stage2_growth_factor: float = 1.5
-    #: Stage 2's loss scaler: factor after an overflow.
+    """Stage 2's loss scaler: factor by which it grows."""
     stage2_backoff_factor: float = 0.5
-    #: Stage 2's loss scaler: steps without an overflow before it grows.
+    """Stage 2's loss scaler: factor after an overflow."""
     stage2_growth_interval: int = 1000
-    #: Weight of the coarser outputs' losses beside the finest's.
+    """Stage 2's loss scaler: steps without an overflow before it grows."""
     side_weight: float = 0.5
-    #: The network: tiny, resnet18, resnet34 or resnet50.
+    """Weight of the coarser outputs' losses beside the finest's."""
     model_size: str = "resnet50"
-    #: File of trained ResNet weights for the backbone (.safetensors or .pth); None: it begins at random.
+    """The network: tiny, resnet18, resnet34 or resnet50."""
     backbone_weights: str | None = None
-    #: Side of the square that images are scaled to.
+    """File of trained ResNet weights for the backbone (.safetensors or .pth); None: it begins at random."""
     image_size: int = 352
-    #: Whether training images are mirrored at random.
+    """Side of the square that images are scaled to."""
     mirror: bool = True
-    #: Whether images named COD10K-NonCAM-..., which show no hidden object, are used too.
+    """Whether training images are mirrored at random."""
     include_noncam: bool = False
-    #: Whether pairs that cannot be used are left out, and listed; otherwise they end the run before it begins.
+    """Whether images named COD10K-NonCAM-..., which show no hidden object, are used too."""
     skip_bad_data: bool = False
-    #: Processes that load images.
+    """Whether pairs that cannot be used are left out, and listed; otherwise they end the run before it begins."""
     num_workers: int = 0
-    #: Number of made training images, where no dataset is given; a quarter as many are made to evaluate on.
+    """Processes that load images."""
     num_made: int = 64
-    #: Steps between two evaluations inside an epoch.
-    eval_every: int = 1000
-    #: Steps between two checkpoints inside an epoch; one more is saved after each epoch.
-    save_every: int = 1000
-    #: Newest checkpoints that stay, the best one beside them.
-    keep_last: int = 3
-    #: Pictures of predictions in the report.
+    """Number of made training images, where no dataset is given; a quarter as many are made to evaluate on."""
     num_pictures: int = 6
-    #: Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one.
+    """Pictures of predictions in the report."""
     device: str = "auto"
-    #: Where chance begins.
-    seed: int = 0
-    #: False: the same loop without a guard, which ends with an error at the first gradient that is not finite.
+    """Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one."""
     protect: bool = True
+    """False: the same loop without a guard, which ends with an error at the first gradient that is not finite."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        for name in ("batch_size", "accumulation_steps", "epochs", "eval_every", "save_every", "keep_last"):
-            require_whole(self, name, least=1, hint=_hint(name))
-        for name in ("stage1_epochs", "num_workers", "num_pictures", "seed"):
-            require_whole(self, name, least=0, hint=_hint(name))
-        require_whole(self, "stage2_growth_interval", least=1, hint=_hint("stage2_growth_interval"))
+        zero = "stage1_epochs", "num_workers", "num_pictures", "seed", "warmup_share", "ema_decay", "weight_decay"
+        require_numbers(self, zero=(*zero, "side_weight"))
+        require_below_1(self, "warmup_share", "ema_decay")
         require_whole(self, "num_made", least=8, hint=_hint("num_made"))
         fits = self.stage1_epochs < self.epochs
         require(fits, self, "stage1_epochs", f"be less than epochs, which is {self.epochs}", "Stage 2 has the rest.")
-        fits = is_whole(self.image_size) and self.image_size >= 64 and self.image_size % 32 == 0
+        fits = self.image_size >= 64 and self.image_size % 32 == 0
         require(fits, self, "image_size", "be a multiple of 32, at least 64", "352 is usual in this field.")
-        self._check_rates()
-        require(self.model_size in SIZES, self, "model_size", f"be one of {', '.join(SIZES)}", "Use resnet50.")
-        fits = self.precision in PRECISIONS
-        require(fits, self, "precision", f"be one of {', '.join(PRECISIONS)}", "Use auto.")
-
-    def _check_rates(self) -> None:
-        positive = "lr", "grad_clip", "stage2_lr_factor", "backbone_lr_factor", "stage2_init_scale"
-        for name in positive:
-            value = getattr(self, name)
-            require(is_number(value) and 0 < value < float("inf"), self, name, "be a number above 0", _hint(name))
-        for name in ("warmup_share", "ema_decay"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 <= value < 1, self, name, "be at least 0 and below 1", _hint(name))
-        for name in ("weight_decay", "side_weight"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 <= value < float("inf"), self, name, "not be negative", _hint(name))
-        fits = is_number(self.stage2_growth_factor) and self.stage2_growth_factor > 1
-        require(fits, self, "stage2_growth_factor", "be above 1", _hint("stage2_growth_factor"))
-        fits = is_number(self.stage2_backoff_factor) and 0 < self.stage2_backoff_factor < 1
+        require_choice(self, "model_size", SIZES)
+        require_choice(self, "precision", PRECISIONS)
+        require(
+            self.stage2_growth_factor > 1, self, "stage2_growth_factor", "be above 1", _hint("stage2_growth_factor")
+        )
+        fits = self.stage2_backoff_factor < 1
         require(fits, self, "stage2_backoff_factor", "be between 0 and 1", _hint("stage2_backoff_factor"))
 
     @property
@@ -156,4 +133,4 @@ QUICK: dict[str, Any] = {
 
 
 def _hint(name: str) -> str:
-    return f"The default is {CodConfig.__dataclass_fields__[name].default}."
+    return f"The default is {getattr(CodConfig, name)}."

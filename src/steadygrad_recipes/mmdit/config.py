@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from steadygrad.config import Precision
-from steadygrad.config.checks import as_enum, is_number, require, require_booleans, require_positive, require_whole
+from steadygrad.config.checks import as_enum, require, require_whole
+from steadygrad_recipes.settings import TrainingSettings, require_choice, require_numbers
 
 PREDICTIONS = ("flow", "epsilon")
 
@@ -32,12 +33,10 @@ class DataConfig:
     """Rows of the made-up set."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        require_positive(self, but=("pad_token_id",))
+        require_numbers(self, zero=("pad_token_id",))
         require(self.val_fraction < 1, self, "val_fraction", "be below 1", "Something must be left to train on.")
-        for name, least in (("vocab_size", 2), ("pad_token_id", 0)):
-            if getattr(self, name) is not None:
-                require_whole(self, name, least=least, hint="Leave it out if the files say it.")
+        if self.vocab_size is not None:
+            require_whole(self, "vocab_size", least=2, hint="Leave it out if the files say it.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,7 @@ class ModelConfig:
     """Bring queries and keys to unit size: attention scores that grow without bound are what breaks in bf16."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        require_positive(self)
+        require_numbers(self)
         fits = self.hidden_size % (2 * self.num_heads) == 0
         require(fits, self, "hidden_size", f"be a multiple of twice num_heads ({self.num_heads})", "Use 256 and 4.")
 
@@ -72,8 +70,8 @@ class DiffusionConfig:
     """True: text and latents are hidden by amounts of their own, so that either can be sampled from the other."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        require(self.prediction in PREDICTIONS, self, "prediction", f"be one of {', '.join(PREDICTIONS)}", "Use flow.")
+        require_numbers(self)
+        require_choice(self, "prediction", PREDICTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +88,12 @@ class OptimizerConfig:
     """How long Adam remembers squared gradients; below 0.999 it follows a change of their size in time."""
 
     def __post_init__(self) -> None:
-        require_positive(self, but=("weight_decay", "grad_clip_norm"))
-        for name in ("weight_decay", "grad_clip_norm"):
-            value = getattr(self, name)
-            require(is_number(value) and value >= 0, self, name, "not be negative", "0 is allowed.")
+        require_numbers(self, zero=("weight_decay", "grad_clip_norm"), infinite=("grad_clip_norm",))
         require(self.beta2 < 1, self, "beta2", "be below 1", "Use 0.95.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(TrainingSettings):
     """How long and in which steps."""
 
     warmup_steps: int = 2000
@@ -109,20 +104,10 @@ class TrainingConfig:
     """Batches that make one step."""
     train_batch_size: int = 4
     """Rows of a batch."""
-    epochs: int = 10
-    """Passes over the rows."""
     max_steps: int | None = None
     """Steps after which training ends, whatever the epochs say."""
-    eval_every: int = 1000
-    """Steps between two validations."""
-    save_every: int = 1000
-    """Steps between two checkpoints."""
-    keep_last: int = 3
-    """Newest checkpoints that stay, beside the best one."""
     ema_decay: float | None = None
     """Decay of an average of the weights, which validation and sampling use; None: no average."""
-    seed: int = 0
-    """Where weights, order of the rows and noise come from."""
     device: str = "auto"
     """cpu, cuda, cuda:1, or auto: cuda where there is one."""
     max_recoveries: int = 3
@@ -132,13 +117,9 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", as_enum(Precision, self.dtype, "TrainingConfig.dtype"))
-        whole = ("seed", "warmup_steps", "max_recoveries")
-        require_positive(self, but=whole)
-        for name in whole:
-            require_whole(self, name, least=0, hint="0 is allowed.")
+        require_numbers(self, zero=("seed", "warmup_steps", "max_recoveries"))
         require(self.recovery_lr_factor <= 1, self, "recovery_lr_factor", "not be above 1", "Use 0.6.")
-        decay = self.ema_decay
-        fits = decay is None or (is_number(decay) and 0 < decay < 1)
+        fits = self.ema_decay is None or self.ema_decay < 1
         require(fits, self, "ema_decay", "be None or between 0 and 1", "0.999 is usual.")
 
 
@@ -158,11 +139,7 @@ class LossConfig:
     """Each loss is held at this; beyond it a batch teaches nothing."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        require_positive(self, but=("text_loss_weight", "latent_loss_weight"))
-        for name in ("text_loss_weight", "latent_loss_weight"):
-            value = getattr(self, name)
-            require(is_number(value) and value >= 0, self, name, "not be negative", "0 leaves the loss out.")
+        require_numbers(self, zero=("text_loss_weight", "latent_loss_weight"), infinite=("ceiling",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +156,7 @@ class SamplingConfig:
     """Where the samples begin."""
 
     def __post_init__(self) -> None:
-        require_positive(self, but=("seed",))
-        require_whole(self, "seed", least=0, hint="Use 0.")
+        require_numbers(self, zero=("seed",), infinite=("temperature",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +178,7 @@ class MMDiTConfig:
     """False: the loop that broke, for comparison. It looks for NaN in the norm alone, zeroes the gradients, goes on."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
+        require_numbers(self)
 
 
 QUICK = {

@@ -10,16 +10,9 @@ import enum
 from dataclasses import dataclass, field
 
 from steadygrad.config import Precision
-from steadygrad.config.checks import (
-    as_enum,
-    is_number,
-    require,
-    require_booleans,
-    require_positive,
-    require_whole,
-    set_names,
-)
+from steadygrad.config.checks import as_enum, require, require_whole, set_names
 from steadygrad.errors import ConfigError
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_numbers
 
 LEARNING_RATE = 2e-4
 """For a model that has been trained before."""
@@ -40,123 +33,105 @@ class LongPrompts(enum.StrEnum):
 class TinyModel:
     """The model that is made when no folder is given: a Llama with random weights."""
 
-    #: Size of the hidden states; a multiple of `num_heads`.
     width: int = 64
-    #: Transformer blocks.
+    """Size of the hidden states; a multiple of `num_heads`."""
     num_layers: int = 2
-    #: Attention heads.
+    """Transformer blocks."""
     num_heads: int = 4
-    #: Tokens that its tokenizer may learn; all 256 bytes are among them, so that no text is unknown.
+    """Attention heads."""
     vocab_size: int = 384
+    """Tokens that its tokenizer may learn; all 256 bytes are among them, so that no text is unknown."""
 
     def __post_init__(self) -> None:
-        require_positive(self)
+        require_numbers(self)
         require_whole(self, "vocab_size", least=300, hint="256 are the single bytes.")
         fits = self.width % (2 * self.num_heads) == 0
         require(fits, self, "width", "be a multiple of twice num_heads", "Use 64 and 4.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
+class SftConfig(BatchSettings):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
-    #: File of JSON lines with `prompt` and `completion`; None: questions about units are made.
     data: str | None = None
-    #: The same, to validate on; None: a share of `data` is held out.
+    """File of JSON lines with `prompt` and `completion`; None: questions about units are made."""
     validation: str | None = None
-    #: Share of the rows that is held out when `validation` is None.
+    """The same, to validate on; None: a share of `data` is held out."""
     validation_share: float = 0.1
-    #: Leave out rows of the files that cannot be used, and say so; False: they are an error.
+    """Share of the rows that is held out when `validation` is None."""
     skip_bad_rows: bool = False
-    #: Questions that are made when `data` is None.
+    """Leave out rows of the files that cannot be used, and say so; False: they are an error."""
     num_synthetic: int = 4000
-    #: The largest number in them: 99 is learned sooner than 999.
+    """Questions that are made when `data` is None."""
     largest_amount: int = 999
-    #: Folder of a causal language model with its tokenizer, as transformers saves it; None: `tiny` is made.
+    """The largest number in them: 99 is learned sooner than 999."""
     model: str | None = None
-    #: Sizes of the model that is made when `model` is None.
+    """Folder of a causal language model with its tokenizer, as transformers saves it; None: `tiny` is made."""
     tiny: TinyModel = field(default_factory=TinyModel)
-    #: Tokens of a row at most.
+    """Sizes of the model that is made when `model` is None."""
     max_length: int = 256
-    #: What becomes of a longer row: cut_start, cut_end.
+    """Tokens of a row at most."""
     long_prompts: LongPrompts = LongPrompts.CUT_START
-    #: Put rows of about the same length into one batch: less padding.
+    """What becomes of a longer row: cut_start, cut_end."""
     group_by_length: bool = True
+    """Put rows of about the same length into one batch: less padding."""
 
-    #: Rank of the LoRA matrices; 0: no LoRA, every weight is trained.
     lora_rank: int = 16
-    #: Their output is scaled by lora_alpha / lora_rank.
+    """Rank of the LoRA matrices; 0: no LoRA, every weight is trained."""
     lora_alpha: float = 32.0
-    #: Share of their inputs that is dropped in training.
+    """Their output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    #: Names of the layers that get them; "all-linear": every linear layer but the head.
+    """Share of their inputs that is dropped in training."""
     lora_targets: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get them; "all-linear": every linear layer but the head."""
 
-    #: Passes over the rows.
     epochs: int = 3
-    #: Optimizer steps at most; 0: as many as the epochs have.
+    """Passes over the rows."""
     max_steps: int = 0
-    #: Rows in a forward pass, on each device.
+    """Optimizer steps at most; 0: as many as the epochs have."""
     batch_size: int = 16
-    #: Forward passes in an optimizer step.
-    accumulation_steps: int = 1
-    #: The highest learning rate; None: 2e-4, and 5e-3 for the model that is made here.
+    """Rows in a forward pass, on each device."""
     learning_rate: float | None = None
-    #: Steps in which the learning rate rises to it; then it falls to 0.
+    """The highest learning rate; None: 2e-4, and 5e-3 for the model that is made here."""
     warmup_steps: int = 50
-    #: The shape of that fall, by transformers' names: linear, cosine, constant_with_warmup.
+    """Steps in which the learning rate rises to it; then it falls to 0."""
     schedule: str = "linear"
-    #: AdamW's weight decay.
-    weight_decay: float = 0.0
-    #: Gradients are clipped to this norm.
+    """The shape of that fall, by transformers' names: linear, cosine, constant_with_warmup."""
     max_grad_norm: float = 1.0
-    #: Number format of the forward pass: bf16, fp16, fp32; None: bf16 where the GPU has it, else fp16; fp32 on a CPU.
+    """Gradients are clipped to this norm."""
     precision: Precision | None = None
-    #: Number format in which the model's own weights are held; None: as saved with LoRA, fp32 without.
+    """Number format of the forward pass: bf16, fp16, fp32; None: bf16 if the GPU has it, else fp16; fp32 on a CPU."""
     base_precision: Precision | None = None
-    #: Compute activations again in backward instead of keeping them.
+    """Number format in which the model's own weights are held; None: as saved with LoRA, fp32 without."""
     gradient_checkpointing: bool = False
-    #: Train on the CPU even where there is a GPU.
+    """Compute activations again in backward instead of keeping them."""
     use_cpu: bool = False
+    """Train on the CPU even where there is a GPU."""
 
-    #: Steps between two lines of the log.
     log_every: int = 10
-    #: Steps between two validations; there is one after each epoch too.
-    eval_every: int = 1000
-    #: Steps between two checkpoints; there is one after each epoch too.
-    save_every: int = 1000
-    #: Checkpoints that are kept; at least 2, since the newest may be cut short by a crash.
+    """Steps between two lines of the log."""
     keep_last: int = 3
-    #: Validations without a better loss after which training stops; 0: never.
+    """Checkpoints that are kept; at least 2, since the newest may be cut short by a crash."""
     patience: int = 0
-    #: Held-out prompts that the trained model answers for accuracy and answer rate.
+    """Validations without a better loss after which training stops; 0: never."""
     num_answers: int = 200
-    #: Tokens of an answer at most.
+    """Held-out prompts that the trained model answers for accuracy and answer rate."""
     max_new_tokens: int = 64
-    #: How far from the right number an answer may be, as a share of it.
+    """Tokens of an answer at most."""
     tolerance: float = 0.05
-    #: Where weights, order of the rows and dropout come from.
-    seed: int = 0
-    #: False: transformers' plain Trainer, without callback and safe loss.
+    """How far from the right number an answer may be, as a share of it."""
     protect: bool = True
-    #: Replace a loss that cannot be used by a small one; False: leave it to the guard, which skips the step.
+    """False: transformers' plain Trainer, without callback and safe loss."""
     safe_loss: bool = True
+    """Replace a loss that cannot be used by a small one; False: leave it to the guard, which skips the step."""
 
     def __post_init__(self) -> None:
-        require_booleans(self)
-        zero_allowed = ("lora_rank", "lora_dropout", "max_steps", "warmup_steps", "weight_decay", "patience", "seed")
-        require_positive(self, but=zero_allowed)
-        for name in ("lora_rank", "max_steps", "warmup_steps", "patience", "seed"):
-            require_whole(self, name, least=0, hint="0 switches it off." if name != "seed" else "Use 0.")
+        zero = "lora_rank", "lora_dropout", "max_steps", "warmup_steps", "weight_decay", "patience", "seed"
+        require_numbers(self, zero=zero, infinite=("max_grad_norm",))
+        require_below_1(self, "lora_dropout", "weight_decay")
         require_whole(self, "keep_last", least=2, hint="The newest may be cut short by a crash.")
         require_whole(self, "max_length", least=8, hint="Prompt and completion must fit.")
-        for name in ("lora_dropout", "weight_decay"):
-            require(
-                is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, self, name, "be in [0, 1)", "Use 0."
-            )
         require(self.validation_share < 1, self, "validation_share", "be below 1", "Use 0.1.")
-        rate = self.learning_rate
-        require(rate is None or (is_number(rate) and rate > 0), self, "learning_rate", "be above 0", "Use 2e-4.")
         self._set_enums()
         if self.lora_rank == 0 and self.base_precision is Precision.FP16:
             raise ConfigError.about(
