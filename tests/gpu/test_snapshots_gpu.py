@@ -234,5 +234,19 @@ def test_what_was_prepared_is_what_a_snapshot_uses() -> None:
     before = training.snapshots.bytes_held
     assert before > 0
     assert training.snapshots.take(0)
-    assert training.snapshots.bytes_held == before
+    assert training.snapshots.bytes_held == before, "nothing was pinned while training waited"
     assert all(host.is_pinned() for host in training.snapshots._ring[0].hosts if host.numel())
+
+
+def test_a_copy_that_is_staged_on_the_device_holds_the_state_as_it_was() -> None:
+    training = Training()
+    training.train(make_batches(3))
+    before = training.look()
+    assert training.snapshots.take(3)
+    assert not training.snapshots._under_way, "the optimizer need not wait"
+    training.train(make_batches(5))
+    training.snapshots.healthy_step(3)
+    torch.cuda.synchronize()
+    training.snapshots.restore()
+    after = training.look()
+    assert_equal({k: v for k, v in after.items() if k != "rng"}, {k: v for k, v in before.items() if k != "rng"})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import threading
 import weakref
@@ -34,6 +35,7 @@ class PinnedMemory:
         self._sizes: list[int] = []  # of all blocks, those included that a thread is still pinning
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._given: tuple[list[object], list[Tensor]] = ([], [])  # what was asked for last, and what was given
         self.events: list[torch.cuda.Event] = []
         """Copies into it that may be under way."""
 
@@ -44,22 +46,7 @@ class PinnedMemory:
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
         """For each size its (block, offset), and the sizes of the blocks that would have to be added."""
-        capacity = list(self._sizes)
-        used = [0] * len(capacity)
-        places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
-        remaining = sum(map(_aligned, sizes))
-        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-            size = _aligned(sizes[i])
-            block = next((b for b in range(len(used)) if used[b] + size <= capacity[b]), None)
-            if block is None:
-                block = len(used)
-                wanted = max(size, min(BLOCK, remaining))
-                capacity.append(-(-wanted // PAGE) * PAGE if self._pinned else wanted)
-                used.append(0)
-            places[i] = (block, used[block])
-            used[block] += size
-            remaining -= size
-        return places, capacity[len(self._sizes) :]
+        return plan_blocks(tuple(self._sizes), tuple(sizes), self._pinned)
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Have a thread make the blocks for tensors of these sizes, so that `make_room` need not wait for them."""
@@ -77,12 +64,17 @@ class PinnedMemory:
                 event.synchronize()
         self.events = []
         self._finish()
+        layout: list[object] = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        if layout == self._given[0] and layout:
+            return list(self._given[1])
         places, added = self.plan([count_bytes(tensor) for tensor in tensors])
         self._sizes += added
         self._add(added)
         if self._error is not None:
             raise self._error
-        return [_view(self._blocks[block], offset, tensor) for (block, offset), tensor in zip(places, tensors)]
+        hosts = [make_view(self._blocks[block], offset, tensor) for (block, offset), tensor in zip(places, tensors)]
+        self._given = (layout, hosts)
+        return list(hosts)
 
     def _add(self, sizes: Sequence[int]) -> None:
         try:
@@ -97,11 +89,37 @@ class PinnedMemory:
             self._thread = None
 
 
+@functools.lru_cache(maxsize=16)  # a state has the same layout from one snapshot to the next
+def plan_blocks(
+    blocks: tuple[int, ...], sizes: tuple[int, ...], pinned: bool, *, whole: bool = False
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """For each size its (block, offset), the first that has room; and the sizes of the blocks that must be added.
+
+    `whole`: one block for all that must be added.
+    """
+    capacity, used = list(blocks), [0] * len(blocks)
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    remaining = sum(map(_aligned, sizes))
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = _aligned(sizes[i])
+        block = next((b for b in range(len(used)) if used[b] + size <= capacity[b]), None)
+        if block is None:
+            block = len(used)
+            wanted = max(size, remaining if whole else min(BLOCK, remaining))
+            capacity.append(-(-wanted // PAGE) * PAGE if pinned else wanted)
+            used.append(0)
+        places[i] = (block, used[block])
+        used[block] += size
+        remaining -= size
+    return places, capacity[len(blocks) :]
+
+
 def pin(size: int) -> Tensor:
     """Pinned bytes; a multiple of `PAGE`. May run beside training, a CUDA graph that is being recorded included."""
     if not _relax_capture():
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    pages = mmap.mmap(-1, size)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    pages = mmap.mmap(-1, size, **private)  # shared pages are never huge ones
     with contextlib.suppress(AttributeError, OSError):  # not on this system
         pages.madvise(mmap.MADV_HUGEPAGE)
     block = torch.frombuffer(pages, dtype=torch.uint8)
@@ -141,9 +159,9 @@ def count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _view(block: Tensor, offset: int, like: Tensor) -> Tensor:
+def make_view(block: Tensor, offset: int, like: Tensor) -> Tensor:
     """Memory of `block` in dtype, shape and, where it has no gaps, strides of `like`: the copy is then one memcpy."""
-    strides = torch.empty_like(like, device="meta").stride()
+    strides = like.stride() if like.is_contiguous() else torch.empty_like(like, device="meta").stride()
     return block[offset : offset + count_bytes(like)].view(like.dtype).as_strided(like.shape, strides)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from steadygrad.act.host_memory import find_free_bytes
 from steadygrad.act.pinned_memory import PinnedMemory, count_bytes, fits_a_block
 from steadygrad.act.restore import Restorer
-from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at
+from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at, stage
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 from steadygrad.state.collect import Collector, Source, State, collect_state, settle_shards
@@ -92,13 +92,14 @@ class Snapshots:
         self._told: set[str] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
+        self._staged: list[tuple[torch.cuda.Event, Any]] = []  # copies on the device that are on their way to the host
         self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
         """Why there are no snapshots; None when there are."""
         self.misfits: list[str] = []
         """What the last restore had to leave as it was."""
         self._is_pinned = any(parameter.is_cuda for parameter in model.parameters())
         if self.off is None and self._is_pinned:
-            self._prepare([*model.parameters(), *model.buffers()])
+            self._prepare()
 
     # --- when -------------------------------------------------------------------------------------------------------
 
@@ -119,13 +120,15 @@ class Snapshots:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
+        if self._staged:
+            self._staged = [(event, held) for event, held in self._staged if not event.query()]
         if self.off is not None or self._in_trouble or self.is_held or not self._has_place():
             return False
         if (
             self._lacks_memory and self._is_pinned and step > 0
         ):  # the optimizer has its state by now: pin memory for all of it
             self._lacks_memory = False
-            self._prepare([source.tensor for source in self._collect()[0].sources])
+            self._prepare()
         return self._last_taken is None or step - self._last_taken >= self.effective_every(step)
 
     # --- take -------------------------------------------------------------------------------------------------------
@@ -158,9 +161,9 @@ class Snapshots:
         self._lacks_memory = not self._spare and num_held < self._limit + (self.initial is not None)
         return True
 
-    def _prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Have memory pinned beside training for the next snapshot of a state like this."""
-        fitting = [tensor for tensor in tensors if fits_a_block(tensor.detach())]
+    def _prepare(self) -> None:
+        """Have memory pinned beside training for the next snapshot, if the state stays as large as it is."""
+        fitting = [source.tensor for source in self._collect()[0].sources if fits_a_block(source.tensor)]
         sizes = [*map(count_bytes, fitting), 8 * len(fitting)]  # and the look at them
         spare = PinnedMemory(pinned=True)
         if self.bytes_held + sum(spare.plan(sizes)[1]) <= self._max_bytes:
@@ -207,20 +210,30 @@ class Snapshots:
             late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
             current = torch.cuda.current_stream(device)
             if late:
-                if device not in self._streams:
-                    self._streams[device] = torch.cuda.Stream(device)
-                side = self._streams[device]
-                side.wait_stream(current)
-                with torch.cuda.stream(side):
-                    copy_and_look(snapshot, late)
-                event = torch.cuda.Event()
-                event.record(side)
-                # Held until the device is ordered after the copy: freed memory would be given out again at once.
-                self._under_way.append((device, event, [s for s, _ in late]))
-                snapshot.pinned_memory.events.append(event)
+                self._copy_beside(snapshot, late, device, current)
             done = torch.cuda.Event()
             done.record(current)
             snapshot.pinned_memory.events.append(done)
+
+    def _copy_beside(
+        self, snapshot: Snapshot, late: list[tuple[Source, Tensor]], device: torch.device, current: torch.cuda.Stream
+    ) -> None:
+        """Copy on a stream of their own what only an optimizer step can change."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        staged = stage(late, device) if snapshot.step > 0 else None  # at step 0 nobody knows what training will need
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            copy_and_look(snapshot, late if staged is None else staged)
+        event = torch.cuda.Event()
+        event.record(side)
+        snapshot.pinned_memory.events.append(event)
+        if staged is not None:
+            self._staged.append((event, staged))
+        else:
+            # Held until the device is ordered after the copy: freed memory would be given out again at once.
+            self._under_way.append((device, event, [s for s, _ in late]))
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

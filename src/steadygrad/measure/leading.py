@@ -7,6 +7,7 @@ CUDA two launches for all tensors of a dtype. Optimizers without `exp_avg_sq` ar
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,6 +45,18 @@ class AdamWatch:
         self._names = {id(p): name for name, p in named}
         self._shapes: list[Any] = []
         self._kernels: Any = None
+
+    @torch.no_grad()
+    def compile(self) -> None:
+        """Compile what the first measurement will need; nothing where there are no kernels, or no Adam."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if "betas" in group]
+        kinds = {(p.dtype, p.device) for group in groups for p in group["params"] if p.is_cuda}
+        with contextlib.suppress(Exception):  # a dtype without kernels; measuring will find its own way
+            if kinds and triton_is_usable():
+                from steadygrad.measure.kernels import triton_looks
+
+                for dtype, device in kinds:
+                    triton_looks.compile_rms(dtype, device)
 
     @torch.no_grad()
     def measure(self) -> PendingRms | None:

@@ -83,6 +83,7 @@ class PeriodicScans:
         if not self._has_begun:
             self._has_begun = True
             if self._every:
+                self._adam.compile()
                 scan = self._weights.scan(-1)
                 self._first.append(scan)
                 self.born_nonfinite = frozenset(scan.nonfinite_buffers)

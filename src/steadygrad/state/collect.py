@@ -21,6 +21,9 @@ from torch.nn.parameter import is_lazy
 from steadygrad.state.shards import MeshPlace, take_local
 from steadygrad.state.tree import remake
 
+ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
+"""Values that cannot change: a copy is the value itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -73,6 +76,8 @@ class Collector:
 
     def walk(self, value: Any, *, late: bool, name: str = "", must_be_finite: bool = True) -> Any:
         """`value` with slots for its tensors; dicts, lists and tuples are looked into."""
+        if type(value) in ATOMS:  # a detector's history is thousands of them, and deepcopy takes 1 µs for each
+            return value
         settings = {"late": late, "must_be_finite": must_be_finite}
         if isinstance(value, Tensor):
             return self.add(value, name=name, **settings)
@@ -82,6 +87,8 @@ class Collector:
                 made[key] = self.walk(item, name=name and f"{name}.{key}", **settings)
             return made
         if isinstance(value, list | tuple | deque):
+            if type(value) is list and ATOMS.issuperset(map(type, value)):
+                return value.copy()
             return remake(value, [self.walk(item, name=name, **settings) for item in value])
         try:
             return copy.deepcopy(value, self._memo)

@@ -25,7 +25,7 @@ BITS = {tl.float32: tl.int32, tl.bfloat16: tl.int16, tl.float16: tl.int16}
 CHUNK, BLOCK, WARPS = 65536, 1024, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_chunks"])
 def _look_at_chunks(
     addresses, numels, chunk_tensor, chunk_index, sums, hashes, first, num_chunks, MULTIPLIER,
     DTYPE: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
@@ -55,7 +55,7 @@ def _look_at_chunks(
     tl.store(hashes + c, tl.sum(hashed, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _fold_looks(sums, hashes, bounds, numbers, hashes_out, num_chunks, WIDTH: tl.constexpr):
     """Row t of `numbers` = (#nonfinite, #nan, norm) of tensor t, and its hash."""
     t = tl.program_id(0)
@@ -79,7 +79,7 @@ def _fold_looks(sums, hashes, bounds, numbers, hashes_out, num_chunks, WIDTH: tl
     tl.store(hashes_out + t, tl.sum(hashed, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_tensors"])
 def _rms_chunks(
     table, numels, chunk_tensor, chunk_index, sums, first, num_tensors,
     GRADIENT: tl.constexpr, MOMENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
@@ -224,6 +224,13 @@ class RmsLook:
         rms = torch.empty(len(moments), dtype=torch.float64, device=self._sums.device)
         self._fold((len(moments), 1, 1), None, self._sums, chunks.bounds, chunks.numels, rms)
         return rms
+
+
+def compile_rms(dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernels for gradients of this dtype now, so that no step in the middle of a run waits a second."""
+    made = [torch.ones(16, dtype=dtype, device=device) for _ in range(2)]
+    state = AdamState(made[0], made[1], 1.0, 0.9, 1e-8)
+    RmsLook([state]).look([state])
 
 
 def _bits(number: float) -> int:
