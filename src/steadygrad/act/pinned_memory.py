@@ -35,7 +35,9 @@ class PinnedMemory:
         self._sizes: list[int] = []  # of all blocks, those included that a thread is still pinning
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._given: tuple[list[object], list[Tensor]] = ([], [])  # what was asked for last, and what was given
+        self._layout: list[object] = []  # what room was made for last
+        self._hosts: list[Tensor] = []
+        self._places: list[tuple[int, int]] = []
         self.events: list[torch.cuda.Event] = []
         """Copies into it that may be under way."""
 
@@ -65,16 +67,28 @@ class PinnedMemory:
         self.events = []
         self._finish()
         layout: list[object] = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-        if layout == self._given[0] and layout:
-            return list(self._given[1])
+        if layout == self._layout and layout:
+            return list(self._hosts)
         places, added = self.plan([count_bytes(tensor) for tensor in tensors])
         self._sizes += added
         self._add(added)
         if self._error is not None:
             raise self._error
-        hosts = [make_view(self._blocks[block], offset, tensor) for (block, offset), tensor in zip(places, tensors)]
-        self._given = (layout, hosts)
-        return list(hosts)
+        views = zip(places, tensors)
+        self._layout, self._places = layout, places
+        self._hosts = [make_view(self._blocks[block], offset, tensor) for (block, offset), tensor in views]
+        return list(self._hosts)
+
+    def make_mirror(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+        """Blocks on the device like those here, and a view for each tensor that room was made for, in that order."""
+        blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._sizes]
+        views = [make_view(blocks[block], offset, like) for (block, offset), like in zip(self._places, tensors)]
+        return blocks, views
+
+    def fetch(self, mirror: Sequence[Tensor]) -> None:
+        """Queue the copy of a mirror's blocks to the host: a few large copies for any number of tensors."""
+        for host, block in zip(self._blocks, mirror):
+            host.copy_(block, non_blocking=True)
 
     def _add(self, sizes: Sequence[int]) -> None:
         try:
@@ -91,12 +105,9 @@ class PinnedMemory:
 
 @functools.lru_cache(maxsize=16)  # a state has the same layout from one snapshot to the next
 def plan_blocks(
-    blocks: tuple[int, ...], sizes: tuple[int, ...], pinned: bool, *, whole: bool = False
+    blocks: tuple[int, ...], sizes: tuple[int, ...], pinned: bool
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """For each size its (block, offset), the first that has room; and the sizes of the blocks that must be added.
-
-    `whole`: one block for all that must be added.
-    """
+    """For each size its (block, offset), the first that has room; and the sizes of the blocks that must be added."""
     capacity, used = list(blocks), [0] * len(blocks)
     places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
     remaining = sum(map(_aligned, sizes))
@@ -105,7 +116,7 @@ def plan_blocks(
         block = next((b for b in range(len(used)) if used[b] + size <= capacity[b]), None)
         if block is None:
             block = len(used)
-            wanted = max(size, remaining if whole else min(BLOCK, remaining))
+            wanted = max(size, min(BLOCK, remaining))
             capacity.append(-(-wanted // PAGE) * PAGE if pinned else wanted)
             used.append(0)
         places[i] = (block, used[block])

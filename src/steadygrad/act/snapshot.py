@@ -6,15 +6,15 @@ have arrived. Taking, keeping and putting back are `Snapshots`'.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from steadygrad.act.pinned_memory import PinnedMemory, count_bytes, fits_a_block, make_view, plan_blocks
+from steadygrad.act.pinned_memory import PinnedMemory, fits_a_block
 from steadygrad.state.collect import Source, State
 
 ROOM = 8
@@ -59,34 +59,42 @@ class Snapshot:
 
 def copy_and_look(snapshot: Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
     """Queue the copies and one pass that finds what is not finite, on the stream that is current."""
-    if not pairs:
-        return
-    torch._foreach_copy_([h for _, h in pairs], [s.tensor for s, _ in pairs], non_blocking=True)
-    groups: dict[tuple[torch.device, torch.dtype], list[Source]] = {}
-    for source, _ in pairs:
+    if pairs:
+        torch._foreach_copy_([h for _, h in pairs], [s.tensor for s, _ in pairs], non_blocking=True)
+        look(snapshot, [(s, s.tensor) for s, _ in pairs])
+
+
+def stage_and_look(snapshot: Snapshot, sources: list[Source], side: torch.cuda.Stream) -> Any | None:
+    """Copy the sources on the device now and to the host beside the steps that follow; None where there is no room.
+
+    The copy to the host takes longer than a small step, 30 ms for GPT-2 124M, and the optimizer would have to wait for
+    it; that on the device takes 1 ms. Only where `ROOM` times the state is free: training must not run out of memory
+    because of us. The caller holds what this returns until the copy has arrived.
+    """
+    memory, device = snapshot.pinned_memory, sources[0].tensor.device
+    if torch.cuda.mem_get_info(device)[0] < ROOM * memory.num_bytes:
+        return None
+    tensors = [source.tensor for source in sources]
+    blocks, copies = memory.make_mirror(tensors, device)
+    torch._foreach_copy_(copies, tensors)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        memory.fetch(blocks)
+        look(snapshot, list(zip(sources, copies)))
+    return blocks
+
+
+def look(snapshot: Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
+    """Queue one pass that finds what is not finite, in the tensors that hold the sources' values."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Source, Tensor]]] = {}
+    for source, tensor in pairs:
         if is_looked_at(source):
-            groups.setdefault((source.tensor.device, source.tensor.dtype), []).append(source)
+            groups.setdefault((tensor.device, tensor.dtype), []).append((source, tensor))
     for group in groups.values():
-        norms = torch.stack(torch._foreach_norm([_as_real(s.tensor) for s in group], math.inf)).double()
+        norms = torch.stack(torch._foreach_norm([_as_real(tensor) for _, tensor in group], math.inf)).double()
         start = len(snapshot.labels)
         snapshot.largest[start : start + len(group)].copy_(norms, non_blocking=True)
-        snapshot.labels += [(s.name, s.must_be_finite) for s in group]
-
-
-def stage(pairs: list[tuple[Source, Tensor]], device: torch.device) -> list[tuple[Source, Tensor]] | None:
-    """The same with copies on the device, queued on the current stream; None where it has no memory to spare.
-
-    The copy to the host takes longer than a small step: 30 ms for GPT-2 124M, and the optimizer would wait for it.
-    From a copy on the device, which takes 1 ms, it goes on beside the steps that follow. Only where `ROOM` times the
-    state is free: training must not run out of memory because of us.
-    """
-    places, (total, *_) = plan_blocks((), tuple(count_bytes(source.tensor) for source, _ in pairs), True, whole=True)
-    if torch.cuda.mem_get_info(device)[0] < ROOM * total:
-        return None
-    block = torch.empty(total, dtype=torch.uint8, device=device)
-    copies = [make_view(block, offset, source.tensor) for (_, offset), (source, _) in zip(places, pairs)]
-    torch._foreach_copy_(copies, [source.tensor for source, _ in pairs])
-    return [(dataclasses.replace(source, tensor=copy), host) for copy, (source, host) in zip(copies, pairs)]
+        snapshot.labels += [(source.name, source.must_be_finite) for source, _ in group]
 
 
 def is_looked_at(source: Source) -> bool:

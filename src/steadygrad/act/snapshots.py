@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from steadygrad.act.host_memory import find_free_bytes
 from steadygrad.act.pinned_memory import PinnedMemory, count_bytes, fits_a_block
 from steadygrad.act.restore import Restorer
-from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at, stage
+from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at, look, stage_and_look
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 from steadygrad.state.collect import Collector, Source, State, collect_state, settle_shards
@@ -78,6 +78,7 @@ class Snapshots:
         self._config = config if config is not None else SnapshotConfig()
         self._ring: list[Snapshot] = []  # oldest first
         self._spare: list[PinnedMemory] = []
+        self._sizes: list[int] = []  # of the tensors of a snapshot
         self._max_bytes = self._config.max_bytes or find_free_bytes() // FREE_SHARE // max(1, num_neighbours)
         self._lacks_memory = False
         self._limit = self._config.keep
@@ -163,8 +164,10 @@ class Snapshots:
 
     def _prepare(self) -> None:
         """Have memory pinned beside training for the next snapshot, if the state stays as large as it is."""
-        fitting = [source.tensor for source in self._collect()[0].sources if fits_a_block(source.tensor)]
-        sizes = [*map(count_bytes, fitting), 8 * len(fitting)]  # and the look at them
+        if not self._sizes or self._last_taken == 0:  # the optimizer makes its state in the first step
+            tensors = [source.tensor for source in self._collect()[0].sources]
+            self._sizes = [count_bytes(tensor) for tensor in tensors if self._is_kept_in_blocks(tensor)]
+        sizes = self._sizes
         spare = PinnedMemory(pinned=True)
         if self.bytes_held + sum(spare.plan(sizes)[1]) <= self._max_bytes:
             spare.prepare(sizes)
@@ -188,52 +191,64 @@ class Snapshots:
     def _make_hosts(self, sources: list[Source]) -> tuple[PinnedMemory, list[Tensor], Tensor] | None:
         """A place on the host for each tensor and for the look at them; None when there is no memory for it."""
         tensors = [source.tensor for source in sources]
-        largest = torch.empty(sum(map(is_looked_at, sources)), dtype=torch.float64, device="meta")
-        wanted = [*filter(fits_a_block, tensors), largest]
+        wanted = [tensor for tensor in tensors if self._is_kept_in_blocks(tensor)]
         pinned_memory = self._find_pinned_memory(wanted)
         if pinned_memory is None:
             return None
         try:
-            *copies, largest = pinned_memory.make_room(wanted)
+            room = iter(pinned_memory.make_room(wanted))
+            largest = torch.empty(sum(map(is_looked_at, sources)), dtype=torch.float64, pin_memory=self._is_pinned)
         except (RuntimeError, MemoryError) as error:
             self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
             return None
-        room = iter(copies)
         # Sparse and other unusual tensors are copied by waiting: they are rare, and small.
-        return pinned_memory, [next(room) if fits_a_block(t) else t.to("cpu", copy=True) for t in tensors], largest
+        hosts = [next(room) if self._is_kept_in_blocks(t) else t.to("cpu", copy=True) for t in tensors]
+        return pinned_memory, hosts, largest
+
+    def _is_kept_in_blocks(self, tensor: Tensor) -> bool:
+        """Where the state is on CUDA, the blocks are for what is there: they are fetched as a whole."""
+        return fits_a_block(tensor) and (tensor.is_cuda or not self._is_pinned)
 
     def _copy(self, snapshot: Snapshot, sources: list[Source]) -> None:
-        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if fits_a_block(s.tensor)]
-        now = [(s, h) for s, h in pairs if not (s.late and s.tensor.is_cuda)]
-        copy_and_look(snapshot, now)
-        for device in dict.fromkeys(s.tensor.device for s, _ in pairs if s.tensor.is_cuda):
-            late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
-            current = torch.cuda.current_stream(device)
-            if late:
-                self._copy_beside(snapshot, late, device, current)
-            done = torch.cuda.Event()
-            done.record(current)
-            snapshot.pinned_memory.events.append(done)
+        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if self._is_kept_in_blocks(s.tensor)]
+        devices = list(dict.fromkeys(s.tensor.device for s, _ in pairs))
+        if self._is_pinned:
+            look(snapshot, [(s, h) for s, h in zip(sources, snapshot.hosts) if not s.tensor.is_cuda])
+        # At step 0 nobody knows yet how much memory training will need on the device.
+        if snapshot.step > 0 and len(devices) == 1 and devices[0].type == "cuda":
+            staged = stage_and_look(snapshot, [s for s, _ in pairs], self._find_stream(devices[0]))
+            if staged is not None:
+                event = torch.cuda.Event()
+                event.record(self._find_stream(devices[0]))
+                snapshot.pinned_memory.events.append(event)
+                self._staged.append((event, staged))
+                return
+        copy_and_look(snapshot, [(s, h) for s, h in pairs if not (s.late and s.tensor.is_cuda)])
+        for device in devices:
+            if device.type == "cuda":
+                late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
+                self._copy_beside(snapshot, late, device)
 
-    def _copy_beside(
-        self, snapshot: Snapshot, late: list[tuple[Source, Tensor]], device: torch.device, current: torch.cuda.Stream
-    ) -> None:
-        """Copy on a stream of their own what only an optimizer step can change."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side = self._streams[device]
-        staged = stage(late, device) if snapshot.step > 0 else None  # at step 0 nobody knows what training will need
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            copy_and_look(snapshot, late if staged is None else staged)
-        event = torch.cuda.Event()
-        event.record(side)
-        snapshot.pinned_memory.events.append(event)
-        if staged is not None:
-            self._staged.append((event, staged))
-        else:
+    def _copy_beside(self, snapshot: Snapshot, late: list[tuple[Source, Tensor]], device: torch.device) -> None:
+        """Copy on a stream of their own what only an optimizer step can change; that step will wait for it."""
+        current, side = torch.cuda.current_stream(device), self._find_stream(device)
+        if late:
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                copy_and_look(snapshot, late)
+            event = torch.cuda.Event()
+            event.record(side)
             # Held until the device is ordered after the copy: freed memory would be given out again at once.
             self._under_way.append((device, event, [s for s, _ in late]))
+            snapshot.pinned_memory.events.append(event)
+        done = torch.cuda.Event()
+        done.record(current)
+        snapshot.pinned_memory.events.append(done)
+
+    def _find_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -251,8 +266,8 @@ class Snapshots:
 
     def _find_pinned_memory(self, tensors: Sequence[Tensor]) -> PinnedMemory | None:
         """Memory for one more snapshot, within the bound; None when the ring must keep what it has."""
-        sizes = [count_bytes(tensor) for tensor in tensors]
-        pinned = any(tensor.is_cuda for tensor in tensors)
+        sizes = self._sizes = [count_bytes(tensor) for tensor in tensors]
+        pinned = self._is_pinned
         one = sum(PinnedMemory(pinned=pinned).plan(sizes)[1])
         if one > self._max_bytes:
             whose = "a quarter of what is free" if self._config.max_bytes is None else "SnapshotConfig.max_bytes"
