@@ -432,8 +432,8 @@ def test_the_ring_keeps_the_newest_and_never_gives_up_the_last_good_one() -> Non
     model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=3))
     fill(snapshots, model, range(1, 7))
     held = snapshots.bytes_held
-    assert held == 3 * (8 * 8 * 4 + 64 + 64)  # weight, bias and two numbers for the look, each on 64 bytes
-    assert snapshots.describe() == "3 snapshots in 1.1 KiB of host memory, newest good at step 6"
+    assert held == 3 * (8 * 8 * 4 + 64)  # weight and bias, each on 64 bytes
+    assert snapshots.describe() == "3 snapshots in 960 bytes of host memory, newest good at step 6"
     for step in range(10, 20):  # none of these becomes good
         snapshots.take(step)
     assert snapshots.newest_good == 6
@@ -441,7 +441,7 @@ def test_the_ring_keeps_the_newest_and_never_gives_up_the_last_good_one() -> Non
 
 
 def test_memory_is_bounded_and_fewer_are_kept() -> None:
-    one = (64 * 64 + 64) * 4 + 64  # weight, bias and two numbers for the look
+    one = (64 * 64 + 64) * 4
     model, snapshots = make_snapshots(SnapshotConfig(good_after=1, keep=3, max_bytes=2 * one + 100), size=64)
     fill(snapshots, model, range(1, 8))
     assert one * 2 <= snapshots.bytes_held <= 2 * one + 100
@@ -462,7 +462,7 @@ def test_when_none_fits_they_are_off_and_say_so() -> None:
     assert not snapshots.take(0)
     assert not snapshots.due(1000)
     assert snapshots.bytes_held == 0
-    assert "one would take 384 bytes" in snapshots.describe()
+    assert "one would take 320 bytes" in snapshots.describe()
     with pytest.raises(UsageError, match=r"snapshots are off, because one would take .*max_bytes"):
         snapshots.restore()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.act.pinned_memory import PinnedMemory, fits_a_block
+from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.state.collect import Source, State
 
 ROOM = 8
@@ -88,19 +88,13 @@ def look(snapshot: Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
     """Queue one pass that finds what is not finite, in the tensors that hold the sources' values."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Source, Tensor]]] = {}
     for source, tensor in pairs:
-        if is_looked_at(source):
+        if source.is_looked_at:
             groups.setdefault((tensor.device, tensor.dtype), []).append((source, tensor))
     for group in groups.values():
         norms = torch.stack(torch._foreach_norm([_as_real(tensor) for _, tensor in group], math.inf)).double()
         start = len(snapshot.labels)
         snapshot.largest[start : start + len(group)].copy_(norms, non_blocking=True)
         snapshot.labels += [(source.name, source.must_be_finite) for source, _ in group]
-
-
-def is_looked_at(source: Source) -> bool:
-    """Whether it can be other than finite, and has a name to tell."""
-    tensor = source.tensor
-    return bool(source.name) and fits_a_block(tensor) and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _as_real(tensor: Tensor) -> Tensor:

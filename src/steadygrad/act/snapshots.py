@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.act.host_memory import find_free_bytes
-from steadygrad.act.pinned_memory import PinnedMemory, count_bytes, fits_a_block
+from steadygrad.act.pinned_memory import PinnedMemory, count_bytes
 from steadygrad.act.restore import Restorer
-from steadygrad.act.snapshot import Snapshot, copy_and_look, is_looked_at, look, stage_and_look
+from steadygrad.act.snapshot import Snapshot, copy_and_look, look, stage_and_look
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
-from steadygrad.state.collect import Collector, Source, State, collect_state, settle_shards
+from steadygrad.state.collect import Collector, Source, State, Template, collect_state, settle_shards, sign_state
 
 logger = logging.getLogger("steadygrad")
 FREE_SHARE = 4
@@ -81,6 +81,7 @@ class Snapshots:
         self._sizes: list[int] = []  # of the tensors of a snapshot
         self._max_bytes = self._config.max_bytes or find_free_bytes() // FREE_SHARE // max(1, num_neighbours)
         self._lacks_memory = False
+        self._template: Template | None = None
         self._limit = self._config.keep
         self._last_taken: int | None = None
         self._restored: Snapshot | None = None
@@ -165,8 +166,8 @@ class Snapshots:
     def _prepare(self) -> None:
         """Have memory pinned beside training for the next snapshot, if the state stays as large as it is."""
         if not self._sizes or self._last_taken == 0:  # the optimizer makes its state in the first step
-            tensors = [source.tensor for source in self._collect()[0].sources]
-            self._sizes = [count_bytes(tensor) for tensor in tensors if self._is_kept_in_blocks(tensor)]
+            sources = self._collect()[0].sources
+            self._sizes = [count_bytes(source.tensor) for source in sources if self._is_kept_in_blocks(source)]
         sizes = self._sizes
         spare = PinnedMemory(pinned=True)
         if self.bytes_held + sum(spare.plan(sizes)[1]) <= self._max_bytes:
@@ -174,8 +175,13 @@ class Snapshots:
             self._spare.append(spare)
 
     def _collect(self) -> tuple[Collector, State]:
-        collector = Collector(self._shared)
-        state = collect_state(collector, self._model, self._optimizers, self._extras)
+        collector, signature = Collector(self._shared), sign_state(self._model, self._optimizers)
+        template = self._template if signature is not None else None
+        if template is not None and template.signature == signature:
+            state = collect_state(collector, self._model, self._optimizers, self._extras, template)
+        else:
+            state = collect_state(collector, self._model, self._optimizers, self._extras)
+            self._template = None if signature is None else collector.make_template(signature, state)
         for what in collector.left_out:  # that of the start is a finding; state may also come later
             if what not in self._told:
                 self._told.add(what)
@@ -190,27 +196,29 @@ class Snapshots:
 
     def _make_hosts(self, sources: list[Source]) -> tuple[PinnedMemory, list[Tensor], Tensor] | None:
         """A place on the host for each tensor and for the look at them; None when there is no memory for it."""
-        tensors = [source.tensor for source in sources]
-        wanted = [tensor for tensor in tensors if self._is_kept_in_blocks(tensor)]
+        self._is_pinned = any(source.tensor.is_cuda for source in sources)  # a model may have moved
+        wanted = [source.tensor for source in sources if self._is_kept_in_blocks(source)]
         pinned_memory = self._find_pinned_memory(wanted)
         if pinned_memory is None:
             return None
         try:
             room = iter(pinned_memory.make_room(wanted))
-            largest = torch.empty(sum(map(is_looked_at, sources)), dtype=torch.float64, pin_memory=self._is_pinned)
+            largest = torch.empty(
+                sum(source.is_looked_at for source in sources), dtype=torch.float64, pin_memory=self._is_pinned
+            )
         except (RuntimeError, MemoryError) as error:
             self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
             return None
         # Sparse and other unusual tensors are copied by waiting: they are rare, and small.
-        hosts = [next(room) if self._is_kept_in_blocks(t) else t.to("cpu", copy=True) for t in tensors]
+        hosts = [next(room) if self._is_kept_in_blocks(s) else s.tensor.to("cpu", copy=True) for s in sources]
         return pinned_memory, hosts, largest
 
-    def _is_kept_in_blocks(self, tensor: Tensor) -> bool:
+    def _is_kept_in_blocks(self, source: Source) -> bool:
         """Where the state is on CUDA, the blocks are for what is there: they are fetched as a whole."""
-        return fits_a_block(tensor) and (tensor.is_cuda or not self._is_pinned)
+        return source.fits and (source.tensor.is_cuda or not self._is_pinned)
 
     def _copy(self, snapshot: Snapshot, sources: list[Source]) -> None:
-        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if self._is_kept_in_blocks(s.tensor)]
+        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if self._is_kept_in_blocks(s)]
         devices = list(dict.fromkeys(s.tensor.device for s, _ in pairs))
         if self._is_pinned:
             look(snapshot, [(s, h) for s, h in zip(sources, snapshot.hosts) if not s.tensor.is_cuda])
