@@ -21,6 +21,7 @@ from tables import (
     is_saved,
     read,
     render_guarded_step,
+    render_long_run,
     render_peer_table,
     render_table,
     render_whole_step,
@@ -317,6 +318,7 @@ def show_losses(losses: list[float | None]) -> str:
 
 Render = Callable[[Results], str]
 SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
+    "A whole run": ("long_run.py", {f"long_run_{device}": render_long_run for device in ("cuda", "cpu")}),
     "A whole training step": (
         "whole_step.py",
         {f"whole_step_{device}": lambda r, d=device: render_whole_step(r, d) for device in ("cuda", "cpu")},

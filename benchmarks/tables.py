@@ -107,6 +107,40 @@ def summarise_whole_step(results: Results) -> list[Row]:
     ]
 
 
+def summarise_long_run(results: Results) -> list[Row]:
+    """Means of whole runs, with every look, snapshot and record in them."""
+    on_cpu = "MLP, 6 tensors" in results
+    ours = [_show_long(name, one, EVERYTHING, on_cpu=on_cpu) for name, one in results.items()]
+    stock = [_show_long(name, one, "clip_grad_norm_", on_cpu=on_cpu) for name, one in results.items()]
+    what = "more than the plain one" if on_cpu else "against the plain one"
+    title = f"A step on average over a whole run, {what} (defaults, run directory, first snapshot)"
+    return [(title, "; ".join(ours), f"clip_grad_norm_ {'; '.join(stock)}")]
+
+
+def _show_long(name: str, one: Results, way: str, *, on_cpu: bool) -> str:
+    found = one["ways"][way]
+    return f"{name} {found['more_ms']:+.2f} ms" if on_cpu else f"{name} {found['mean_ratio']:.2f}x"
+
+
+def render_long_run(results: Results) -> str:
+    """Mean, median and worst stretch of each way in each scenario."""
+    parts = []
+    for name, one in results.items():
+        rows = [
+            [
+                way,
+                f"{found['mean_ms']:.2f} ({found['mean_ratio']:.3f})",
+                f"{found['median_ms']:.2f}",
+                f"{found['worst_ten_ms']:.2f} ({found['worst_ten_ratio']:.2f})",
+            ]
+            for way, found in one["ways"].items()
+        ]
+        header = ["", "mean", "median", "worst ten in a row"]
+        parts.append(f"**{name}**, {one['steps']} steps: milliseconds a step\n\n{render_table(header, rows)}")
+    return "\n\n".join(parts)
+
+
+EVERYTHING = "Guard, defaults, with run_dir"
 WORTH = ("clip_grad_norm_", "per-parameter checks and norms", "torch.autograd detect_anomaly")
 """The ways that a guarded step is shown beside."""
 
@@ -255,6 +289,8 @@ def summarise_distributed(results: Results) -> list[Row]:
 
 
 SUMMARIES: dict[str, Callable[[Results], list[Row]]] = {
+    "long_run_cuda": summarise_long_run,
+    "long_run_cpu": summarise_long_run,
     "whole_step_cuda": summarise_whole_step,
     "guarded_step_cuda": summarise_guarded_step,
     "whole_step_cpu": summarise_whole_step,
