@@ -6,10 +6,7 @@ so that one that is dropped goes at once.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,54 +14,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from steadygrad._version import __version__
-from steadygrad.act.actor import Actor
-from steadygrad.act.buffers import BufferKeeper
-from steadygrad.act.other_gradients import OtherGradients
-from steadygrad.act.rates import Rates
-from steadygrad.act.snapshots import Snapshots
-from steadygrad.act.window import Window
-from steadygrad.checkpoint.run import RunCheckpoints
-from steadygrad.clip import Clipper, build_clipper
+from steadygrad.clip import Clipper
 from steadygrad.config import GuardConfig
 from steadygrad.config.switch import is_switched_off
-from steadygrad.detect import Detector, standard_rules
-from steadygrad.detect.rank_rules import split_rules
-from steadygrad.diagnose.investigator import Investigator
 from steadygrad.guard.backward import BackwardPass
 from steadygrad.guard.epochs import Epochs
 from steadygrad.guard.forward import ForwardPass
 from steadygrad.guard.inquiry import Inquiry
 from steadygrad.guard.judging import Judging
 from steadygrad.guard.moment import Moment
-from steadygrad.guard.optimizers import Optimizers
-from steadygrad.guard.passes import Backward, Forward, Passes
+from steadygrad.guard.passes import Passes
 from steadygrad.guard.plain import PlainLoop
-from steadygrad.guard.preflight import foresee, foresee_uncopied, refuse_shards
+from steadygrad.guard.preflight import foresee, foresee_uncopied
 from steadygrad.guard.range_test import RangeTest
 from steadygrad.guard.rehearsal import MakeGuard
 from steadygrad.guard.requests import Requests
 from steadygrad.guard.rollback import Rollback
-from steadygrad.guard.run_start import RunFiles, RunStart
 from steadygrad.guard.saving import Saver
-from steadygrad.guard.second_try import make_again
 from steadygrad.guard.shutdown import Shutdown
+from steadygrad.guard.sides import DeviceSide, HostSide, build_device_side, build_host_side
 from steadygrad.guard.stages import Stages, Stepping
 from steadygrad.guard.state import GuardState
 from steadygrad.guard.stepping import Stepper
 from steadygrad.guard.summary import Summary
-from steadygrad.guard.training import Training, check_given, keep_stateful
-from steadygrad.guard.watched import Watched
+from steadygrad.guard.training import Training, check_given
 from steadygrad.judgement import Judgement
-from steadygrad.measure.ranks import Ranks, find_ranks
-from steadygrad.prove import Prover
-from steadygrad.prove.comparison import Comparison, Rehearse
-from steadygrad.prove.paired import PairedTest
-from steadygrad.prove.reference import References
-from steadygrad.record import Recorder, RunDirectory, Sink
-from steadygrad.record.rank_file import RankFile
-from steadygrad.record.run_folder import RunFolder
-from steadygrad.state.trained_parameters import find_trained_parameters, find_wrappers
+from steadygrad.measure.ranks import Ranks
+from steadygrad.record import Sink
+from steadygrad.state.trained_parameters import find_trained_parameters
 from steadygrad.view.terminal import show_findings
 
 
@@ -119,302 +96,151 @@ def build(
         extras=extras,
         off=not enabled or is_switched_off(),
     )
-    ranks = find_ranks(model, trained.named, process_group=process_group)
+    device = build_device_side(training, trained, model, process_group)
+    host = build_host_side(device, run_dir, sinks, make_guard)
     if not training.off:
-        ranks.check_alike(repr(config.to_dict()))
-        refuse_shards(trained, config.clip)
-    clipper = None if config.clip is None else build_clipper(config.clip)
-    buffers = make_buffers(training, model)
-    other_gradients = OtherGradients(training.model, training.optimizers, watch=not training.off)
-    optimizers = Optimizers(training, buffers)
-    watched = Watched(trained, config.measure, clipper=clipper, ranks=ranks, scaler=optimizers.scaler, buffers=buffers)
-    files = make_files(training, run_dir, ranks, [name for name, _ in trained.named])
-    moment, window = Moment(), Window()
-    detector, own_detector = make_detectors(config, ranks)
-    snapshots = make_snapshots(training, optimizers.rates, ranks, clipper=clipper, detector=detector)
-    actor = Actor(config.policy, rates=optimizers.rates, snapshots=snapshots, clipper=clipper, window=window)
-    checkpoints = make_checkpoints(training, run_dir, ranks, buffers)
-    investigator = make_investigator(training, run_dir, ranks)
-    judgement = Judgement(
-        config,
-        detector=detector,
-        schedule_and_ema=optimizers.schedule_and_ema,
-        actor=actor,
-        recorder=Recorder([*sinks, *([] if files is None else files.sinks)]),
-        own=own_detector,
-        prover=make_prover(
-            training,
-            optimizers,
-            snapshots,
-            watched=watched,
-            ranks=ranks,
-            aside=functools.partial(_look_aside, investigator, buffers),
-            rehearse=functools.partial(make_again, training, make_guard, watched, optimizers.rates, snapshots, ranks),
-        ),
-    )
-    start = None if files is None else RunStart(files, ranks, checkpoints=checkpoints, investigator=investigator)
+        show_findings()
+        for finding in (*foresee(trained), *foresee_uncopied(training, host.checkpoints)):
+            host.judgement.note(finding)
+        device.watched.reflex.hint()
+    return _assemble(device, host, make_guard, close)
+
+
+def _assemble(
+    device: DeviceSide, host: HostSide, make_guard: MakeGuard, close: Callable[[], Callable[[], None] | None]
+) -> Pieces:
+    """The stages, and what a Guard is asked for beside them."""
+    training, ranks, buffers, watched = device.training, device.ranks, device.buffers, device.watched
+    judgement, checkpoints, rates = host.judgement, host.checkpoints, device.optimizers.rates
+    moment = Moment()
     rollback = Rollback(
-        window,
-        snapshots=snapshots,
+        host.window,
+        snapshots=host.snapshots,
         moment=moment,
         watched=watched,
-        rates=optimizers.rates,
+        rates=rates,
         buffers=buffers,
         ranks=ranks,
     )
-    judging = Judging(
-        judgement,
+    judging = make_judging(device, host, rollback)
+    state = GuardState(
+        moment,
+        judging=judging,
+        judgement=judgement,
+        actor=host.actor,
+        clipper=device.clipper,
         watched=watched,
-        rollback=rollback,
         buffers=buffers,
-        ranks=ranks,
-        inquiry=Inquiry(
-            investigator,
-            watched=watched,
-            buffers=buffers,
-            ranks=ranks,
-            judgement=judgement,
-            rank_file=None if files is None else files.rank_file,
-            steps_every=config.record.steps_every,
-        ),
-        checkpoints=checkpoints,
     )
     saver = Saver(
         training,
         moment=moment,
-        state=GuardState(
-            moment,
-            judging=judging,
-            judgement=judgement,
-            actor=actor,
-            clipper=clipper,
-            watched=watched,
-            buffers=buffers,
-        ),
+        state=state,
         watched=watched,
         judgement=judgement,
         checkpoints=checkpoints,
-        start=start,
+        start=host.start,
     )
     shutdown = Shutdown(checkpoints, ranks=ranks, moment=moment, judging=judging, saver=saver, close=close)
-    forward: Forward
-    backward: Backward
-    stepper: Stepping
-    if training.off:
-        forward = backward = stepper = PlainLoop(
-            training,
-            moment=moment,
-            watched=watched,
-            optimizers=optimizers,
-            ranks=ranks,
-            other_gradients=other_gradients,
-        )
-    else:
-        forward = ForwardPass(
-            config,
-            moment=moment,
-            watched=watched,
-            rollback=rollback,
-            buffers=buffers,
-            investigator=investigator,
-            other_gradients=other_gradients,
-        )
-        backward = BackwardPass(
-            config,
-            moment=moment,
-            watched=watched,
-            rollback=rollback,
-            scaler=optimizers.scaler,
-            ranks=ranks,
-            judgement=judgement,
-        )
-        stepper = Stepper(
-            config,
-            moment=moment,
-            watched=watched,
-            optimizers=optimizers,
-            rollback=rollback,
-            buffers=buffers,
-            judging=judging,
-        )
-        show_findings()
-        for finding in (*foresee(trained), *foresee_uncopied(training, checkpoints)):
-            judgement.note(finding)
-        watched.reflex.hint()
+    passes, stepper = make_loop(device, host, moment, rollback, judging)
     return Pieces(
         training=training,
         moment=moment,
         ranks=ranks,
-        clipper=clipper,
+        clipper=device.clipper,
         judgement=judgement,
         rollback=rollback,
         judging=judging,
-        stages=Stages(
-            Passes(forward, backward, moment=moment, rollback=rollback, judgement=judgement),
-            stepper,
-            moment=moment,
-            judging=judging,
-            saver=saver,
-            shutdown=shutdown,
-        ),
+        stages=Stages(passes, stepper, moment=moment, judging=judging, saver=saver, shutdown=shutdown),
         epochs=Epochs(
             training,
             moment=moment,
             judging=judging,
             checkpoints=checkpoints,
-            schedule_and_ema=optimizers.schedule_and_ema,
+            schedule_and_ema=device.optimizers.schedule_and_ema,
             ranks=ranks,
         ),
         saver=saver,
         shutdown=shutdown,
-        requests=Requests(training, moment=moment, actor=actor, judgement=judgement),
+        requests=Requests(training, moment=moment, actor=host.actor, judgement=judgement),
         range_test=RangeTest(
             training,
             make_guard,
             moment=moment,
             ranks=ranks,
-            clipper=clipper,
+            clipper=device.clipper,
             buffers=buffers,
             judgement=judgement,
         ),
         summary=Summary(
-            training,
+            training, moment=moment, judgement=judgement, rates=rates, snapshots=host.snapshots, watched=watched
+        ),
+        closers=[judgement.close, checkpoints.close, *([] if host.start is None else [host.start.close])],
+    )
+
+
+def make_judging(device: DeviceSide, host: HostSide, rollback: Rollback) -> Judging:
+    """What hands steps to judgement, and asks the other ranks and a replay about bad ones."""
+    inquiry = Inquiry(
+        host.investigator,
+        watched=device.watched,
+        buffers=device.buffers,
+        ranks=device.ranks,
+        judgement=host.judgement,
+        rank_file=host.rank_file,
+        steps_every=device.training.config.record.steps_every,
+    )
+    return Judging(
+        host.judgement,
+        watched=device.watched,
+        rollback=rollback,
+        buffers=device.buffers,
+        ranks=device.ranks,
+        inquiry=inquiry,
+        checkpoints=host.checkpoints,
+    )
+
+
+def make_loop(
+    device: DeviceSide, host: HostSide, moment: Moment, rollback: Rollback, judging: Judging
+) -> tuple[Passes, Stepping]:
+    """Who runs forward and backward, and who steps; one for all three where the guard is switched off."""
+    config, watched, optimizers = device.training.config, device.watched, device.optimizers
+    if device.training.off:
+        plain = PlainLoop(
+            device.training,
             moment=moment,
-            judgement=judgement,
-            rates=optimizers.rates,
-            snapshots=snapshots,
             watched=watched,
-        ),
-        closers=[judgement.close, checkpoints.close, *([] if start is None else [start.close])],
+            optimizers=optimizers,
+            ranks=device.ranks,
+            other_gradients=device.other_gradients,
+        )
+        return Passes(plain, plain, moment=moment, rollback=rollback, judgement=host.judgement), plain
+    forward = ForwardPass(
+        config,
+        moment=moment,
+        watched=watched,
+        rollback=rollback,
+        buffers=device.buffers,
+        investigator=host.investigator,
+        other_gradients=device.other_gradients,
     )
-
-
-# --- single pieces ----------------------------------------------------------------------------------------------------
-
-
-def make_buffers(training: Training, model: nn.Module) -> BufferKeeper:
-    """`model`: as it was given, with its wrappers, through which it may be called."""
-    if training.off:
-        return BufferKeeper(nn.Module())
-    return BufferKeeper(training.model, watch=True, wrappers=find_wrappers(model))
-
-
-def make_files(training: Training, run_dir: str | Path | None, ranks: Ranks, names: Sequence[str]) -> RunFiles | None:
-    """The files of the run directory, which `RunStart` opens when it is known which run this is."""
-    if run_dir is None:
-        return None
-    folder = RunFolder(run_dir, locks=ranks.is_first and not training.off)
-    if training.off:
-        return RunFiles(folder=folder)
-    return RunFiles(
-        folder=folder,
-        record=make_record(folder.path, training.config, names, opens=False) if ranks.is_first else None,
-        rank_file=RankFile(folder.path, ranks.rank, ranks.num, opens=False) if ranks.many else None,
+    backward = BackwardPass(
+        config,
+        moment=moment,
+        watched=watched,
+        rollback=rollback,
+        scaler=optimizers.scaler,
+        ranks=device.ranks,
+        judgement=host.judgement,
     )
-
-
-def make_record(
-    path: Path, config: GuardConfig, names: Sequence[str], *, run_id: str = "", opens: bool = True
-) -> RunDirectory:
-    """The record of a run whose parameters are `names`."""
-    versions = {"steadygrad": __version__, "torch": torch.__version__}
-    return RunDirectory(path, config=config.to_dict(), parameters=names, versions=versions, run_id=run_id, opens=opens)
-
-
-def make_detectors(config: GuardConfig, ranks: Ranks) -> tuple[Detector, Detector | None]:
-    """The rules; on many ranks those about what all have seen, and those about what one has seen alone."""
-    rules = standard_rules(config.detect, clip_threshold=getattr(config.clip, "max_norm", None))
-    if not ranks.many:
-        return Detector(rules), None
-    rules, own_rules = split_rules(rules)
-    return Detector(rules), Detector(own_rules)
-
-
-def make_snapshots(
-    training: Training, rates: Rates, ranks: Ranks, *, clipper: Clipper | None, detector: Detector
-) -> Snapshots:
-    """What a rollback goes back to; what the user saves beside the model stays as it is."""
-    return Snapshots(
-        training.model,
-        training.optimizers,
-        extras=keep_stateful({**training.along, "clip": clipper, "detect": detector, "rates": rates}),
-        config=training.config.snapshots,
-        agree=ranks.find_common if ranks.many else None,
-        owns_rate=rates.is_written_by,
+    stepper = Stepper(
+        config,
+        moment=moment,
+        watched=watched,
+        optimizers=optimizers,
+        rollback=rollback,
+        buffers=device.buffers,
+        judging=judging,
     )
-
-
-def make_checkpoints(
-    training: Training, run_dir: str | Path | None, ranks: Ranks, buffers: BufferKeeper
-) -> RunCheckpoints:
-    """Saves of the whole training."""
-    config = training.config
-    return RunCheckpoints(
-        run_dir,
-        config.checkpoint,
-        model=training.model,
-        optimizers=training.optimizers,
-        extras=training.saved,
-        clip=None if config.clip is None else config.clip.kind,
-        buffers=buffers,
-        ranks=ranks,
-    )
-
-
-def make_investigator(training: Training, run_dir: str | Path | None, ranks: Ranks) -> Investigator:
-    """What replays bad steps, and notes steps for whoever tests findings on them."""
-    diagnose = training.config.diagnose
-    return Investigator(
-        dataclasses.replace(diagnose, enabled=diagnose.enabled and not training.off),
-        model=training.model,
-        optimizers=training.optimizers,
-        run_dir=run_dir,
-        ddp=ranks.ddp if isinstance(ranks.ddp, nn.parallel.DistributedDataParallel) else None,
-        notes=is_proving(training),
-    )
-
-
-def is_proving(training: Training) -> bool:
-    """Whether findings on finite numbers are tested; else they are acted on at once, or never."""
-    config = training.config
-    return not training.off and config.prove.enabled and config.policy.require_proof
-
-
-def make_prover(
-    training: Training,
-    optimizers: Optimizers,
-    snapshots: Snapshots,
-    *,
-    watched: Watched,
-    ranks: Ranks,
-    aside: Callable[[], contextlib.AbstractContextManager[None]],
-    rehearse: Rehearse,
-) -> Prover | None:
-    """What tests findings on finite numbers, if that is wanted. Replays and trials are made inside of `aside`."""
-    if not is_proving(training):
-        return None
-    config = training.config
-    test = PairedTest(training.model, training.optimizers, ranks=ranks)
-    return Prover(
-        config.prove,
-        comparison=Comparison(config.prove, test, aside=aside, rehearse=rehearse),
-        references=References(
-            training.model,
-            snapshots,
-            edits=lambda: watched.edits,
-            settings=optimizers.rates.list_settings,
-            maximises=optimizers.maximise,
-            ranks=ranks,
-        ),
-        snapshots=snapshots,
-        rate_factor=config.policy.start_lr_factor,
-        ranks=ranks,
-        exempt=config.policy.actions,
-    )
-
-
-@contextlib.contextmanager
-def _look_aside(investigator: Investigator, buffers: BufferKeeper) -> Iterator[None]:
-    """Around replays and trials: nothing of ours takes them for a step, and every buffer is put back."""
-    with investigator.aside(), buffers.unchanged():
-        yield
+    return Passes(forward, backward, moment=moment, rollback=rollback, judgement=host.judgement), stepper

@@ -1,11 +1,7 @@
-"""Guard: one training step made safe and measured. The one place that spells out the order of the stages.
+"""Guard: one training step made safe and measured. What people call; the work is done elsewhere.
 
-    forward, backward        the user's, or ours from the user's function (`passes.py`)
-    step or skip             measured, clipped, and kept from the weights when it is bad (`stepping.py`)
-    judge                    detect -> decide -> act -> record, when the numbers are on the host (`judging.py`)
-    save                     what is due, and after a signal a last time (`saving.py`)
-
-On CUDA with fused optimizers the device never idles for any of it.
+`stages.py` spells out the order of a step, `build.py` makes the pieces from what the user gave. Each call here checks
+that the guard is open, lets no signal in between, and hands on.
 """
 
 from __future__ import annotations
@@ -84,20 +80,12 @@ class Guard:
             make_guard=Guard,
             close=weakref.WeakMethod(self.close),
         )
-        self._training, self._moment, self._ranks, self._clipper = (
-            pieces.training,
-            pieces.moment,
-            pieces.ranks,
-            pieces.clipper,
-        )
+        self._training, self._moment, self._ranks = pieces.training, pieces.moment, pieces.ranks
         self._judgement, self._judging, self._rollback = pieces.judgement, pieces.judging, pieces.rollback
-        self._stages, self._epochs, self._saver, self._shutdown = (
-            pieces.stages,
-            pieces.epochs,
-            pieces.saver,
-            pieces.shutdown,
-        )
-        self._requests, self._range_test, self._summary = pieces.requests, pieces.range_test, pieces.summary
+        self._stages, self._epochs, self._summary = pieces.stages, pieces.epochs, pieces.summary
+        self._saver, self._shutdown = pieces.saver, pieces.shutdown
+        self._requests, self._range_test = pieces.requests, pieces.range_test
+        self._clipper = pieces.clipper  # a trial of steps gives it the state of the run's
         self._closed = False
         for close in pieces.closers:
             weakref.finalize(self, close)

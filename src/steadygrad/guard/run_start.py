@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Finding, Severity
+from steadygrad.guard.training import Training
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record import RunDirectory, Sink
 from steadygrad.record.rank_file import RankFile
+from steadygrad.record.run_directory import make_record
 from steadygrad.record.run_folder import RunFolder
 
 
@@ -41,6 +44,20 @@ class RunFiles:
         """Where incidents go: to the record, or where another rank writes it, to this rank's own file."""
         sink = self.record if self.record is not None else self.rank_file
         return [] if sink is None else [sink]
+
+
+def make_files(training: Training, run_dir: str | Path | None, ranks: Ranks, names: Sequence[str]) -> RunFiles | None:
+    """The files of the run directory, which `RunStart` opens when it is known which run this is."""
+    if run_dir is None:
+        return None
+    folder = RunFolder(run_dir, locks=ranks.is_first and not training.off)
+    if training.off:
+        return RunFiles(folder=folder)
+    return RunFiles(
+        folder=folder,
+        record=make_record(folder.path, training.config, names, opens=False) if ranks.is_first else None,
+        rank_file=RankFile(folder.path, ranks.rank, ranks.num, opens=False) if ranks.many else None,
+    )
 
 
 class RunStart:
