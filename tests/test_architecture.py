@@ -330,6 +330,20 @@ def test_a_newcomer_opens_at_most_five_files_and_each_is_there() -> None:
             assert not [path for path in paths if not (PACKAGE / path).is_file()]
 
 
+def test_no_piece_of_the_guard_is_given_more_than_seven_things() -> None:
+    given = {
+        f"{module}.{node.name}": len(init.args.args) + len(init.args.kwonlyargs) - 1
+        for module, tree in modules().items()
+        if part_of(module) == "guard"
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name != "Guard"  # what people give
+        for init in node.body
+        if isinstance(init, ast.FunctionDef) and init.name == "__init__"
+    }
+    assert given["steadygrad.guard.stepping.Stepper"] == 7
+    assert not {name: num for name, num in given.items() if num > 7}
+
+
 def test_no_drawer_for_odds_and_ends() -> None:
     drawers = {"util", "utils", "utilities", "helper", "helpers", "common", "misc"}
     paths = [*PACKAGE.rglob("*"), *RECIPES.rglob("*")]

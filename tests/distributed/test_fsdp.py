@@ -66,7 +66,7 @@ def train_sharded(layout: str, max_norm: float) -> dict[str, Any]:
     readings = []
     for x, y in make_own_batches(layout):
         guard.step(lambda x, y: nn.functional.cross_entropy(model(x).float(), y), x, y)
-        readings.append(guard._parts.judgement.last_reading)
+        readings.append(guard._judgement.last_reading)
     return {
         "weights": gather(model),
         "norms": [dict(r.gradients.norms) for r in readings],

@@ -149,7 +149,7 @@ def unfreeze_later() -> dict[str, Any]:
         if step == 3:
             optimizer.add_param_group({"params": list(model[4].parameters())})
         guard.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
-    reading = guard._parts.judgement.last_reading
+    reading = guard._judgement.last_reading
     assert reading is not None
     return {"state": gather(model), "names": reading.gradients.names, "skipped": guard.stats()["num_skipped"]}
 

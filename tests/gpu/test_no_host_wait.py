@@ -147,5 +147,5 @@ def test_snapshots_and_scans_fall_into_the_fifty_steps_without_a_sync() -> None:
     for _ in range(58):
         guard.step(fn, x)
     guard.flush()
-    assert guard._parts.snapshots.newest_good is not None, "the ring was in use while nothing was waited for"
+    assert guard._rollback.snapshots.newest_good is not None, "the ring was in use while nothing was waited for"
     assert guard.findings == [] or all(f.severity.value == "info" for f in guard.findings)

@@ -275,7 +275,7 @@ class Programs(RuleBasedStateMachine):
             self.history[0] = self.plain.look()
         batches = self.draw(num)
         factors = [NAN if i == bad else 1.0 / num for i in range(num)]
-        refused = self.guard._parts.actor.num_to_refuse > 0
+        refused = self.guard._rollback.is_open
         if refused:
             self.plain.refuse(batches)
         else:
@@ -326,15 +326,15 @@ class Programs(RuleBasedStateMachine):
         assert self.guard.resume(path) is not None
         self.history = {}
 
-    @precondition(lambda self: self.guard._parts.snapshots.newest_good in self.history)
+    @precondition(lambda self: self.guard._rollback.snapshots.newest_good in self.history)
     @rule()
     def roll_back(self) -> None:
-        actor = self.guard._parts.actor
+        actor = self.guard._requests.actor
         self.guard.flush()
         verdict = Verdict(action=Action.ROLLBACK, reason="made up")
         outcome = actor.carry_out(verdict, None, step=self.guard.num_steps - 1)
         assert outcome.action is Action.ROLLBACK
-        self.guard._judging.follow_rollback()
+        self.guard._rollback.follow()
         self.plain.go_back(self.history[int(outcome.after["step"])])
         self.compare()
 

@@ -178,17 +178,17 @@ def test_a_rollback_brings_everything_back_that_the_optimizer_remembers(name: st
     rolled = Training(name, RING)
     assert rolled.guard is not None
     rolled.train(BATCHES[:CUT])
-    rolled.guard._parts.snapshots.take(CUT)
+    rolled.guard._rollback.snapshots.take(CUT)
     rolled.train(BATCHES[[7, 2, 9]])  # what is to be undone
     rolled.guard.flush()
     rates = [group.get("lr") for group in rolled.optimizer.param_groups]
 
-    actor = rolled.guard._parts.actor
+    actor = rolled.guard._requests.actor
     outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=CUT + 2)
     assert (outcome.action, outcome.after["step"]) == (Action.ROLLBACK, CUT)
     assert "left as it is" not in outcome.message
-    rolled.guard._judging.follow_rollback()
-    actor.num_to_refuse = 0
+    rolled.guard._rollback.follow()
+    rolled.guard._rollback.window.num_left = 0
     seed()
     rolled.train(BATCHES[CUT:])
 

@@ -326,7 +326,7 @@ def test_a_copy_of_a_guarded_model_is_nobodys() -> None:
     training = Training(make_normed(), "loss")
     twin = copy.deepcopy(training.model)
     twin(torch.full((4, 8), NAN))
-    assert not training.guard._parts.buffers.has_begun
+    assert not training.guard._rollback.buffers.has_begun
 
 
 def test_large_tables_are_not_copied_until_they_move(monkeypatch: pytest.MonkeyPatch) -> None:

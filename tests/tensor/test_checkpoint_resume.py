@@ -183,7 +183,7 @@ def test_without_the_state_of_the_generators_a_resumed_training_would_part(tmp_p
     second = Program(tmp_path / "run", seed=99)
     second.guard.resume()
     torch.manual_seed(3)
-    second.guard._parts.checkpoints._positions._random = None
+    second.guard._saver.checkpoints._positions._random = None
     second.train()
     assert not torch.equal(whole.model[0].weight, second.model[0].weight)
 
@@ -381,7 +381,7 @@ def test_a_rate_that_the_policy_has_lowered_is_changed_once(tmp_path: Path) -> N
             guard.step(lambda x: model(x).square().mean(), torch.ones(2, 3))
 
     model, optimizer, guard = make(0.1)
-    guard._parts.rates.scale_lr(0.5)
+    guard._rollback.rates.scale_lr(0.5)
     train(model, guard, 2)
     guard.save()
     guard.close()

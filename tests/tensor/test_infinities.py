@@ -119,7 +119,7 @@ def test_weights_moments_and_statistics_must_be_finite(tmp_path: Path, name: str
     train(model, guard)
     with torch.no_grad():
         if name == "moment":
-            optimizer = guard._parts.optimizers[0]
+            optimizer = guard._training.optimizers[0]
             optimizer.state[model.get_parameter("inner.weight")]["exp_avg"].fill_(value)
         else:
             dict(model.named_parameters())[name].fill_(value) if "weight" in name else model.get_buffer(name).fill_(

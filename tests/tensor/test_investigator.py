@@ -151,7 +151,7 @@ def test_a_copy_of_the_model_is_free_of_the_guard(copied: Any) -> None:
 
     assert all("steadygrad" not in type(hook).__module__ for hook in twin._forward_pre_hooks.values())
     twin(batch(bad=False)).sum().backward()
-    assert guard._parts.investigator.take() == []
+    assert guard._stages.passes.forward.take_captures() == []
 
 
 def test_a_closed_guard_leaves_no_hook() -> None:
@@ -166,7 +166,7 @@ def test_forwards_without_gradients_are_not_held() -> None:
     with torch.no_grad():
         model(batch(bad=False))
 
-    assert guard._parts.investigator.take() == []
+    assert guard._stages.passes.forward.take_captures() == []
 
 
 def test_a_nan_that_only_a_buffer_sees_is_found_and_put_back() -> None:

@@ -40,11 +40,11 @@ def train(guard: Guard, model: nn.Module, count: int, *, then: Callable[[], Any]
 
 def roll_back(guard: Guard) -> str:
     """A rollback as a policy would ask for it, and what it told; the window that follows it is not left out."""
-    actor = guard._parts.actor
+    actor = guard._requests.actor
     outcome = actor.carry_out(Verdict(action=Action.ROLLBACK, reason="made up"), None, step=guard.num_steps - 1)
     assert outcome.action is Action.ROLLBACK
-    guard._judging.follow_rollback()
-    actor.num_to_refuse = 0
+    guard._rollback.follow()
+    guard._rollback.window.num_left = 0
     return outcome.message
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.act.window import Window
 from steadygrad.clip import Clipper
 from steadygrad.clip.fixed_norm import FixedNormClipper
 from steadygrad.config import Policy
@@ -21,12 +22,19 @@ from steadygrad.facts import Action, Outcome, Reading, Verdict
 class Actor:
     """Carries out verdicts, and keeps the snapshots that a rollback needs."""
 
-    def __init__(self, policy: Policy, *, rates: Rates, snapshots: Snapshots, clipper: Clipper | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        rates: Rates,
+        snapshots: Snapshots,
+        clipper: Clipper | None = None,
+        window: Window | None = None,
+    ) -> None:
+        """`window` is opened by a rollback."""
         self._rates, self._snapshots, self._clipper = rates, snapshots, clipper
+        self._window = window if window is not None else Window()
         rates.ramp_back(policy.ramp_back_steps)
-        self._rolled_back = False
-        self.num_to_refuse = 0
-        """Batches, or steps where the loop does not use `guard.batches`, that are still to be left out."""
 
     def carry_out(self, verdict: Verdict, reading: Reading | None, *, step: int) -> Outcome:
         """Do it, and say what was before and after; `step` is the last one that was made."""
@@ -60,7 +68,7 @@ class Actor:
 
     def _roll_back(self, now: int, factor: float | None) -> Outcome:
         """`factor`: None keeps what was decided about the rates, 1 takes it back, less lowers the learning rate too."""
-        if self._rolled_back:
+        if self._window.is_new:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
         lower = factor if factor is not None and factor < 1.0 else None
         if not self._snapshots.can_restore:
@@ -70,13 +78,12 @@ class Actor:
         # The schedule goes back; what was decided about the rates since does so only when it was a part of the trouble.
         with contextlib.nullcontext() if factor == 1.0 else self._rates.keep_factors():
             then = self._snapshots.restore()
-        self._rolled_back = True
-        self.num_to_refuse = self._snapshots.effective_skip(now)
+        self._window.open(self._snapshots.effective_skip(now))
         message = "; ".join(
             [
                 f"went back from step {now} to the state before step {then}",
                 *(f"left as it is: {misfit}" for misfit in self._snapshots.misfits),
-                self._tell_refused(),
+                self._window.describe(),
             ]
         )
         scaled = self._rates.scale_lr(lower) if lower is not None else None
@@ -86,21 +93,6 @@ class Actor:
             before={"step": now, **(scaled.before if scaled else {})},
             after={"step": then, **(scaled.after if scaled else {})},
         )
-
-    def _tell_refused(self) -> str:
-        """What of the data is left out after a rollback."""
-        if self.num_to_refuse == 0:
-            return "no batch is left out"
-        return f"the next {f'{self.num_to_refuse} batches are' if self.num_to_refuse > 1 else 'batch is'} left out"
-
-    def take_rolled_back(self) -> bool:
-        """Whether a rollback has happened since this was last asked."""
-        happened, self._rolled_back = self._rolled_back, False
-        return happened
-
-    def refuse_one(self) -> None:
-        """One batch of the window has been left out."""
-        self.num_to_refuse = max(0, self.num_to_refuse - 1)
 
     def after_step(self, step: int, *, healthy: bool) -> list[str]:
         """Tell rates and snapshots how the step went; returns why snapshots were dropped."""
@@ -112,12 +104,12 @@ class Actor:
 
     def state_dict(self) -> dict[str, Any]:
         """Factors, and how much of the window is left."""
-        return {"rates": self._rates.state_dict(), "num_to_refuse": self.num_to_refuse}
+        return {"rates": self._rates.state_dict(), "num_to_refuse": self._window.num_left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of `state_dict()`."""
         self._rates.load_state_dict(state["rates"])
-        self.num_to_refuse = int(state["num_to_refuse"])
+        self._window.num_left = int(state["num_to_refuse"])
 
 
 # --- outcomes -----------------------------------------------------------------------------------------------------

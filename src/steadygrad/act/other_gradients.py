@@ -8,7 +8,7 @@ second with data and without gradients lying there from before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,14 @@ class OtherGradients:
         if any(tensor.requires_grad for _, tensor in find_tensors(args, kwargs)):
             self._is_anothers = True
         elif not self._was_called:
-            self._was_called, self._began_clean = True, next(self._find(), None) is None
+            self._was_called, self._began_clean = True, not self._find()
 
     def settle(self, step: int, *, is_loss: bool) -> Finding | None:
         """The guard is about to run the first backward of a step: drop what is another's. Reported once.
 
         `is_loss`: a loss was given, whose forward is over; a function's is to come, and its gradients are all there is.
         """
-        found = list(self._find())
+        found = self._find()
         is_own = self._was_called and self._began_clean and not self._is_anothers
         if not (is_own and is_loss):
             for parameter in found:
@@ -62,9 +62,9 @@ class OtherGradients:
         if self._hook is not None:
             self._hook.remove()
 
-    def _find(self) -> Iterator[Tensor]:
-        held = (p for o in self._optimizers for group in o.param_groups for p in group["params"])
-        return (parameter for parameter in held if parameter.grad is not None)
+    def _find(self) -> list[Tensor]:
+        """The parameters that have a gradient now."""
+        return [p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _describe_added(step: int) -> Finding:

@@ -95,9 +95,10 @@ class RunCheckpoints:
         optimizers: Sequence[torch.optim.Optimizer],
         extras: Mapping[str, Any],
         clip: str | None,
+        buffers: BufferKeeper,
         ranks: Ranks | None = None,
     ) -> None:
-        self._clip = clip
+        self._clip, self._buffers = clip, buffers
         self._ranks = ranks if ranks is not None else Ranks()
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._run_id = ""
@@ -137,6 +138,11 @@ class RunCheckpoints:
             self.signals.start()
 
     @property
+    def has_place(self) -> bool:
+        """Whether there is a run directory to save to."""
+        return self._run_dir is not None
+
+    @property
     def is_listening(self) -> bool:
         """Whether signals are answered: there is something to save to, and the user wants it."""
         return self._run_dir is not None and self._config.signals
@@ -150,10 +156,10 @@ class RunCheckpoints:
         self._positions.end_epoch()
 
     def is_due(self, step: int) -> bool:
-        """Whether the Guard should save by itself before step `step`."""
+        """Whether the Guard should save by itself before step `step`; not while ranks may be at different steps."""
         every = self._config.every
         due = every is not None and step % every == 0 and step != self._last_saved
-        return due and self._run_dir is not None
+        return due and self._run_dir is not None and not self._ranks.is_joining
 
     def note_step(self, step: int, *, healthy: bool, skipped: bool = False) -> None:
         """Tell how a step went, so that checkpoints before it become good, or suspect.
@@ -186,15 +192,14 @@ class RunCheckpoints:
         guard: Mapping[str, Any],
         *,
         accumulated: Accumulated,
-        buffers: BufferKeeper,
-        metrics: Mapping[str, float],
+        validation_loss: float | None = None,
         used_gradients: bool = False,
         together: str = "",
     ) -> Save | None:
         """Save everything before step `step`; None when it cannot be, which `take_failures()` explains.
 
-        Gradients that a step has used already are no state: put back, the next backward would add to them. `together`:
-        the token of several guards that save at one moment.
+        `validation_loss`: that of these very weights. Gradients that a step has used already are no state: put back,
+        the next backward would add to them. `together`: the token of several guards that save at one moment.
         """
         store = self.store
         try:
@@ -202,7 +207,8 @@ class RunCheckpoints:
             if used_gradients:
                 state["gradients"] = {}
             self._about = {"next_step": step, **({TOGETHER: together} if together else {})}
-            return self._save(store, state, step, guard, accumulated, buffers, metrics)
+            metrics = {} if validation_loss is None else {self._config.best_by: validation_loss}
+            return self._save(store, state, step, guard, accumulated, metrics)
         except Exception as error:  # whatever an extra holds that cannot be saved: the training goes on, and is told
             if self._ranks.many and not isinstance(error, REFUSALS):
                 raise  # perhaps on this rank alone: the others would wait for it for ever
@@ -216,7 +222,6 @@ class RunCheckpoints:
         step: int,
         guard: Mapping[str, Any],
         accumulated: Accumulated,
-        buffers: BufferKeeper,
         metrics: Mapping[str, float],
     ) -> Save:
         if self._stateless and self._last_saved is None:
@@ -228,7 +233,7 @@ class RunCheckpoints:
             "given": self._given,
             "clip": self._clip,
             "data": self._positions.state_dict(),
-            "accumulated": gather_accumulated(accumulated, self._model, buffers),
+            "accumulated": gather_accumulated(accumulated, self._model, self._buffers),
         }
         if self._config.clean:  # it would write zeros over a mask of -inf
             for name in count_nonfinite(dict(self._model.named_buffers()), may_be=self._infinities.buffers):
@@ -296,7 +301,7 @@ class RunCheckpoints:
 
     # --- resume -----------------------------------------------------------------------------------------------------
 
-    def resume(self, path: str | Path | None, *, strict: bool, buffers: BufferKeeper) -> Resumed | None:
+    def resume(self, path: str | Path | None, *, strict: bool) -> Resumed | None:
         """Put the newest usable checkpoint back, or that of `path`; None when there is none yet.
 
         The Guard must then load its own state, and call `finish_resume()`.
@@ -316,7 +321,7 @@ class RunCheckpoints:
             state["guard"]["clip"] = {}
             problems.append(f"clipping by {self._clip} begins anew, saved was {state['clip']}")
         problems += tell_other_ranks(checkpoint.info, self._ranks)
-        accumulated = put_accumulated(state["accumulated"], self._model, buffers)
+        accumulated = put_accumulated(state["accumulated"], self._model, self._buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])
         self._follows_data = True

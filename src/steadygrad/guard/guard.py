@@ -1,18 +1,12 @@
-"""Guard: one training step made safe and measured. The one place that spells out the order of the stages.
+"""Guard: one training step made safe and measured. What people call; the work is done elsewhere.
 
-    forward, backward        the user's, or ours from the user's function (`passes.py`)
-    step or skip             measured, clipped, and kept from the weights when it is bad (`stepping.py`)
-    judge                    detect -> decide -> act -> record, when the numbers are on the host (`judging.py`)
-    save                     what is due, and after a signal a last time (`saving.py`)
-
-On CUDA with fused optimizers the device never idles for any of it.
+`stages.py` spells out the order of a step, `build.py` makes the pieces from what the user gave. Each call here checks
+that the guard is open, lets no signal in between, and hands on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,23 +23,12 @@ from steadygrad.config import GuardConfig
 from steadygrad.diagnose import is_replaying
 from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.facts import Action, Finding, Incident, StepRecord
+from steadygrad.guard.build import build
 from steadygrad.guard.joining import join_uneven
-from steadygrad.guard.judging import Judging
-from steadygrad.guard.parts import Moment, Parts, foresee_uncopied
-from steadygrad.guard.passes import Passes
-from steadygrad.guard.preflight import foresee
-from steadygrad.guard.range_test import describe_test, find_lr
 from steadygrad.guard.rate_curve import RateCurve
-from steadygrad.guard.requests import read_number, scale_setting
-from steadygrad.guard.saving import Saver
-from steadygrad.guard.second_try import make_again
-from steadygrad.guard.shutdown import Shutdown
-from steadygrad.guard.stepping import Stepper
-from steadygrad.guard.summary import tell_health, tell_stats, tell_summary
-from steadygrad.measure.loss import check_loss, detach, find_loss
+from steadygrad.measure.loss import read_number
 from steadygrad.record import Sink
 from steadygrad.view.progress import count_items, describe_step, track
-from steadygrad.view.terminal import show_findings
 
 T = TypeVar("T")
 
@@ -82,7 +65,7 @@ class Guard:
         environment is: nothing is watched, clipped or skipped.
         """
         self.config = config if config is not None else GuardConfig()
-        self._parts = parts = Parts(
+        pieces = build(
             model,
             optimizer,
             config=self.config,
@@ -94,27 +77,18 @@ class Guard:
             process_group=process_group,
             extras=extras or {},
             enabled=enabled,
+            make_guard=Guard,
+            close=weakref.WeakMethod(self.close),
         )
-        weakref.finalize(self, parts.judgement.close)  # a guard that nobody closed still leaves a whole record
-        weakref.finalize(self, parts.checkpoints.close)
-        if parts.rank_file is not None:
-            weakref.finalize(self, parts.rank_file.close)
-        parts.rehearse = functools.partial(make_again, parts, Guard)
-        if parts.start is not None:
-            weakref.finalize(self, parts.start.close)
-        self._moment = Moment()
-        self._judging = Judging(parts, self._moment)
-        self._stepper = Stepper(parts, self._moment, self._judging)
-        self._passes = Passes(parts, self._moment, self._judging, self._stepper)
-        self._saver = Saver(parts, self._moment, self._judging)
-        self._shutdown = Shutdown(parts, self._moment, self._judging, self._saver, weakref.WeakMethod(self.close))
-        self._drive: AcceleratorDrive | None = None
+        self._training, self._moment, self._ranks = pieces.training, pieces.moment, pieces.ranks
+        self._judgement, self._judging, self._rollback = pieces.judgement, pieces.judging, pieces.rollback
+        self._stages, self._epochs, self._summary = pieces.stages, pieces.epochs, pieces.summary
+        self._saver, self._shutdown = pieces.saver, pieces.shutdown
+        self._requests, self._range_test = pieces.requests, pieces.range_test
+        self._clipper = pieces.clipper  # a trial of steps gives it the state of the run's
         self._closed = False
-        if not parts.off:
-            show_findings()
-            for finding in (*foresee(parts.trained), *foresee_uncopied(parts)):
-                parts.judgement.note(finding)
-            parts.reflex.hint()
+        for close in pieces.closers:
+            weakref.finalize(self, close)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -124,66 +98,12 @@ class Guard:
         Returns what the function returned, detached; the detached loss; or None.
         """
         self._check_open()
-        self._shutdown.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
-        with self._shutdown.around_step() as step:
-            result, step.is_made = self._make_step(subject, args, kwargs)
-        return result
-
-    def _make_step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        self._saver.begin()
-        result = None if subject is None else self._run_backward(subject, args, kwargs)
-        if self._drive is not None and self._drive.is_accumulating:
-            return result, False
-        owns_backward = self._moment.batches.num > 0 and not self._moment.is_driven
-        self._shutdown.is_torn = True
-        try:
-            if self._parts.off:
-                self._stepper.step_plainly()
-            elif self._parts.actor.num_to_refuse:
-                self._stepper.refuse()
-            else:
-                self._stepper.step()
-        finally:
-            self._end_step()
-            if owns_backward:
-                self._parts.zero_grad()
-            else:
-                self._parts.used.note(self._parts.trained.named)
-                if not self._parts.off:
-                    self._parts.uncleared_gradients.after_step()
-        self._shutdown.is_torn = False
-        self._judging.judge_if_arrived()
-        self._saver.save_if_due(ends_round=self._shutdown.ends_round)
-        return result, True
-
-    def _end_step(self) -> None:
-        self._moment.end_step()
-        self._parts.investigator.take()
-        self._parts.scaler.end_step()
-        self._parts.other_gradients.end_step()
+        return self._stages.step(subject, args, kwargs)
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
         self._check_open()
-        self._shutdown.before_step(has_gradients=self._moment.batches.num > 0)
-        with self._shutdown.around_step():
-            return self._run_backward(subject, args, kwargs)
-
-    def _run_backward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
-        self._saver.begin()
-        self._parts.ranks.asks_to_stop = self._parts.checkpoints.signals.received is not None
-        result = self._passes.forward(subject, args, kwargs)
-        if self._parts.actor.num_to_refuse:
-            self._moment.batches.num += 1
-            return detach(result)
-        loss = find_loss(result) if result is not subject else check_loss(result)
-        try:
-            self._passes.backward(loss if self._drive is None else self._drive.weigh(loss))
-        except BaseException:  # out of memory, a signal: some gradients are there and some are not
-            self._end_step()
-            self._parts.zero_grad()
-            raise
-        return detach(result)
+        return self._stages.backward(subject, args, kwargs)
 
     def log(self, **numbers: float | Tensor) -> None:
         """Numbers of the step under way that belong beside the loss in the record: the terms of a loss, an accuracy.
@@ -191,15 +111,8 @@ class Guard:
         A tensor is copied to the host without waiting for it; several microbatches of one step are averaged.
         """
         self._check_open()
-        if self._parts.off or is_replaying():
-            return
-        for name, number in numbers.items():
-            value = number.detach() if isinstance(number, Tensor) else read_number(number, f"guard.log({name}=...)")
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise UsageError(
-                    f"guard.log got {name} of shape {tuple(value.shape)}. Give one number: {name}.mean() for example."
-                )
-            self._moment.logged.setdefault(name, []).append(value.reshape(()) if isinstance(value, Tensor) else value)
+        if not self._training.off and not is_replaying():
+            self._moment.log(numbers)
 
     # --- steps that a framework drives --------------------------------------------------------------------------------
 
@@ -215,7 +128,7 @@ class Guard:
         drive = AcceleratorDrive(accelerator, model, optimizer, scheduler)
         guard = cls(drive.model, drive.optimizers, scheduler=drive.scheduler, scaler=drive.scaler, **options)
         drive.attach(guard)
-        guard._drive = drive
+        guard._stages.drive = drive
         return guard
 
     @contextlib.contextmanager
@@ -226,13 +139,13 @@ class Guard:
         that a diagnosis can replay.
         """
         self._check_open()
-        with self._passes.watch_forward(replay, args, kwargs):
+        with self._stages.passes.forward.watch_forward(replay, args, kwargs):
             yield
 
     def watch_backward(self, loss: Tensor) -> None:
         """A framework is about to run backward from `loss`. It clears the gradients itself."""
         self._check_open()
-        self._passes.watch_backward(loss)
+        self._stages.passes.backward.watch_backward(loss)
 
     @property
     def num_microbatches(self) -> int:
@@ -251,19 +164,14 @@ class Guard:
 
     def note(self, finding: Finding) -> None:
         """Write down what somebody else has found. Nothing is done about it."""
-        if not self._parts.off:
-            self._parts.judgement.note(finding)
+        if not self._training.off:
+            self._judgement.note(finding)
 
     # --- judgement ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Wait until the host has judged every step. On many ranks call it on each, as all that steers training."""
         self._judging.judge_pending()
-
-    def _catch_up(self) -> None:
-        """Judge what is pending for somebody who asks; on many ranks one may ask alone, and gets what is known."""
-        if not self._parts.ranks.many:
-            self._judging.judge_pending()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -273,37 +181,32 @@ class Guard:
         DistributedDataParallel. While it is open nothing is rolled back and nothing is proven; nor is it proven
         afterwards, where the ranks have made different numbers of steps.
         """
-        with join_uneven(self._parts.ranks):
+        with join_uneven(self._ranks):
             yield
-        self._parts.ranks.note_steps(self._moment.next_step)
+        self._ranks.note_steps(self._moment.next_step)
 
     @property
     def findings(self) -> list[Finding]:
         """What was found so far."""
-        return self._parts.judgement.findings
+        return self._judgement.findings
 
     @property
     def incidents(self) -> list[Incident]:
         """The findings that mattered, with what was done about them."""
-        return self._parts.judgement.incidents
+        return self._judgement.incidents
 
     @property
     def last(self) -> StepRecord | None:
         """The newest step that was judged."""
-        return self._parts.judgement.last
+        return self._judgement.last
 
     # --- around the step ----------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
         total = count_items(loader)
-        batches = self._shutdown.watch_data(self._parts.checkpoints.iterate(loader))
-        for batch in track(batches, describe=self._describe, total=total):
-            if self._parts.actor.num_to_refuse:
-                self._parts.actor.refuse_one()
-                self._moment.num_skipped_batches += 1
-                continue
-            yield batch
+        batches = self._shutdown.watch_data(loader)
+        yield from self._rollback.leave_out(track(batches, describe=self._describe, total=total))
 
     def validate(self, loss: float | Tensor) -> None:
         """Tell the validation loss; a non-finite one is a finding, and steers neither scheduler nor early stopping.
@@ -312,32 +215,13 @@ class Guard:
         """
         self._check_open()
         with self._shutdown.busy():
-            self._validate(read_number(loss, "guard.validate(loss)"))
-
-    def _validate(self, told: float) -> None:
-        self.flush()
-        value = self._parts.ranks.take_mean(told)
-        if math.isfinite(value):
-            self._moment.validation_loss, self._moment.validated_at = value, self._moment.next_step
-            self._parts.checkpoints.note_validation(self._moment.next_step, value)
-        if not self._parts.off:
-            self._parts.judgement.validate(max(0, self._moment.next_step - 1), self._moment.epoch, value)
-            self._judging.follow_rollback()
+            self._epochs.validate(read_number(loss, "guard.validate(loss)"))
 
     def end_epoch(self) -> None:
         """The epoch is over: a scheduler by epoch moves."""
         self._check_open()
         with self._shutdown.busy():
-            self._end_epoch()
-
-    def _end_epoch(self) -> None:
-        self.flush()
-        if not self._parts.off:
-            self._parts.judgement.end_epoch(max(0, self._moment.next_step - 1), self._moment.epoch)
-            self._judging.follow_rollback()
-        self._moment.epoch += 1
-        self._parts.checkpoints.end_epoch()
-        self._parts.schedule_and_ema.after_epoch(self._moment.validation_loss)
+            self._epochs.end()
 
     def scale_lr(self, factor: float, reason: str) -> None:
         """Multiply the learning rate by `factor`, now and under whatever scheduler; the ledger says why.
@@ -346,13 +230,13 @@ class Guard:
         """
         self._check_open()
         self.flush()
-        scale_setting(self._parts, self._moment, Action.SCALE_LR, factor, reason)
+        self._requests.scale(Action.SCALE_LR, factor, reason)
 
     def scale_weight_decay(self, factor: float, reason: str) -> None:
         """The same for the weight decay."""
         self._check_open()
         self.flush()
-        scale_setting(self._parts, self._moment, Action.SCALE_WEIGHT_DECAY, factor, reason)
+        self._requests.scale(Action.SCALE_WEIGHT_DECAY, factor, reason)
 
     @property
     def epoch(self) -> int:
@@ -362,12 +246,12 @@ class Guard:
     @property
     def should_stop(self) -> bool:
         """Whether early stopping (`Policy.early_stopping_patience`) has seen enough."""
-        return self._parts.judgement.stopping.should_stop
+        return self._judgement.stopping.should_stop
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and value of the best validation loss so far."""
-        stopping = self._parts.judgement.stopping
+        stopping = self._judgement.stopping
         return None if stopping.best is None or stopping.best_step is None else (stopping.best_step, stopping.best)
 
     def find_lr(
@@ -386,47 +270,34 @@ class Guard:
         train with, `result.plot(path)` draws what was seen, docs/tune.md says how it is read.
         """
         self._check_open()
-        if self._drive is not None:
+        if self._stages.drive is not None:
             raise UsageError("find_lr cannot run accelerate's backward. Call it on a Guard of the model as it is.")
         self.flush()
         with self._shutdown.busy():
-            curve = find_lr(
-                self._parts,
-                self._moment,
-                fn,
-                loader,
-                make_guard=Guard,
-                start=start,
-                end=end,
-                steps=steps,
-                microbatches=microbatches,
-            )
-        self._parts.buffers.forget()  # the forwards of the test have moved them, and they were put back
-        self._parts.judgement.note(describe_test(self._moment.next_step, curve), write=True)
-        return curve
+            return self._range_test.find_lr(fn, loader, start=start, end=end, steps=steps, microbatches=microbatches)
 
     def summary(self) -> str:
         """The run so far on one screen of text."""
-        self._catch_up()
-        return tell_summary(self._parts)
+        self._judging.catch_up()
+        return self._summary.describe()
 
     def health(self) -> dict[str, bool]:
         """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
-        self._catch_up()
-        return tell_health(self._parts)
+        self._judging.catch_up()
+        return self._summary.tell_health()
 
     def stats(self) -> dict[str, float | int | None]:
         """Counts and current numbers."""
-        self._catch_up()
-        return tell_stats(self._parts, self._moment)
+        self._judging.catch_up()
+        return self._summary.tell_stats()
 
     def state_dict(self) -> dict[str, Any]:
         """What the guard itself remembers: step, detectors, clip state, totals. No weights, no optimizer state."""
-        return self._saver.state_dict()
+        return self._saver.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict()` was taken. Load model and optimizer first: the buffers are copied from now."""
-        self._saver.load_state_dict(state)
+        self._saver.state.load_state_dict(state)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -448,12 +319,13 @@ class Guard:
         """
         self._check_open()
         with self._shutdown.busy():
+            self.flush()
             return self._saver.resume(path, strict=strict)
 
     @property
     def checkpoints(self) -> CheckpointStore | ShardedStore:
         """The checkpoints of the run directory: `list()`, `best`, `load()`."""
-        return self._parts.checkpoints.store
+        return self._saver.checkpoints.store
 
     def close(self) -> None:
         """Judge what is pending and close the record. A closed guard refuses to step."""
@@ -464,19 +336,8 @@ class Guard:
         finally:
             self._closed = True
             self._shutdown.stop()
-            if self._drive is not None:
-                self._drive.detach()
-            self._parts.own_gradients.close()
-            self._parts.buffers.close()
-            self._parts.other_gradients.close()
-            self._parts.investigator.close()
-            self._parts.checkpoints.close()
-            self._saver.tell_unsaved()
-            self._parts.judgement.close()
-            if self._parts.rank_file is not None:
-                self._parts.rank_file.close()
-            if self._parts.start is not None:
-                self._parts.start.close()
+            self._stages.close()
+            self._saver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -487,8 +348,7 @@ class Guard:
             return
         if error is not None:
             self._shutdown.after_error(error)
-        if self._parts.ranks.many:
-            self._judging.pending = None  # the other ranks would not answer one that is on its way out
+        self._judging.drop_pending()
         with contextlib.suppress(TrainingHalted):  # the error on its way out is the one to show
             self.close()
 
@@ -501,4 +361,4 @@ class Guard:
             raise UsageError("this guard is closed. Make a new one to go on training.")
 
     def _describe(self) -> str:
-        return describe_step(self.last, self._parts.judgement.tally.num_skipped)
+        return describe_step(self.last, self._judgement.tally.num_skipped)

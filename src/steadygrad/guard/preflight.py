@@ -1,4 +1,4 @@
-"""What can be said before the first step, from model, optimizers and dtypes alone -> Findings."""
+"""What can be said before the first step, from model, optimizers and what is saved with them -> Findings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.config import AdaptiveUnitClip, ClipValue
 from steadygrad.config.clip import ClipStrategy
 from steadygrad.errors import UnsupportedError
 from steadygrad.facts import Finding, Severity
+from steadygrad.guard.training import Training, keep_stateful
+from steadygrad.state.collect import find_uncopied
 from steadygrad.state.shards import is_dtensor
 from steadygrad.state.trained_parameters import TrainedParameters
 
@@ -46,6 +49,31 @@ def foresee(trained: TrainedParameters) -> list[Finding]:
             )
         )
     return findings
+
+
+def foresee_uncopied(training: Training, checkpoints: RunCheckpoints) -> list[Finding]:
+    """A warning before the first step, when something cannot be copied and neither rollback nor resume will know it."""
+    left_out = find_uncopied(training.model, training.optimizers, keep_stateful(training.saved))
+    where = "snapshots and checkpoints, because it cannot be copied"
+    found = [_report_left_out(0, where, left_out)] if left_out else []
+    return [*found, *foresee_unsaved(checkpoints, 0)]
+
+
+def foresee_unsaved(checkpoints: RunCheckpoints, step: int) -> list[Finding]:
+    """The same for what has no plain form, so that checkpoints lack it."""
+    left_out = checkpoints.find_left_out()
+    return [_report_left_out(step, "checkpoints", left_out)] if left_out else []
+
+
+def _report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
+    """Some state will not be put back."""
+    return Finding(
+        kind="uncopied_state",
+        severity=Severity.WARNING,
+        step=step,
+        message=f"left out of {where}: {', '.join(what)}",
+        advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
+    )
 
 
 def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None:

@@ -18,13 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.clip import Clipper
 from steadygrad.config import GuardConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Reading, Severity
 from steadygrad.guard.breakdown import BreakdownWatch, keep_telling
-from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.moment import Moment
 from steadygrad.guard.rate_curve import RateCurve, RatePoint, read_curve
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal, draw_batches
+from steadygrad.guard.training import Training
+from steadygrad.judgement import Judgement
+from steadygrad.measure.ranks import Ranks
 from steadygrad.state.random_state import capture_random, restore_random
 
 KIND = "learning_rate_test"
@@ -35,41 +40,78 @@ MAX_FACTOR = 2.0
 """From one step to the next: what grows faster is a restart to the rules, after which a loss may rise."""
 
 
-def find_lr(
-    parts: Parts,
-    moment: Moment,
-    fn: Callable[[Any], Any],
-    loader: Iterable[Any],
-    *,
-    make_guard: MakeGuard,
-    start: float,
-    end: float,
-    steps: int,
-    microbatches: int,
-) -> RateCurve:
+class RangeTest:
     """The range test on the training of a guard; that guard's own state is not touched either."""
-    check_range(start, end, steps, microbatches)
-    _check_moment(parts, moment)
-    logged = moment.logged  # `fn` may call guard.log
-    moment.logged = {}
-    try:
-        rehearsal = Rehearsal(
-            parts.model, parts.optimizers, loader, make_guard=make_guard, extras={"scaler": parts.user_scaler}
-        )
-        clip = None if parts.clipper is None else parts.clipper.state_dict()
-        return run_range(
-            rehearsal,
-            fn,
-            parts.config,
-            start=start,
-            end=end,
-            steps=steps,
-            microbatches=microbatches,
-            scaler=parts.user_scaler,
-            clip=clip,
-        )
-    finally:
-        moment.logged = logged
+
+    def __init__(
+        self,
+        training: Training,
+        make_guard: MakeGuard,
+        *,
+        moment: Moment,
+        ranks: Ranks,
+        clipper: Clipper | None,
+        buffers: BufferKeeper,
+        judgement: Judgement,
+    ) -> None:
+        self._training, self._make_guard, self._moment, self._ranks = training, make_guard, moment, ranks
+        self._clipper, self._buffers, self._judgement = clipper, buffers, judgement
+
+    def find_lr(
+        self,
+        fn: Callable[[Any], Any],
+        loader: Iterable[Any],
+        *,
+        start: float,
+        end: float,
+        steps: int,
+        microbatches: int,
+    ) -> RateCurve:
+        """Try the rates, put everything back, and leave one line in the record. All steps are judged."""
+        check_range(start, end, steps, microbatches)
+        self._check_moment()
+        training, moment = self._training, self._moment
+        logged = moment.logged  # `fn` may call guard.log
+        moment.logged = {}
+        try:
+            rehearsal = Rehearsal(
+                training.model,
+                training.optimizers,
+                loader,
+                make_guard=self._make_guard,
+                extras={"scaler": training.scaler},
+            )
+            curve = run_range(
+                rehearsal,
+                fn,
+                training.config,
+                start=start,
+                end=end,
+                steps=steps,
+                microbatches=microbatches,
+                scaler=training.scaler,
+                clip=None if self._clipper is None else self._clipper.state_dict(),
+            )
+        finally:
+            moment.logged = logged
+        self._buffers.forget()  # the forwards of the test have moved them, and they were put back
+        self._judgement.note(describe_test(moment.next_step, curve), write=True)
+        return curve
+
+    def _check_moment(self) -> None:
+        if self._training.off:
+            raise UsageError("find_lr needs the guard, and STEADYGRAD=off is set. Unset it for the test.")
+        num_microbatches = self._moment.batches.num
+        if num_microbatches:
+            raise UsageError(
+                f"find_lr was called with {num_microbatches} microbatches of a step under way. Call it after "
+                "guard.step()."
+            )
+        if self._ranks.many:
+            raise UnsupportedError(
+                f"find_lr tries rates on one process, and {self._ranks.num} ranks train together here. Run it once on "
+                "one rank, before the model is wrapped, and give the rate to all."
+            )
 
 
 def run_range(
@@ -92,9 +134,9 @@ def run_range(
     num_first = max(MIN_FIRST, steps // 10)
     watch = BreakdownWatch(num_first=num_first)
     with rehearsal.attempt(config, scaler) as guard:
-        if clip is not None and guard._parts.clipper is not None:
-            guard._parts.clipper.load_state_dict(clip)
-        batches = Repeated(draw_batches(rehearsal.loader), num_first, microbatches, guard._parts.devices)
+        if clip is not None and guard._clipper is not None:
+            guard._clipper.load_state_dict(clip)
+        batches = Repeated(draw_batches(rehearsal.loader), num_first, microbatches, rates.devices)
         for rate in spread_rates(start, end, steps):
             rates.set(rate)
             num_found = len(guard.findings)
@@ -149,7 +191,7 @@ def make_step(guard: Any, fn: Callable[[Any], Any], batches: Iterable[Any]) -> R
         guard.backward(fn, batch)
     guard.step()
     guard.flush()
-    reading: Reading = guard._parts.judgement.last_reading
+    reading: Reading = guard._judgement.last_reading
     return reading
 
 
@@ -182,6 +224,7 @@ class RateSetter:
         self.base = max(given)
         """The highest rate that the groups were made with."""
         self._shares = [rate / self.base for rate in given] if self.base > 0 else [1.0] * len(given)
+        self.devices = sorted({p.device for group in self._groups for p in group["params"]}, key=str)
 
     def set(self, rate: float) -> None:
         """The highest group's rate; a tensor is written in place, for graphs that hold it."""
@@ -227,18 +270,3 @@ def check_range(start: float, end: float, steps: int, microbatches: int = 1) -> 
         )
     if microbatches < 1:
         raise UsageError(f"find_lr got microbatches={microbatches}. Give the number of batches of one step, 1 or more.")
-
-
-def _check_moment(parts: Parts, moment: Moment) -> None:
-    if parts.off:
-        raise UsageError("find_lr needs the guard, and STEADYGRAD=off is set. Unset it for the test.")
-    if moment.batches.num:
-        raise UsageError(
-            f"find_lr was called with {moment.batches.num} microbatches of a step under way. Call it after "
-            "guard.step()."
-        )
-    if parts.ranks.many:
-        raise UnsupportedError(
-            f"find_lr tries rates on one process, and {parts.ranks.num} ranks train together here. Run it once on one "
-            "rank, before the model is wrapped, and give the rate to all."
-        )

@@ -11,33 +11,64 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Finding, Severity
+from steadygrad.guard.training import Training
 from steadygrad.measure.ranks import Ranks
-from steadygrad.record import RunDirectory
+from steadygrad.record import RunDirectory, Sink
 from steadygrad.record.rank_file import RankFile
+from steadygrad.record.run_directory import make_record
 from steadygrad.record.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What one guard writes into its run directory; opened when it is known which run it is."""
+
+    folder: RunFolder
+    record: RunDirectory | None = None
+    """The run's, which the first rank writes."""
+    rank_file: RankFile | None = None
+    """What this rank alone has seen, where there are many."""
+
+    @property
+    def sinks(self) -> list[Sink]:
+        """Where incidents go: to the record, or where another rank writes it, to this rank's own file."""
+        sink = self.record if self.record is not None else self.rank_file
+        return [] if sink is None else [sink]
+
+
+def make_files(training: Training, run_dir: str | Path | None, ranks: Ranks, names: Sequence[str]) -> RunFiles | None:
+    """The files of the run directory, which `RunStart` opens when it is known which run this is."""
+    if run_dir is None:
+        return None
+    folder = RunFolder(run_dir, locks=ranks.is_first and not training.off)
+    if training.off:
+        return RunFiles(folder=folder)
+    return RunFiles(
+        folder=folder,
+        record=make_record(folder.path, training.config, names, opens=False) if ranks.is_first else None,
+        rank_file=RankFile(folder.path, ranks.rank, ranks.num, opens=False) if ranks.many else None,
+    )
 
 
 class RunStart:
     """The beginning of one guard's run."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        ranks: Ranks,
-        *,
-        record: RunDirectory | None,
-        rank_file: RankFile | None,
-        checkpoints: RunCheckpoints,
-        investigator: Investigator,
+        self, files: RunFiles, ranks: Ranks, *, checkpoints: RunCheckpoints, investigator: Investigator
     ) -> None:
+        folder = files.folder
         self._folder, self._ranks = folder, ranks
-        self._record, self._rank_file = record, rank_file
+        self._record, self._rank_file = files.record, files.rank_file
         self._checkpoints, self._investigator = checkpoints, investigator
         self._is_decided = False
         # Rank 0 decides for all. Asked here, where every rank is: a rank without data never makes a step.
@@ -97,8 +128,25 @@ class RunStart:
         self._open()
 
     def close(self) -> None:
-        """Give the directory back."""
+        """Close this rank's own file, and give the directory back."""
+        if self._rank_file is not None:
+            self._rank_file.close()
         self._folder.release()
+
+    def sign_in(self, saver: Any) -> None:
+        """`saver` saves for this guard; the directory does not keep it alive."""
+        self._folder.owner = weakref.ref(saver)
+
+    def find_company(self) -> list[Any]:
+        """Those who save for the other guards in the same directory."""
+        owners = [folder.owner for folder in self._folder.siblings]
+        return [saver for owner in owners if owner is not None and (saver := owner()) is not None]
+
+    def give_up_record(self) -> None:
+        """Another guard goes on with this run: nothing more is written down."""
+        if self._record is not None:
+            with contextlib.suppress(OSError):
+                self._record.close()
 
     def take_problems(self) -> list[str]:
         """What went wrong with the record and was mended."""

@@ -10,45 +10,59 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from steadygrad.act.rates import Rates
 from steadygrad.act.snapshot import Snapshot
+from steadygrad.act.snapshots import Snapshots
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.replay import replaying
-from steadygrad.guard.parts import Parts
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal
+from steadygrad.guard.training import Training
+from steadygrad.guard.watched import Watched
+from steadygrad.measure.ranks import Ranks
 from steadygrad.prove.held import HeldStep
 from steadygrad.prove.paired import CannotTestError
 from steadygrad.state.random_state import restore_random
 
 
 def make_again(
-    parts: Parts, make_guard: MakeGuard, steps: Sequence[HeldStep], start: Snapshot, factor: float
+    training: Training,
+    make_guard: MakeGuard,
+    watched: Watched,
+    rates: Rates,
+    snapshots: Snapshots,
+    ranks: Ranks,
+    steps: Sequence[HeldStep],
+    start: Snapshot,
+    factor: float,
 ) -> list[float]:
     """The loss of each step, made from the state of `start` with `factor` of the present learning rate."""
-    if parts.ranks.many:
+    if ranks.many:
         raise CannotTestError("steps are not made again on many ranks")
     last = steps[-1].captures[-1]
     effects = Effects(last.fn, last.args, last.kwargs)
     if effects.obstacle is not None:
         raise CannotTestError(f"the step function cannot be run again: {effects.obstacle}")
     rehearsal = Rehearsal(
-        parts.model,
-        parts.optimizers,
+        training.model,
+        training.optimizers,
         [],
         make_guard=make_guard,
-        extras={"scaler": parts.user_scaler},
+        extras={"scaler": training.scaler},
     )
     try:
-        with parts.edits.aside(), replaying(), rehearsal.attempt(parts.config, parts.user_scaler) as guard:
-            rates = parts.learning_rates()
-            parts.snapshots.load(start, clipper=guard._parts.clipper)
-            _set_rates(parts, [rate * factor for rate in rates])
+        with watched.edits.aside(), replaying(), rehearsal.attempt(training.config, training.scaler) as guard:
+            present = rates.learning_rates()
+            snapshots.load(start, clipper=guard._clipper)
+            _set_rates(training.optimizers, [rate * factor for rate in present])
             return [_step(guard, step) for step in steps]
     finally:
         effects.undo()
 
 
-def _set_rates(parts: Parts, rates: Sequence[float]) -> None:
-    groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
+def _set_rates(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[float]) -> None:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, rate in zip(groups, rates):
         if math.isfinite(rate):
             group["lr"] = rate

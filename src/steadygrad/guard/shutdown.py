@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.signals import EXIT_CODE, GRACE_SECONDS
 from steadygrad.errors import TrainingHalted
 from steadygrad.guard.judging import Judging
-from steadygrad.guard.parts import Moment, Parts
+from steadygrad.guard.moment import Moment
 from steadygrad.guard.saving import Saver
+from steadygrad.measure.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -87,15 +89,18 @@ class Shutdown:
 
     def __init__(
         self,
-        parts: Parts,
+        checkpoints: RunCheckpoints,
+        *,
+        ranks: Ranks,
         moment: Moment,
         judging: Judging,
         saver: Saver,
         close: Callable[[], Callable[[], None] | None],
     ) -> None:
         """`close` gives what closes the guard, as long as there is one."""
-        self._parts, self._moment, self._judging, self._saver, self._close = parts, moment, judging, saver, close
-        self.watch = parts.checkpoints.signals
+        self._checkpoints, self._ranks, self._moment = checkpoints, ranks, moment
+        self._judging, self._saver, self._close = judging, saver, close
+        self.watch = checkpoints.signals
         mine = weakref.ref(self)  # the list of those who listen must not keep a dropped guard alive
         self.watch.answer = lambda _: None if (shutdown := mine()) is None else shutdown._leave_between()
         self._began = self._step_seconds = 0.0
@@ -112,7 +117,7 @@ class Shutdown:
         """Around a call that is no step; a signal that came meanwhile is answered after it."""
         with self.watch.busy():
             yield
-        if self.watch.received is not None and not self._parts.ranks.many:
+        if self.watch.received is not None and not self._ranks.many:
             self.leave()
 
     @contextlib.contextmanager
@@ -130,23 +135,27 @@ class Shutdown:
 
     def before_step(self, *, has_gradients: bool) -> None:
         """A step begins, unless it is too late to begin one."""
-        if not self._has_joined and self._parts.folder is not None:
-            self._parts.checkpoints.listen()
+        if not self._has_joined and self._checkpoints.has_place:
+            self._checkpoints.listen()
             _rounds.join(self)
             self._has_joined = True
         self.watch.expect_workers()
         _rounds.note_begin(self)
         self._began = time.monotonic()
-        if self.watch.received is None or self._parts.ranks.many:
+        if self.watch.received is None or self._ranks.many:
             return
         is_slow = self._step_seconds > GRACE_SECONDS or self.watch.is_overdue or not _rounds.is_known
         if is_slow and _rounds.is_first(self) and not has_gradients and not self._has_batch:
             self.leave()
 
+    def tell_ranks(self) -> None:
+        """The other ranks hear of a signal to this one beside the losses of the next backward."""
+        self._ranks.asks_to_stop = self.watch.received is not None
+
     def _after_step(self) -> None:
         _rounds.note_end(self)
         self._step_seconds, self._has_batch = time.monotonic() - self._began, False
-        if self._parts.ranks.many:  # a signal reaches ranks at different steps: all stop after the one that told all
+        if self._ranks.many:  # a signal reaches ranks at different steps: all stop after the one that told all
             if self._judging.is_asked_to_stop:
                 self.leave()
         elif self.watch.received is not None and (_rounds.ends_with(self) or self.watch.is_overdue):
@@ -160,12 +169,15 @@ class Shutdown:
     def after_error(self, error: BaseException) -> None:
         """An error that is not ours passes, weights and moments whole; after a signal it is often made by it."""
         is_own = isinstance(error, TrainingHalted) or not isinstance(error, Exception)
-        if self.watch.received is not None and not self._parts.ranks.many and not is_own:
+        if self.watch.received is not None and not self._ranks.many and not is_own:
             self.leave(error)
 
-    def watch_data(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches; a loader whose workers have got the signal too fails, and that is the end of the training."""
-        iterator = iter(batches)
+    def watch_data(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches, whose position is followed.
+
+        A loader whose workers have got the signal too fails, and that is the end of the training.
+        """
+        iterator = iter(self._checkpoints.iterate(loader))
         while True:
             try:
                 batch = next(iterator)
@@ -182,7 +194,7 @@ class Shutdown:
     def leave(self, error: BaseException | None = None) -> None:
         """Save all guards of the process, close them, and end it; not while one of them is in the middle of a step."""
         received = self.watch.received or signal.SIGTERM
-        members = [one for one in _rounds.list_members() if one._parts.checkpoints.is_listening] or [self]
+        members = [one for one in _rounds.list_members() if one._checkpoints.is_listening] or [self]
         if _rounds.is_shutting_down or any(member.watch.is_busy or member.is_torn for member in members):
             return
         _rounds.is_shutting_down = True
@@ -206,7 +218,7 @@ class Shutdown:
 
     def _leave_between(self) -> None:
         """The same, from between two instructions of the program."""
-        if not self._parts.ranks.many:
+        if not self._ranks.many:
             self.leave()
 
     def _save(self) -> Save | None:

@@ -1,4 +1,4 @@
-"""What a training step returned -> its loss, checked; and the same thing detached, to hand back to the caller."""
+"""What a training step returned, or a program told -> a loss or a number, checked; and the result, detached."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def check_loss(loss: Any) -> Tensor:
             "torch.no_grad(), or are all parameters frozen?"
         )
     return loss if loss.dim() == 0 else loss.squeeze()
+
+
+def read_number(value: Any, where: str) -> float:
+    """A number that a program tells; UsageError for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{where} was given {value!r:.80}. Give it one number: loss.mean() for example.") from None
 
 
 def detach(result: Any) -> Any:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from steadygrad._version import __version__
+from steadygrad.config import GuardConfig
 from steadygrad.errors import ConfigError
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
 from steadygrad.record.encode import to_json, to_plain
@@ -207,6 +209,16 @@ class RunDirectory(Sink):
             self._files.close()
         self._open_files()
         self._problems.append(f"{self.path} had vanished under the training and was made again; its record begins here")
+
+
+def make_record(
+    path: Path, config: GuardConfig, names: Sequence[str], *, run_id: str = "", opens: bool = True
+) -> RunDirectory:
+    """The record of a training in this process, whose parameters are `names`."""
+    import torch  # whoever reads a record needs none
+
+    versions = {"steadygrad": __version__, "torch": torch.__version__}
+    return RunDirectory(path, config=config.to_dict(), parameters=names, versions=versions, run_id=run_id, opens=opens)
 
 
 def require_device(path: Path, device: int) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad._version import __version__
 from steadygrad.act.actor import Actor
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.rates import Rates
@@ -35,7 +34,8 @@ from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
-from steadygrad.record import Recorder, RunDirectory, Sink
+from steadygrad.record import Recorder, Sink
+from steadygrad.record.run_directory import make_record
 from steadygrad.record.run_folder import RunFolder
 from steadygrad.record.tally import Tally
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -264,22 +264,13 @@ class Watch:
     def _open_run(self, names: Sequence[str]) -> list[Sink]:
         if self._run_dir is None:
             return []
-        versions = {"steadygrad": __version__, "torch": torch.__version__}
         try:
             folder = RunFolder(self._run_dir)
             self._give_back = folder.release
             folder.settle()
             if folder.is_used:  # each start of a script is a run of its own
                 folder.begin_anew()
-            return [
-                RunDirectory(
-                    folder.path,
-                    config=self._config.to_dict(),
-                    parameters=names,
-                    versions=versions,
-                    run_id=folder.run_id,
-                )
-            ]
+            return [make_record(folder.path, self._config, names, run_id=folder.run_id)]
         except ConfigError as error:
             self._terminal.say(f"no record is written: {error}")
             self._run_dir = None

@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.act.actor import UNTOUCHED, Actor, tell_reflex
@@ -39,6 +38,7 @@ from steadygrad.facts import (
     Verdict,
 )
 from steadygrad.facts.kinds import find_kind
+from steadygrad.judgement.event import BY_REFLEX, Event, make_incidents
 from steadygrad.measure.origin import Origin
 from steadygrad.prove import Prover
 from steadygrad.record import Recorder
@@ -47,27 +47,6 @@ from steadygrad.record.tally import Tally
 logger = logging.getLogger("steadygrad")
 NO_ACTION = Verdict(action=Action.NONE, reason="told, not acted on")
 FindCause = Callable[[Reading, Sequence[Finding]], "Cause | None"]
-BY_REFLEX = (Action.NONE, Action.CLIP)
-"""Verdicts that ask for nothing that would make an incident."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One finding, what was decided about it and what was done."""
-
-    finding: Finding
-    verdict: Verdict
-    outcome: Outcome
-
-    @property
-    def is_notable(self) -> bool:
-        """Whether it is an incident: it matters, or something was done about it."""
-        return self.finding.severity is not Severity.INFO or self.verdict.action not in BY_REFLEX
-
-    @property
-    def when(self) -> int:
-        """The step at which it was acted on; where it began when nothing was done."""
-        return self.finding.step if self.finding.acted_at is None else self.finding.acted_at
 
 
 class Judgement:
@@ -249,7 +228,7 @@ class Judgement:
             if event not in notable:
                 self.tally.add_outcome(event.outcome)
                 self._log(event)
-        incidents = [_join(group, cause) for group in _group(notable)]
+        incidents = make_incidents(notable, cause)
         for incident in incidents:
             self.tally.add_outcome(incident.outcome)
             self._log(Event(incident.finding, incident.verdict, incident.outcome), incident.also)
@@ -384,34 +363,6 @@ def _as_error(incident: Incident, story: tuple[Incident, ...]) -> TrainingHalted
     causes = [one.cause for one in (incident, *reversed(story)) if one.cause is not None]
     quoted = f"\n{causes[0]}" if causes else ""
     return kind(f"{finding.when}: {finding.message}; {reason}; {outcome}. {finding.advice}{quoted}", story)
-
-
-def _group(events: Sequence[Event]) -> list[list[Event]]:
-    """The notable events of one step, by what was done beyond the reflex; the headline of each group first."""
-    acting = [event for event in events if event.outcome.action not in (*BY_REFLEX, Action.SKIP, Action.SANITIZE)]
-    others = sorted((e for e in events if e not in acting), key=lambda e: (e.outcome.action in BY_REFLEX, -_rank(e)))
-    if not acting:
-        return [others] if others else []
-    return [[acting[0], *others], *([event] for event in acting[1:])]
-
-
-def _rank(event: Event) -> int:
-    return event.finding.severity.rank
-
-
-def _join(events: Sequence[Event], cause: Cause | None) -> Incident:
-    """One incident. Where the cause is known its fixes say what to do, and the general advice is left out."""
-    findings = [event.finding for event in events]
-    if cause is not None and cause.fixes:
-        findings = [dataclasses.replace(finding, advice="") for finding in findings]
-    return Incident(
-        step=findings[0].step,
-        finding=findings[0],
-        verdict=events[0].verdict,
-        outcome=events[0].outcome,
-        cause=cause,
-        also=tuple(findings[1:]),
-    )
 
 
 def _note_when(finding: Finding, step: int) -> Finding:

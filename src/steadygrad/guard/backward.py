@@ -1,0 +1,79 @@
+"""BackwardPass: the backward of one microbatch, ours or a framework's. Ranks exchange their losses beside it.
+
+With `drop_bad_microbatches` a bad one is left out, and reported. Nothing else here waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from steadygrad.act.scaler import ScalerDriver
+from steadygrad.config import GuardConfig
+from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
+from steadygrad.facts import Action, Outcome, Verdict
+from steadygrad.guard.moment import Moment
+from steadygrad.guard.rollback import Rollback
+from steadygrad.guard.watched import Watched
+from steadygrad.judgement import Event, Judgement
+from steadygrad.measure import Measurement
+from steadygrad.measure.meter import StepContext
+from steadygrad.measure.ranks import Ranks
+
+
+class BackwardPass:
+    """Runs backward, or watches that of somebody else begin."""
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        *,
+        moment: Moment,
+        watched: Watched,
+        rollback: Rollback,
+        scaler: ScalerDriver,
+        ranks: Ranks,
+        judgement: Judgement,
+    ) -> None:
+        self._drops_bad = config.drop_bad_microbatches
+        self._moment, self._watched, self._rollback = moment, watched, rollback
+        self._scaler, self._ranks, self._judgement = scaler, ranks, judgement
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Backward of one microbatch, which is left out when it is bad and the user wants that."""
+        batches, ranks = self._moment.batches, self._ranks
+        batches.num += 1
+        self._watched.periodic_scans.look_at_graph(self._moment.next_step, self._moment.looks, loss)
+        ranks.start([loss] if self._drops_bad else [*batches.losses, loss])
+        if self._drops_bad:
+            ranks.check_synchronised()
+            dropped = self._watched.gate.backward(loss, batches)
+            if dropped is not None:
+                self._tell_dropped(*dropped)
+        else:
+            self._scaler.scale(loss).backward()
+            batches.losses.append(loss.detach())
+            ranks.finish_backward(batches.losses)
+
+    def watch_backward(self, loss: Tensor) -> None:
+        """Before a backward that a framework runs."""
+        batches = self._moment.batches
+        self._moment.is_driven = True
+        batches.num += 1
+        if self._rollback.is_open:
+            return
+        self._watched.periodic_scans.look_at_graph(self._moment.next_step, self._moment.looks, loss)
+        batches.losses.append(loss.detach())
+        self._ranks.start(batches.losses)
+
+    def _tell_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
+        """A microbatch was bad, and was left out."""
+        reading = m.read(numbers, StepContext(step=self._moment.next_step), skipped=True)
+        verdict = Verdict(action=Action.SKIP, reason="drop_bad_microbatches is on")
+        outcome = Outcome(action=Action.SKIP, message="the microbatch was left out")
+        where = f"microbatch {self._moment.batches.num - 1}"
+        found = (*NonfiniteLoss().observe(reading), *NonfiniteGradient().observe(reading))
+        named = [dataclasses.replace(one, message=f"{where}: {one.message}") for one in found]
+        self._judgement.conclude([Event(finding, verdict, outcome) for finding in named])

@@ -1,0 +1,246 @@
+"""What the user gave -> the pieces of a guard, each with the few others that it uses. Built once, in one place.
+
+No piece knows the whole: `Pieces` is what `Guard` itself calls, and is handed to nobody. Nothing here holds the Guard,
+so that one that is dropped goes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadygrad.clip import Clipper
+from steadygrad.config import GuardConfig
+from steadygrad.config.switch import is_switched_off
+from steadygrad.guard.backward import BackwardPass
+from steadygrad.guard.epochs import Epochs
+from steadygrad.guard.forward import ForwardPass
+from steadygrad.guard.inquiry import Inquiry
+from steadygrad.guard.judging import Judging
+from steadygrad.guard.moment import Moment
+from steadygrad.guard.passes import Passes
+from steadygrad.guard.plain import PlainLoop
+from steadygrad.guard.preflight import foresee, foresee_uncopied
+from steadygrad.guard.range_test import RangeTest
+from steadygrad.guard.rehearsal import MakeGuard
+from steadygrad.guard.requests import Requests
+from steadygrad.guard.rollback import Rollback
+from steadygrad.guard.saving import Saver
+from steadygrad.guard.shutdown import Shutdown
+from steadygrad.guard.sides import DeviceSide, HostSide, build_device_side, build_host_side
+from steadygrad.guard.stages import Stages, Stepping
+from steadygrad.guard.state import GuardState
+from steadygrad.guard.stepping import Stepper
+from steadygrad.guard.summary import Summary
+from steadygrad.guard.training import Training, check_given
+from steadygrad.judgement import Judgement
+from steadygrad.measure.ranks import Ranks
+from steadygrad.record import Sink
+from steadygrad.state.trained_parameters import find_trained_parameters
+from steadygrad.view.terminal import show_findings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What a Guard calls."""
+
+    training: Training
+    moment: Moment
+    ranks: Ranks
+    clipper: Clipper | None
+    judgement: Judgement
+    rollback: Rollback
+    judging: Judging
+    stages: Stages
+    epochs: Epochs
+    saver: Saver
+    shutdown: Shutdown
+    requests: Requests
+    range_test: RangeTest
+    summary: Summary
+    closers: Sequence[Callable[[], None]]
+    """What leaves a whole record, and a directory that is free, of a guard that nobody closed."""
+
+
+def build(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    config: GuardConfig,
+    scheduler: Any,
+    scaler: torch.amp.GradScaler | None,
+    ema: Any,
+    run_dir: str | Path | None,
+    sinks: Iterable[Sink],
+    process_group: Any,
+    extras: Mapping[str, Any],
+    enabled: bool,
+    make_guard: MakeGuard,
+    close: Callable[[], Callable[[], None] | None],
+) -> Pieces:
+    """Check what was given, and build from it. `close` gives what closes the guard, as long as there is one."""
+    check_given(config, scaler, run_dir)
+    trained = find_trained_parameters(model, optimizer)
+    training = Training(
+        model=trained.model,
+        optimizers=trained.optimizers,
+        config=config,
+        scheduler=scheduler,
+        scaler=scaler,
+        ema=ema,
+        extras=extras,
+        off=not enabled or is_switched_off(),
+    )
+    device = build_device_side(training, trained, model, process_group)
+    host = build_host_side(device, run_dir, sinks, make_guard)
+    if not training.off:
+        show_findings()
+        for finding in (*foresee(trained), *foresee_uncopied(training, host.checkpoints)):
+            host.judgement.note(finding)
+        device.watched.reflex.hint()
+    return _assemble(device, host, make_guard, close)
+
+
+def _assemble(
+    device: DeviceSide, host: HostSide, make_guard: MakeGuard, close: Callable[[], Callable[[], None] | None]
+) -> Pieces:
+    """The stages, and what a Guard is asked for beside them."""
+    training, ranks, buffers, watched = device.training, device.ranks, device.buffers, device.watched
+    judgement, checkpoints, rates = host.judgement, host.checkpoints, device.optimizers.rates
+    moment = Moment()
+    rollback = Rollback(
+        host.window,
+        snapshots=host.snapshots,
+        moment=moment,
+        watched=watched,
+        rates=rates,
+        buffers=buffers,
+        ranks=ranks,
+    )
+    judging = make_judging(device, host, rollback)
+    state = GuardState(
+        moment,
+        judging=judging,
+        judgement=judgement,
+        actor=host.actor,
+        clipper=device.clipper,
+        watched=watched,
+        buffers=buffers,
+    )
+    saver = Saver(
+        training,
+        moment=moment,
+        state=state,
+        watched=watched,
+        judgement=judgement,
+        checkpoints=checkpoints,
+        start=host.start,
+    )
+    shutdown = Shutdown(checkpoints, ranks=ranks, moment=moment, judging=judging, saver=saver, close=close)
+    passes, stepper = make_loop(device, host, moment, rollback, judging)
+    return Pieces(
+        training=training,
+        moment=moment,
+        ranks=ranks,
+        clipper=device.clipper,
+        judgement=judgement,
+        rollback=rollback,
+        judging=judging,
+        stages=Stages(passes, stepper, moment=moment, judging=judging, saver=saver, shutdown=shutdown),
+        epochs=Epochs(
+            training,
+            moment=moment,
+            judging=judging,
+            checkpoints=checkpoints,
+            schedule_and_ema=device.optimizers.schedule_and_ema,
+            ranks=ranks,
+        ),
+        saver=saver,
+        shutdown=shutdown,
+        requests=Requests(training, moment=moment, actor=host.actor, judgement=judgement),
+        range_test=RangeTest(
+            training,
+            make_guard,
+            moment=moment,
+            ranks=ranks,
+            clipper=device.clipper,
+            buffers=buffers,
+            judgement=judgement,
+        ),
+        summary=Summary(
+            training, moment=moment, judgement=judgement, rates=rates, snapshots=host.snapshots, watched=watched
+        ),
+        closers=[judgement.close, checkpoints.close, *([] if host.start is None else [host.start.close])],
+    )
+
+
+def make_judging(device: DeviceSide, host: HostSide, rollback: Rollback) -> Judging:
+    """What hands steps to judgement, and asks the other ranks and a replay about bad ones."""
+    inquiry = Inquiry(
+        host.investigator,
+        watched=device.watched,
+        buffers=device.buffers,
+        ranks=device.ranks,
+        judgement=host.judgement,
+        rank_file=host.rank_file,
+        steps_every=device.training.config.record.steps_every,
+    )
+    return Judging(
+        host.judgement,
+        watched=device.watched,
+        rollback=rollback,
+        buffers=device.buffers,
+        ranks=device.ranks,
+        inquiry=inquiry,
+        checkpoints=host.checkpoints,
+    )
+
+
+def make_loop(
+    device: DeviceSide, host: HostSide, moment: Moment, rollback: Rollback, judging: Judging
+) -> tuple[Passes, Stepping]:
+    """Who runs forward and backward, and who steps; one for all three where the guard is switched off."""
+    config, watched, optimizers = device.training.config, device.watched, device.optimizers
+    if device.training.off:
+        plain = PlainLoop(
+            device.training,
+            moment=moment,
+            watched=watched,
+            optimizers=optimizers,
+            ranks=device.ranks,
+            other_gradients=device.other_gradients,
+        )
+        return Passes(plain, plain, moment=moment, rollback=rollback, judgement=host.judgement), plain
+    forward = ForwardPass(
+        config,
+        moment=moment,
+        watched=watched,
+        rollback=rollback,
+        buffers=device.buffers,
+        investigator=host.investigator,
+        other_gradients=device.other_gradients,
+    )
+    backward = BackwardPass(
+        config,
+        moment=moment,
+        watched=watched,
+        rollback=rollback,
+        scaler=optimizers.scaler,
+        ranks=device.ranks,
+        judgement=host.judgement,
+    )
+    stepper = Stepper(
+        config,
+        moment=moment,
+        watched=watched,
+        optimizers=optimizers,
+        rollback=rollback,
+        buffers=device.buffers,
+        judging=judging,
+    )
+    return Passes(forward, backward, moment=moment, rollback=rollback, judgement=host.judgement), stepper

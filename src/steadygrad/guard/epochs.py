@@ -1,0 +1,49 @@
+"""Epochs: what a program tells between steps: a validation loss, the end of an epoch."""
+
+from __future__ import annotations
+
+import math
+
+from steadygrad.act.schedule_and_ema import ScheduleAndEma
+from steadygrad.checkpoint.run import RunCheckpoints
+from steadygrad.guard.judging import Judging
+from steadygrad.guard.moment import Moment
+from steadygrad.guard.training import Training
+from steadygrad.measure.ranks import Ranks
+
+
+class Epochs:
+    """Counts epochs, and passes on what they came to."""
+
+    def __init__(
+        self,
+        training: Training,
+        *,
+        moment: Moment,
+        judging: Judging,
+        checkpoints: RunCheckpoints,
+        schedule_and_ema: ScheduleAndEma,
+        ranks: Ranks,
+    ) -> None:
+        self._training, self._moment, self._judging = training, moment, judging
+        self._checkpoints, self._schedule_and_ema, self._ranks = checkpoints, schedule_and_ema, ranks
+
+    def validate(self, told: float) -> None:
+        """A validation loss; the mean of all ranks counts."""
+        self._judging.judge_pending()
+        moment, value = self._moment, self._ranks.take_mean(told)
+        if math.isfinite(value):
+            moment.validation_loss, moment.validated_at = value, moment.next_step
+            self._checkpoints.note_validation(moment.next_step, value)
+        if not self._training.off:
+            self._judging.validate(moment.last_step, moment.epoch, value)
+
+    def end(self) -> None:
+        """The epoch is over: a scheduler by epoch moves."""
+        self._judging.judge_pending()
+        moment = self._moment
+        if not self._training.off:
+            self._judging.end_epoch(moment.last_step, moment.epoch)
+        moment.epoch += 1
+        self._checkpoints.end_epoch()
+        self._schedule_and_ema.after_epoch(moment.validation_loss)

@@ -1,0 +1,117 @@
+"""ForwardPass: the forward of one microbatch, the user's or a framework's, watched while it runs.
+
+What must be known of the state before a step is noted before its first forward; what a diagnosis needs to run it again
+is kept; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.other_gradients import OtherGradients
+from steadygrad.act.precision import DTYPES
+from steadygrad.config import GuardConfig
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.investigator import Investigator
+from steadygrad.facts import Finding
+from steadygrad.guard.moment import Moment
+from steadygrad.guard.rollback import Rollback
+from steadygrad.guard.watched import Watched
+
+
+class ForwardPass:
+    """Runs forwards, or watches those that somebody else runs."""
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        *,
+        moment: Moment,
+        watched: Watched,
+        rollback: Rollback,
+        buffers: BufferKeeper,
+        investigator: Investigator,
+        other_gradients: OtherGradients,
+    ) -> None:
+        self._config, self._moment, self._watched, self._rollback = config, moment, watched, rollback
+        self._buffers, self._other_gradients = buffers, other_gradients
+        self.investigator = investigator
+        self._is_watching = False
+
+    def begin(self, *, is_loss: bool) -> Finding | None:
+        """Before the first backward of a step that is ours; `is_loss`: its forward is over."""
+        finding = self._other_gradients.settle(self._moment.next_step, is_loss=is_loss)
+        self._begin_step()
+        if not is_loss:  # what was called before is no part of this step
+            self._buffers.begin(anew=True)
+        return finding
+
+    def run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the user's function returns."""
+        with open_autocast(self._config, self._watched):
+            if self._rollback.is_open:
+                return self._rollback.run_forward(function, args, kwargs)
+            with self._watch(args, kwargs), self.investigator.watch(function, args, kwargs):
+                return function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def watch_forward(self, replay: Callable[..., Any] | None, args: Any, kwargs: Any) -> Iterator[None]:
+        """Around a forward that a framework runs."""
+        if self._is_watching:
+            yield
+            return
+        if self._moment.batches.num == 0:
+            self._begin_step()
+            self._buffers.begin()
+        note = contextlib.nullcontext() if replay is None else self.investigator.watch(replay, args, kwargs)
+        with self._watch(args, kwargs), note:
+            yield
+
+    def take_captures(self) -> Sequence[Capture]:
+        """What a replay of the step's microbatches needs."""
+        return self.investigator.take()
+
+    def end_step(self) -> None:
+        """The step is over: what was noted of its forwards is let go."""
+        self.investigator.take()
+        self._other_gradients.end_step()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._watched.close()
+        self._buffers.close()
+        self._other_gradients.close()
+        self.investigator.close()
+
+    @contextlib.contextmanager
+    def _watch(self, args: Any, kwargs: Any) -> Iterator[None]:
+        if self._is_watching:  # a framework's step inside of which the model says that it is called
+            yield
+            return
+        self._is_watching = True
+        moment = self._moment
+        try:
+            with self._watched.periodic_scans.around_forward(moment.next_step, moment.looks, args, kwargs):
+                yield
+        finally:
+            self._is_watching = False
+
+    def _begin_step(self) -> None:
+        """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
+        if self._moment.next_step == 0:
+            self._rollback.take_snapshot_if_due(0)
+        self._watched.periodic_scans.begin()
+
+
+def open_autocast(config: GuardConfig, watched: Watched) -> contextlib.AbstractContextManager[Any]:
+    """The autocast of the settings, on the device where the parameters are now."""
+    if config.autocast is None:
+        return contextlib.nullcontext()
+    device = watched.trained.named[0][1].device.type
+    dtype = DTYPES[config.autocast]
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)

@@ -1,0 +1,73 @@
+"""Inquiry: a step that was judged bad -> where it began, and who did it.
+
+On many ranks each tells what it alone has seen, and the rank on which a bad step began replays it for all. A replay
+begins from the buffers that the step began with, and leaves none of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.detect.rank_rules import split_facts
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.investigator import Investigator, tell_since_when
+from steadygrad.facts import Cause, Fact, Finding, Reading
+from steadygrad.guard.watched import Watched
+from steadygrad.judgement import Judgement
+from steadygrad.measure.origin import Origin
+from steadygrad.measure.periodic_scans import Looks
+from steadygrad.measure.ranks import Ranks, Told
+from steadygrad.record.rank_file import RankFile
+
+
+class Inquiry:
+    """Asks the other ranks, and has steps replayed."""
+
+    def __init__(
+        self,
+        investigator: Investigator,
+        *,
+        watched: Watched,
+        buffers: BufferKeeper,
+        ranks: Ranks,
+        judgement: Judgement,
+        rank_file: RankFile | None,
+        steps_every: int,
+    ) -> None:
+        """`rank_file` is told this rank's own loss every `steps_every` steps."""
+        self._investigator, self._watched, self._buffers, self._ranks = investigator, watched, buffers, ranks
+        self._judgement, self._rank_file, self._steps_every = judgement, rank_file, steps_every
+
+    def consult_ranks(self, reading: Reading, facts: list[Fact], looks: Looks, told: Told) -> tuple[list[Fact], Origin]:
+        """Tell what this rank alone has seen, and learn where a bad step began. The facts that are everybody's."""
+        if self._rank_file is not None and reading.step % self._steps_every == 0:
+            self._rank_file.write_own(reading.step, told.own_loss)
+        facts, own_facts = split_facts(facts)
+        signs = [finding.message for finding in self._judgement.tell_own(reading, own_facts)]
+        return facts, self._watched.own_gradients.find_origin(reading, told, looks.own_finite, signs)
+
+    def find_cause(
+        self, captures: Sequence[Capture], origin: Origin | None, reading: Reading, findings: Sequence[Finding]
+    ) -> Cause | None:
+        """The cause of a bad step; on many ranks that on which it began finds it, and tells all."""
+        ranks = self._ranks
+        if ranks.many and (origin is None or not origin.ranks or ranks.is_joining):
+            return None
+        if not self._investigator.claim(reading, findings):
+            return None
+        if origin is None:
+            return self._replay(captures, reading, findings)
+        chosen = origin.ranks[0]
+        cause = self._replay(captures, reading, findings) if ranks.rank == chosen else None
+        if cause is not None:
+            cause = dataclasses.replace(cause, note=f"Replayed on {ranks.name(chosen)}. {cause.note}".strip())
+        told: Cause | None = ranks.gather(cause)[chosen]
+        return told
+
+    def _replay(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
+        with self._buffers.as_saved(), self._buffers.unchanged(), self._watched.own_gradients.looking_away():
+            cause = self._investigator.investigate(captures, reading, findings)
+        given = self._watched.periodic_scans.given_nonfinite
+        return cause if cause is None or given is None else tell_since_when(cause, given)

@@ -1,0 +1,97 @@
+"""Stages: the order of a step. The one place that spells it out.
+
+forward, backward        the user's, or ours from the user's function (`passes.py`)
+step or skip             measured, clipped, and kept from the weights when it is bad (`stepping.py`)
+judge                    detect -> decide -> act -> record, when the numbers are on the host (`judging.py`)
+save                     what is due, and after a signal a last time (`saving.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from steadygrad.act.accelerated import AcceleratorDrive
+from steadygrad.guard.judging import Judging
+from steadygrad.guard.moment import Moment
+from steadygrad.guard.passes import Passes
+from steadygrad.guard.saving import Saver
+from steadygrad.guard.shutdown import Shutdown
+from steadygrad.measure.loss import detach
+
+
+class Stepping(Protocol):
+    """Who makes the step: `Stepper`, or `PlainLoop` for a guard that is switched off."""
+
+    def step(self) -> None: ...
+    def let_go(self, *, owns_backward: bool) -> None: ...
+    def end_step(self) -> None: ...
+
+
+class Stages:
+    """Runs them for one guard."""
+
+    def __init__(
+        self, passes: Passes, stepper: Stepping, *, moment: Moment, judging: Judging, saver: Saver, shutdown: Shutdown
+    ) -> None:
+        self.passes = passes
+        self._stepper, self._moment, self._judging = stepper, moment, judging
+        self._saver, self._shutdown = saver, shutdown
+        self.drive: AcceleratorDrive | None = None
+        """Accelerate, where it says when all microbatches of a step are there."""
+
+    def step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> Any:
+        """One step, and a signal that came meanwhile is answered after it; what the function returned, detached."""
+        self._shutdown.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
+        with self._shutdown.around_step() as step:
+            self._saver.begin()
+            result = None if subject is None else self._run_passes(subject, args, kwargs)
+            if self.drive is None or not self.drive.is_accumulating:
+                self._step()
+                step.is_made = True
+        return result
+
+    def backward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
+        """Forward and backward of one microbatch; what the function returned, detached."""
+        self._shutdown.before_step(has_gradients=self._moment.batches.num > 0)
+        with self._shutdown.around_step():
+            return self._run_passes(subject, args, kwargs)
+
+    def _run_passes(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
+        self._saver.begin()
+        self._shutdown.tell_ranks()
+        result, loss = self.passes.find_loss(subject, args, kwargs)
+        if loss is not None:
+            try:
+                self.passes.backward.run_backward(loss if self.drive is None else self.drive.weigh(loss))
+            except BaseException:  # out of memory, a signal: some gradients are there and some are not
+                self._end_step()
+                self._stepper.let_go(owns_backward=True)
+                raise
+        return detach(result)
+
+    def _step(self) -> None:
+        self._moment.looks.captures = self.passes.forward.take_captures()
+        owns_backward = self._moment.batches.num > 0 and not self._moment.is_driven
+        self._shutdown.is_torn = True
+        try:
+            self._stepper.step()
+        finally:
+            self._end_step()
+            self._stepper.let_go(owns_backward=owns_backward)
+        self._shutdown.is_torn = False
+        self._judging.judge_if_arrived()
+        self._saver.save_if_due(ends_round=self._shutdown.ends_round)
+
+    def _end_step(self) -> None:
+        self._moment.end_step()
+        self.passes.forward.end_step()
+        self._stepper.end_step()
+
+    def close(self) -> None:
+        """Let go of model, parameters and accelerate."""
+        if self.drive is not None:
+            self.drive.detach()
+        self.passes.forward.close()

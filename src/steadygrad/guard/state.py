@@ -1,0 +1,68 @@
+"""GuardState: what a guard itself remembers, as a plain dict and back. No weights, no optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from steadygrad.act.actor import Actor
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.clip import Clipper
+from steadygrad.errors import UsageError
+from steadygrad.guard.judging import Judging
+from steadygrad.guard.moment import Moment
+from steadygrad.guard.watched import Watched
+from steadygrad.judgement import Judgement
+
+
+class GuardState:
+    """Gathers the state from those who hold it, and hands it out again."""
+
+    def __init__(
+        self,
+        moment: Moment,
+        *,
+        judging: Judging,
+        judgement: Judgement,
+        actor: Actor,
+        clipper: Clipper | None,
+        watched: Watched,
+        buffers: BufferKeeper,
+    ) -> None:
+        self._moment, self._judging, self._judgement = moment, judging, judgement
+        self._actor, self._clipper, self._watched, self._buffers = actor, clipper, watched, buffers
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything by name; all steps are judged first."""
+        self._judging.judge_pending()
+        return {
+            "version": 1,
+            "step": self._moment.next_step,
+            "epoch": self._moment.epoch,
+            "validation_loss": self._moment.validation_loss,
+            "clip": {} if self._clipper is None else self._clipper.state_dict(),
+            "judgement": self._judgement.state_dict(),
+            "actor": self._actor.state_dict(),
+            "num_since_start": self._watched.periodic_scans.num_since,
+            "num_skipped_batches": self._moment.num_skipped_batches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Model and optimizer are loaded already: the buffers are copied from now."""
+        self.load(state)
+        self._buffers.forget()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The same, where the buffers were put back with the model."""
+        self._judging.judge_pending()
+        if not isinstance(state, Mapping) or state.get("version") != 1:
+            found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else type(state).__name__
+            raise UsageError(f"this is no state of a Guard that is known here: {found}. Give what state_dict() gave.")
+        self._moment.next_step, self._moment.epoch = int(state["step"]), int(state["epoch"])
+        self._moment.validation_loss, self._moment.validated_at = state["validation_loss"], None
+        if self._clipper is not None:
+            self._clipper.load_state_dict(state["clip"])
+        self._judgement.load_state_dict(state["judgement"])
+        self._actor.load_state_dict(state["actor"])
+        self._watched.periodic_scans.num_since = int(state["num_since_start"])
+        self._moment.num_skipped_batches = int(state["num_skipped_batches"])

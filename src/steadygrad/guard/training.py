@@ -1,0 +1,68 @@
+"""What the user gave, checked: the training that is guarded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from steadygrad.config import GuardConfig
+from steadygrad.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A model with its optimizers, what steps along with them, and how it is to be guarded."""
+
+    model: nn.Module
+    """The user's own module, without wrappers."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    config: GuardConfig
+    scheduler: Any = None
+    scaler: torch.amp.GradScaler | None = None
+    ema: Any = None
+    extras: Mapping[str, Any]
+    """More that checkpoints hold, by name."""
+    off: bool
+    """Whether nothing is watched, clipped or skipped: the plain loop."""
+
+    def __post_init__(self) -> None:
+        """Refuse extras that cannot be saved, or that have a place of their own."""
+        for name, extra in self.extras.items():
+            if name in self.along:
+                raise UsageError(f"extras has {name!r}, which Guard takes as an argument of its own. Use {name}=... .")
+            if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict")):
+                raise UsageError(
+                    f"extras[{name!r}] is a {type(extra).__name__}, which cannot be saved. Give it state_dict() and "
+                    "load_state_dict()."
+                )
+
+    @property
+    def along(self) -> dict[str, Any]:
+        """What steps along with the optimizers, by the names of Guard's arguments; None for what was not given."""
+        return {"scheduler": self.scheduler, "scaler": self.scaler, "ema": self.ema}
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What checkpoints hold beside model and optimizers."""
+        return {**self.along, **self.extras}
+
+
+def check_given(config: Any, scaler: Any, run_dir: Any) -> None:
+    """Refuse what would fail far from here, with an error that names nobody."""
+    if not isinstance(config, GuardConfig):
+        how = "GuardConfig.load(path)" if isinstance(config, str | Path) else "GuardConfig.from_dict(values)"
+        raise UsageError(f"Guard's config must be a GuardConfig, got {config!r:.80}. Make one: {how}.")
+    if scaler is not None and not hasattr(scaler, "is_enabled"):
+        raise UsageError(f"Guard's scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
+    if run_dir is not None and (not isinstance(run_dir, str | Path) or not str(run_dir)):
+        raise UsageError(f"Guard's run_dir must be the path of a folder or None, got {run_dir!r}. Use runs/first.")
+
+
+def keep_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that can be saved and put back; an EMA of one's own kind may have no state."""
+    return {name: thing for name, thing in things.items() if hasattr(thing, "load_state_dict")}
