@@ -72,9 +72,11 @@ class Actor:
             then = self._snapshots.restore()
         self._rolled_back = True
         self.num_to_refuse = self._snapshots.effective_skip(now)
+        num_again = self._snapshots.num_again
         message = "; ".join(
             [
                 f"went back from step {now} to the state before step {then}",
+                *([f"made the last {num_again} steps again from there"] if num_again else []),
                 *(f"left as it is: {misfit}" for misfit in self._snapshots.misfits),
                 self._tell_refused(),
             ]
@@ -84,7 +86,11 @@ class Actor:
             action=Action.ROLLBACK,
             message=message if scaled is None else f"{message}; {scaled.message}",
             before={"step": now, **(scaled.before if scaled else {})},
-            after={"step": then, **(scaled.after if scaled else {})},
+            after={
+                "step": then,
+                **({"num_steps_made_again": num_again} if num_again else {}),
+                **(scaled.after if scaled else {}),
+            },
         )
 
     def _tell_refused(self) -> str:

@@ -1,7 +1,8 @@
 """Steps that were made -> their losses when they are made again from earlier weights, or at a lower rate.
 
-The run's own steps are trained on once more from a snapshot of it, and everything is put back bit for bit. Costs as
-many training steps as are tried, so it is asked for only on suspicion.
+The run's own steps are trained on once more from a snapshot of it, and everything is put back bit for bit. Where that
+led is kept: if it turns out to be better, the training can go on from there, and no step is lost. Costs as many
+training steps as are tried, so it is asked for only on suspicion.
 """
 
 from __future__ import annotations
@@ -39,19 +40,15 @@ def make_again(
     )
     try:
         with parts.edits.aside(), replaying(), rehearsal.attempt(parts.config, parts.user_scaler) as guard:
-            rates = parts.learning_rates()
-            parts.snapshots.load(start, clipper=guard._parts.clipper)
-            _set_rates(parts, [rate * factor for rate in rates])
-            return [_step(guard, step) for step in steps]
+            own = guard._parts
+            parts.snapshots.load(start, clipper=own.clipper)
+            own.rates.load_state_dict(parts.rates.state_dict())
+            own.rates.scale_lr(factor)
+            losses = [_step(guard, step) for step in steps]
+            parts.snapshots.second_try = parts.snapshots.copy_second_try(start, len(steps), clipper=own.clipper)
+            return losses
     finally:
         effects.undo()
-
-
-def _set_rates(parts: Parts, rates: Sequence[float]) -> None:
-    groups = [group for optimizer in parts.optimizers for group in optimizer.param_groups]
-    for group, rate in zip(groups, rates):
-        if math.isfinite(rate):
-            group["lr"] = rate
 
 
 def _step(guard: Any, step: HeldStep) -> float:
