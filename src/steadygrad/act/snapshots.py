@@ -359,7 +359,9 @@ class Snapshots:
         state = collect_state(collector, self._model, self._optimizers, self._list_tried(clipper))
         tensors = [source.tensor for source in collector.sources]
         hosts, devices = [t.to("cpu", copy=True) for t in tensors], [t.device for t in tensors]
-        return Snapshot(start.step, state, PinnedMemory(pinned=False), hosts, devices, torch.empty(0), num_again=num_steps)
+        return Snapshot(
+            start.step, state, PinnedMemory(pinned=False), hosts, devices, torch.empty(0), num_again=num_steps
+        )
 
     def _list_tried(self, clipper: Stateful | None) -> dict[str, Any]:
         """What a trial changes beside the model and the optimizers."""
