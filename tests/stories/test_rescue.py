@@ -160,7 +160,7 @@ def test_a_lowered_rate_goes_on_from_where_the_same_steps_led_bit_for_bit() -> N
     (incident,) = guard.incidents
     assert incident.outcome.action is Action.ROLLBACK
     assert (incident.outcome.after["step"], incident.outcome.after["num_steps_made_again"]) == (0, 40)
-    assert "made the last 40 steps again from there" in incident.outcome.message
+    assert "made 40 of these steps again from there" in incident.outcome.message
     plain, plain_optimizer = begin(training, factor=guard.stats()["learning_rate_factor"] or 0.0)
     for batch in training.batches[:40]:
         training.loss(plain, batch).backward()

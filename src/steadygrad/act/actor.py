@@ -76,7 +76,7 @@ class Actor:
         message = "; ".join(
             [
                 f"went back from step {now} to the state before step {then}",
-                *([f"made the last {num_again} steps again from there"] if num_again else []),
+                *([f"made {num_again} of these steps again from there"] if num_again else []),
                 *(f"left as it is: {misfit}" for misfit in self._snapshots.misfits),
                 self._tell_refused(),
             ]
