@@ -4,8 +4,8 @@ For each: held-out loss relative to the clean run's of the same seed, steps lost
 whether it died or was halted, and wall seconds. A cell shows the median over the seeds and the worst; died and halted
 runs are counted. "Guard" has every default, "clip at 1.0" the one change. "own policy" also rolls back on
 `exploding_gradient` in the story marked *, and is the default elsewhere. Small models: read orders of magnitude.
-Run `python benchmarks/rescue.py`, with `--quick` for three stories and one seed; writes results/rescue.json. `--only TEXT`
-tells the stories with that in their names anew, and leaves what is written of the others.
+Run `python benchmarks/rescue.py`, with `--quick` for three stories and one seed; writes results/rescue.json.
+`--only TEXT` tells the stories with that in their names anew, and leaves what is written of the others.
 """
 
 from __future__ import annotations
