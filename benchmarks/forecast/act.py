@@ -109,7 +109,7 @@ def list_stories() -> list[Story]:
         *rescue.make_stories(),
         *rescue.make_rate_stories(),
         rescue.make_slow_story(),
-        rescue.make_hopeless_story(),
+        rescue.make_far_too_high_story(),
     ]
 
 

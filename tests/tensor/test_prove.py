@@ -132,6 +132,7 @@ def test_harm_is_found_although_the_data_changed_at_the_same_step() -> None:
     assert incident.finding.evidence["rate_factor"] == 1
     assert "made again from the weights of step" in incident.finding.message
     assert incident.outcome.after["step"] <= HARM
+    assert incident.outcome.after["num_steps_made_again"] == 40  # and they are not lost
 
 
 def test_new_data_that_must_be_learnt_is_no_harm_and_the_second_try_leaves_no_trace() -> None:

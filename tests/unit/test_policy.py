@@ -377,6 +377,24 @@ def test_a_rate_that_is_still_too_high_is_lowered_again_and_then_only_reported()
     assert "but there were 2 rollbacks in 1000 steps" in verdicts[2].reason
 
 
+def test_a_run_that_is_ruined_at_the_start_begins_anew_as_often_as_the_rate_may_be_changed_and_then_halts() -> None:
+    judge = Judge(Policy(max_lr_changes=3))
+    ruined = [proven("rate_too_high", 10 * i, proof=Answer.NONFINITE.value) for i in range(4)]
+    verdicts = [judge.decide(one, reading=poisoned(one.step, math.nan)) for one in ruined]
+    assert actions(verdicts) == [Action.ROLLBACK] * 3 + [Action.HALT]
+    assert [v.factor for v in verdicts[:3]] == [0.05] * 3
+
+
+def test_attempts_with_a_lower_rate_do_not_count_as_rollbacks_that_were_in_vain() -> None:
+    judge = Judge()
+    for step in (0, 10, 20):
+        judge.decide(proven("rate_too_high", step, proof=Answer.NONFINITE.value), reading=poisoned(step, math.nan))
+
+    assert judge.decide(proven("rate_too_high", 40), reading=reading(40)).action is Action.ROLLBACK
+    back = bad_steps(judge, range(50, 60))[-1]
+    assert (back.action, back.factor) == (Action.ROLLBACK, None)  # with the rate that was lowered
+
+
 def test_a_policy_that_changes_no_hyperparameter_does_not_begin_anew() -> None:
     verdict = Judge(Policy.patient()).decide(proven("rate_too_high", 9), reading=reading(9))
     assert verdict.action is Action.NONE

@@ -148,6 +148,17 @@ def test_growth_until_nothing_is_finite_is_found_at_once() -> None:
     assert said.evidence["num_steps"] == 5
 
 
+def test_a_climb_that_is_being_tested_is_told_once_more_when_nothing_is_finite() -> None:
+    losses = [1.0, 1.0, *(10.0 * 3.0**t for t in range(12))]
+    facts = [reading(t, loss, loss) for t, loss in enumerate(losses)]
+    facts += [poisoned(t, math.nan) for t in range(len(losses), len(losses) + 3)]
+
+    climbed, ruined = findings_of(rule_named("rate_too_high"), facts)
+
+    assert "proof" not in climbed.evidence
+    assert ruined.evidence["proof"] == "nonfinite"
+
+
 def test_a_nan_out_of_the_blue_is_no_learning_rate() -> None:
     steps: list[Fact] = [reading(t, 2.9, 0.9) for t in range(5)]
     assert findings_of(rule_named("rate_too_high"), [*steps, poisoned(5, math.nan)]) == []

@@ -79,9 +79,11 @@ class Actor:
         with contextlib.nullcontext() if factor == 1.0 else self._rates.keep_factors():
             then = self._snapshots.restore()
         self._window.open(self._snapshots.effective_skip(now))
+        num_again = self._snapshots.num_again
         message = "; ".join(
             [
                 f"went back from step {now} to the state before step {then}",
+                *([f"made {num_again} of these steps again from there"] if num_again else []),
                 *(f"left as it is: {misfit}" for misfit in self._snapshots.misfits),
                 self._window.describe(),
             ]
@@ -91,7 +93,11 @@ class Actor:
             action=Action.ROLLBACK,
             message=message if scaled is None else f"{message}; {scaled.message}",
             before={"step": now, **(scaled.before if scaled else {})},
-            after={"step": then, **(scaled.after if scaled else {})},
+            after={
+                "step": then,
+                **({"num_steps_made_again": num_again} if num_again else {}),
+                **(scaled.after if scaled else {}),
+            },
         )
 
     def after_step(self, step: int, *, healthy: bool) -> list[str]:

@@ -39,6 +39,8 @@ class Snapshot:
     """Learning rate and weight decay of each group at the time."""
     num_healthy: int = 0
     good: bool = False
+    num_again: int = 0
+    """Steps that were made again from there to come here; 0 for a copy of the run itself."""
 
     @property
     def has_arrived(self) -> bool:

@@ -90,6 +90,8 @@ class Snapshots:
         """While a suspicion is being tested: nothing is taken, and nothing becomes good."""
         self.initial: Snapshot | None = None
         """The state before the first step, kept as long as there is room for it."""
+        self.second_try: Snapshot | None = None
+        """Where the steps since the snapshot of its step led when they were made again: a restore to that ends here."""
         self._were_finite: set[str] = set()
         self._told: set[str] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -99,6 +101,8 @@ class Snapshots:
         """Why there are no snapshots; None when there are."""
         self.misfits: list[str] = []
         """What the last restore had to leave as it was."""
+        self.num_again = 0
+        """Steps since the snapshot of the last restore that were made again, and count."""
         self._is_pinned = any(parameter.is_cuda for parameter in model.parameters())
         if self.off is None and self._is_pinned:
             self._prepare()
@@ -387,18 +391,18 @@ class Snapshots:
 
         `older` goes further back than the restore before, or than the newest good one when there was none. While none
         is good yet, the state before step 0 will do if it is finite: no training has harmed it. Gradients are left as
-        they are.
+        they are. Where a second try began there, it is what the training goes on from, and its steps count as made: a
+        schedule stays where it is.
         """
         chosen = self._choose(older=older)
         if chosen is None:
             raise UsageError(self._explain_nothing(older=older))
-        self.before_optimizer()
-        chosen.wait()
         settle_shards(self._model)
-        # Rates belong to whoever schedules them; a scheduler that was left out of the snapshot has moved on with them.
-        settings = {id(o) for o in self._optimizers if "scheduler" in chosen.state.extras or self._owns_rate(o)}
-        restorer = Restorer(chosen.state, chosen.hosts, chosen.devices, shared=self._shared, settings=settings)
-        self.misfits = restorer.restore(self._optimizers, self._extras)
+        again = self.second_try if self.second_try is not None and self.second_try.step == chosen.step else None
+        self.misfits = self._put_back(chosen, self._extras, but=() if again is None else ("scheduler",))
+        self.num_again = 0 if again is None else again.num_again
+        if again is not None:
+            self.load(again, clipper=self._extras.get("clip"))
         for snapshot in self._ring[self._ring.index(chosen) + 1 :]:
             self._discard(snapshot)
         self._restored, self._in_trouble = chosen, False
@@ -411,12 +415,34 @@ class Snapshots:
         Schedules, averages and our own histories stay as they are: a trial is not part of the run. `clipper` is the
         trial's own and gets the state that the run's had then; a trial that clips less would have an unfair lead.
         """
+        self._put_back(snapshot, self._list_tried(clipper))
+
+    @torch.no_grad()
+    def copy_second_try(self, start: Snapshot, num_steps: int, *, clipper: Stateful | None) -> Snapshot:
+        """Where a trial of so many steps from `start` led: what `load` loads, as it is now."""
+        collector = Collector(self._shared)
+        state = collect_state(collector, self._model, self._optimizers, self._list_tried(clipper))
+        tensors = [source.tensor for source in collector.sources]
+        hosts, devices = [t.to("cpu", copy=True) for t in tensors], [t.device for t in tensors]
+        return Snapshot(
+            start.step, state, PinnedMemory(pinned=False), hosts, devices, torch.empty(0), num_again=num_steps
+        )
+
+    def _list_tried(self, clipper: Stateful | None) -> dict[str, Any]:
+        """What a trial changes beside the model and the optimizers."""
+        tried = {"scaler": self._extras.get("scaler"), "clip": clipper}
+        return {name: extra for name, extra in tried.items() if extra is not None}
+
+    def _put_back(self, snapshot: Snapshot, extras: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
+        """Write it over the live state, with those of `extras` that it holds; what had to be left is returned."""
         self.before_optimizer()
         snapshot.wait()
-        wanted = {"scaler": self._extras.get("scaler"), "clip": clipper}
-        extras = {name: extra for name, extra in wanted.items() if extra is not None and name in snapshot.state.extras}
-        state = dataclasses.replace(snapshot.state, extras={name: snapshot.state.extras[name] for name in extras})
-        Restorer(state, snapshot.hosts, snapshot.devices, shared=self._shared).restore(self._optimizers, extras)
+        held = {name: saved for name, saved in snapshot.state.extras.items() if name in extras and name not in but}
+        # Rates belong to whoever schedules them; a scheduler that was left out of the snapshot has moved on with them.
+        settings = {id(o) for o in self._optimizers if "scheduler" in held or self._owns_rate(o)}
+        state = dataclasses.replace(snapshot.state, extras=held)
+        restorer = Restorer(state, snapshot.hosts, snapshot.devices, shared=self._shared, settings=settings)
+        return restorer.restore(self._optimizers, extras)
 
     def _choose(self, *, older: bool) -> Snapshot | None:
         good = self._keep_common([s for s in self._ring if s.good])

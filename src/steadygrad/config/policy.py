@@ -57,7 +57,8 @@ class Policy:
     rollbacks_to_halt: int = 3
     """The rollback that halts instead, when none of those before it helped for 100 steps."""
     max_lr_changes: int = 3
-    """Changes of the learning rate in `budget_steps`; a rollback takes the place of a further one."""
+    """Changes of the learning rate in `budget_steps`; a rollback takes the place of a further one. As many times a run
+    that a rate too high has ruined begins anew with a lower one, and then halts."""
     max_weight_decay_changes: int = 3
     """Changes of the weight decay in `budget_steps`; further ones are left out."""
     max_clip_changes: int = 3

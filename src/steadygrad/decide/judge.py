@@ -21,6 +21,10 @@ from steadygrad.facts.kinds import find_kind
 HYPERPARAMETERS = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY, Action.TIGHTEN_CLIP)
 """Actions that change a hyperparameter, and have a cool-down: their effect takes a while to show."""
 
+RESTART = "restart"
+"""A rollback of a run that is no longer finite, with a lower rate: another attempt, with nothing to lose, and not the
+same one again. So it counts as a change of the rate, and by itself."""
+
 HELPED = 100
 """Steps of training after which a rollback has helped: what comes then is another trouble, and no reason to give up."""
 
@@ -32,14 +36,15 @@ class Judge:
         self._policy = policy if policy is not None else Policy()
         self._on_nonfinite = on_nonfinite
         self._table = build_table(self._policy)
-        self._budgets = {
+        self._budgets: dict[str, int] = {
             Action.SKIP: self._policy.max_skips,
             Action.SCALE_LR: self._policy.max_lr_changes,
             Action.SCALE_WEIGHT_DECAY: self._policy.max_weight_decay_changes,
             Action.TIGHTEN_CLIP: self._policy.max_clip_changes,
             Action.ROLLBACK: self._policy.rollbacks_to_halt - 1,
+            RESTART: self._policy.max_lr_changes,
         }
-        self._taken: dict[str, list[int]] = {action.value: [] for action in self._budgets}
+        self._taken: dict[str, list[int]] = {str(what): [] for what in self._budgets}
         self._bad_step = -2
         self._num_bad = 0
         self._now = 0
@@ -63,7 +68,9 @@ class Judge:
         why = f"{finding.kind} at step {finding.step}"
         if not self._needs_proof(finding):
             return self._climb(ladder, reflex, why, _find_factor(finding))
-        if finding.evidence.get("proof") not in (Answer.DAMAGED, Answer.NONFINITE):
+        if finding.evidence.get("proof") == Answer.NONFINITE:
+            return self._climb(ladder, reflex, why, _find_factor(finding), budget=RESTART)
+        if finding.evidence.get("proof") != Answer.DAMAGED:
             return Verdict(
                 action=reflex.action, reason="finite numbers are acted on only with proof, and there is none"
             )
@@ -114,16 +121,22 @@ class Judge:
             self._num_bad = 0  # what comes after is another stretch
         return verdict
 
-    def _climb(self, ladder: Ladder, reflex: Verdict, why: str, advised: float | None = None) -> Verdict:
-        """The first rung that nothing forbids; `advised` is by how much the rule would lower the learning rate."""
+    def _climb(
+        self, ladder: Ladder, reflex: Verdict, why: str, advised: float | None = None, *, budget: str | None = None
+    ) -> Verdict:
+        """The first rung that nothing forbids; `advised` is by how much the rule would lower the learning rate.
+
+        `budget`: what is counted where that is not the action itself.
+        """
         forbidden = ""
         for rung in ladder:
-            forbidden = self._find_objection(rung)
+            counted = rung.action if budget is None else budget
+            forbidden = self._find_objection(rung, counted)
             if not forbidden:
                 factor = self._choose_factor(rung, advised)
-                self._take(rung.action)
+                self._take(counted)
                 return Verdict(action=rung.action, reason=why, factor=factor)
-            if rung.action is Action.ROLLBACK and self._is_spent(rung.action):
+            if rung.action is Action.ROLLBACK and self._is_spent(counted):
                 return Verdict(action=Action.HALT, reason=f"{why}, and {forbidden}")
             if self._is_cooling(rung.action):
                 break  # the last change has had no time to work: neither again nor more
@@ -135,7 +148,7 @@ class Judge:
             return rung.factor
         if _lowers_rates(rung):
             return rung.factor if advised is None else advised
-        if self._taken[Action.ROLLBACK.value]:
+        if self._taken[Action.ROLLBACK.value] or self._taken[RESTART]:
             return None
         if self._taken[Action.SCALE_LR.value]:
             self._taken[Action.SCALE_LR.value].pop()  # undone, so it neither counts nor cools
@@ -143,34 +156,36 @@ class Judge:
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
-    def _find_objection(self, rung: Rung) -> str:
+    def _find_objection(self, rung: Rung, counted: str) -> str:
         """Why this rung is not to be taken now; empty when it may be."""
         changes = rung.action in HYPERPARAMETERS or _lowers_rates(rung)
         if changes and not self._policy.change_hyperparameters:
             return "the policy changes no hyperparameters"
-        if self._is_spent(rung.action):
-            return self._describe_budget(rung.action)
+        if self._is_spent(counted):
+            return self._describe_budget(counted)
         if self._is_cooling(rung.action):
             return f"the last {rung.action.value} is less than {self._policy.cooldown_steps} steps ago"
         return ""
 
-    def _is_spent(self, action: Action) -> bool:
-        if action not in self._budgets:
+    def _is_spent(self, counted: str) -> bool:
+        if counted not in self._budgets:
             return False
-        recent = self._list_recent(action)
-        num = self._count_vain(recent) if action is Action.ROLLBACK else len(recent)
-        return num >= self._budgets[action]
+        recent = self._list_recent(counted)
+        num = self._count_vain(recent) if counted == Action.ROLLBACK else len(recent)
+        return num >= self._budgets[counted]
 
-    def _list_recent(self, action: Action) -> list[int]:
-        recent = [step for step in self._taken[action.value] if self._now - step < self._policy.budget_steps]
-        self._taken[action.value] = recent
+    def _list_recent(self, counted: str) -> list[int]:
+        recent = [step for step in self._taken[counted] if self._now - step < self._policy.budget_steps]
+        self._taken[counted] = recent
         return recent
 
-    def _describe_budget(self, action: Action) -> str:
-        count = self._budgets[action]
-        if action is Action.ROLLBACK:
+    def _describe_budget(self, counted: str) -> str:
+        count = self._budgets[counted]
+        if counted == Action.ROLLBACK:
             return f"the last {count} rollbacks have not helped for {HELPED} steps"
-        return f"the budget of {count} x {action.value} in {self._policy.budget_steps} steps is spent"
+        if counted == RESTART:
+            return f"{count} times in {self._policy.budget_steps} steps a lower learning rate has not helped"
+        return f"the budget of {count} x {counted} in {self._policy.budget_steps} steps is spent"
 
     def _count_vain(self, rollbacks: list[int]) -> int:
         """The last ones that did not help."""
@@ -185,9 +200,9 @@ class Judge:
         steps = self._taken.get(action.value)
         return action in HYPERPARAMETERS and bool(steps) and self._now - max(steps or [0]) < self._policy.cooldown_steps
 
-    def _take(self, action: Action) -> None:
-        if action in self._budgets:
-            self._taken[action.value].append(self._now)
+    def _take(self, counted: str) -> None:
+        if counted in self._budgets:
+            self._taken[counted].append(self._now)
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class RateTooHigh(Remembering):
     name = "rate_too_high"
     memory = (
         *("_steps", "_losses", "_norms", "_weights", "_growth"),
-        *("_pushes", "_rates", "_num_weighed", "_climb", "_told", "_spoilt_batch"),
+        *("_pushes", "_rates", "_num_weighed", "_climb", "_told", "_is_ruined", "_spoilt_batch"),
     )
 
     def __init__(self, config: DetectConfig) -> None:
@@ -57,11 +57,12 @@ class RateTooHigh(Remembering):
         self._rates: list[float] = []
         self._climb = Streak()
         self._told = False
+        self._is_ruined = False
         self._spoilt_batch = -1  # the last step whose batch was not finite
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error, once."""
-        if self._told or len(self._losses) >= self._config.steps:
+        """An error, once; and once more when the run is ruined while that is still being tested."""
+        if self._is_ruined or len(self._losses) >= self._config.steps:
             return
         if isinstance(fact, InputScan):
             if any(tensor.num_nonfinite for tensor in fact.tensors.values()):
@@ -70,8 +71,8 @@ class RateTooHigh(Remembering):
             self._weigh(fact.norms, is_first=fact.step < 0)
         elif isinstance(fact, Reading) and fact.loss is not None:
             harm = self._find_ruin(fact.step) if fact.is_nonfinite else self._find_harm(fact, fact.loss)
-            if harm:
-                self._told = True
+            if harm and (fact.is_nonfinite or not self._told):
+                self._told, self._is_ruined = True, fact.is_nonfinite
                 found = self._tell(harm)
                 proof = {"proof": Answer.NONFINITE.value} if fact.is_nonfinite else {}
                 yield dataclasses.replace(found, evidence={**found.evidence, **proof})

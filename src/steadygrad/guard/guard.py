@@ -85,7 +85,7 @@ class Guard:
         self._stages, self._epochs, self._summary = pieces.stages, pieces.epochs, pieces.summary
         self._saver, self._shutdown = pieces.saver, pieces.shutdown
         self._requests, self._range_test = pieces.requests, pieces.range_test
-        self._clipper = pieces.clipper  # a trial of steps gives it the state of the run's
+        self._clipper, self._rates = pieces.clipper, pieces.rollback.rates  # a trial of steps sets both
         self._closed = False
         for close in pieces.closers:
             weakref.finalize(self, close)

@@ -1,7 +1,8 @@
 """Steps that were made -> their losses when they are made again from earlier weights, or at a lower rate.
 
-The run's own steps are trained on once more from a snapshot of it, and everything is put back bit for bit. Costs as
-many training steps as are tried, so it is asked for only on suspicion.
+The run's own steps are trained on once more from a snapshot of it, and everything is put back bit for bit. Where that
+led is kept: if it turns out to be better, the training can go on from there, and no step is lost. Costs as many
+training steps as are tried, so it is asked for only on suspicion.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from steadygrad.act.rates import Rates
 from steadygrad.act.snapshot import Snapshot
@@ -53,19 +52,14 @@ def make_again(
     )
     try:
         with watched.edits.aside(), replaying(), rehearsal.attempt(training.config, training.scaler) as guard:
-            present = rates.learning_rates()
             snapshots.load(start, clipper=guard._clipper)
-            _set_rates(training.optimizers, [rate * factor for rate in present])
-            return [_step(guard, step) for step in steps]
+            guard._rates.load_state_dict(rates.state_dict())
+            guard._rates.scale_lr(factor)
+            losses = [_step(guard, step) for step in steps]
+            snapshots.second_try = snapshots.copy_second_try(start, len(steps), clipper=guard._clipper)
+            return losses
     finally:
         effects.undo()
-
-
-def _set_rates(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[float]) -> None:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, rate in zip(groups, rates):
-        if math.isfinite(rate):
-            group["lr"] = rate
 
 
 def _step(guard: Any, step: HeldStep) -> float:

@@ -148,6 +148,8 @@ class Prover:
         kept = []
         for finding in findings:
             if finding.kind in self._exempt or not _is_suspicion(finding):
+                if self._case is not None and self._case.finding.kind == finding.kind and "proof" in finding.evidence:
+                    self.drop()  # there is nothing left to test
                 kept.append(finding)
             elif finding.step <= self._answered_at and self._is_answered(step):
                 continue  # another rule about what was tested
@@ -159,6 +161,7 @@ class Prover:
 
     def answer(self, reading: Reading, findings: Sequence[Finding], captures: Sequence[Capture]) -> list[Finding]:
         """After a step: `findings` less those held back, and with those that have an answer now."""
+        self._snapshots.second_try = None  # whatever the last answer was, it has been followed or not
         self._note(reading, captures)
         out = []
         for finding in self.sift(findings, reading.step):
@@ -303,6 +306,7 @@ class Prover:
             factor = self._references.find_factor(case.trouble)
             self._snapshots.condemn(self._references.find_way_back(case.trouble))
             return report_answer(finding, proof, lr_factor=factor)
+        self._snapshots.second_try = None
         if self._references.find_fair(case.trouble) is None and self._references.is_waiting(case.trouble):
             self._put_off = case.trouble
         return None if case.is_reported else report_answer(finding, proof)
