@@ -40,7 +40,6 @@ from steadygrad.checkpoint.load import Checkpoint, load_plain, read_checkpoint
 from steadygrad.checkpoint.plain import TENSOR, pack_plain, unpack
 from steadygrad.checkpoint.proofs import Proofs
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.shared_tensors import METADATA, read_tensors, write_tensors
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.disk.manifest import NAME, FileEntry, Manifest, check_files, hash_file, start_pool
 from steadygrad.disk.write import WRITING, remove_folder, remove_leftovers, sync_folder
@@ -85,6 +84,8 @@ class ShardedStore:
         about: Mapping[str, Any],
     ) -> Save:
         """Save the state before step `step`; on disk and whole when this returns."""
+        from steadygrad.checkpoint.shared_tensors import write_tensors  # loads torch.distributed.checkpoint: a second
+
         save = Save(step)
         tree, shared, own = split_state(state)
         self._check_finite(step, {**shared, **own}, set(may_be_nonfinite))
@@ -136,6 +137,8 @@ class ShardedStore:
 
     def _write_own(self, aside: Path, tree: Any, own: Mapping[str, Tensor]) -> dict[str, FileEntry]:
         """This rank's own file, and the sizes and hashes of all files that it wrote."""
+        from steadygrad.checkpoint.shared_tensors import METADATA
+
         content = io.BytesIO()
         torch.save({"tree": tree, "own": {name: tensor.detach().cpu() for name, tensor in own.items()}}, content)
         with (aside / _name_own(self._ranks.rank)).open("xb") as file:
@@ -283,6 +286,8 @@ def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
 
 def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:
     """Read one checkpoint, on any number of ranks; one that was not there when it was saved takes over rank 0's own."""
+    from steadygrad.checkpoint.shared_tensors import read_tensors
+
     _, live_shared, _ = split_state(live)
     own_file = info.path / _name_own(ranks.rank)
     plain = load_plain(own_file if own_file.is_file() else info.path / _name_own(0))
