@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -17,6 +18,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, statement by statement
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and tests run beside others
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not walk through a million objects of libraries each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -26,11 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_terminal() -> Iterator[None]:
-    """A job in the background is started with SIGINT ignored, and its children inherit that; here it counts.
-
-    A guard that an earlier test dropped in the middle of an epoch may wait for the collector, and still listen.
-    """
-    gc.collect()
+    """A job in the background is started with SIGINT ignored, and its children inherit that; here it counts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
