@@ -7,11 +7,8 @@ import inspect
 import io
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from sft_trainings import (
     write_rows,
 )
 
-import steadygrad
+from forks import run_forked
 from steadygrad.cli import main
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.sft import predict
@@ -359,8 +356,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     run_dir = tmp_path / "run"
     arguments = ["train", "sft", "--run-dir", str(run_dir), "--config", str(config)]
     code = KILLED.format(at_step=at_step, at_save=at_save, arguments=arguments)
-    env = {**os.environ, "PYTHONPATH": str(Path(steadygrad.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    killed = run_forked(code)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert not (run_dir / "model").exists()
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from forks import run_forked
 from steadygrad import Guard
 from steadygrad.checkpoint import signals
 from steadygrad.checkpoint.catalogue import read_infos
@@ -44,8 +45,7 @@ def send(number=signal.SIGTERM):
 
 
 def run_program(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-c", HEAD + textwrap.dedent(code), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return run_forked(HEAD + textwrap.dedent(code), str(folder))
 
 
 def saved_steps(folder: Path) -> list[int]:
