@@ -17,7 +17,6 @@ from trainings import (
     Recurrent,
     Run,
     Training,
-    Transformer,
     make_cnn,
     make_hopeless_story,
     make_rate_stories,
@@ -81,8 +80,9 @@ def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
 
 
-# Clipping plays no part in what becomes of a spoilt weight; once is enough.
-TOLD = [(s, c) for s in STORIES for c in CLIPS if not (s.startswith("weight becomes") and c == "clipped")]
+# Clipping plays no part in what becomes of a spoilt weight, or of a loss that is Inf; once is enough.
+ONCE = ("weight becomes NaN", "weight becomes 1e30", "Inf batch", "RNN explodes to Inf")
+TOLD = [(s, c) for s in STORIES for c in CLIPS if not (s in ONCE and c == "clipped")]
 
 
 @pytest.mark.parametrize(("name", "clip"), TOLD, ids=map(", ".join, TOLD))
@@ -124,11 +124,11 @@ def test_a_poisoned_sample_is_skipped_each_time_and_its_batch_named(run_guarded:
 
 
 RATES = {story.name: story for story in make_rate_stories()}
-# The weights' norms are what gives these two away; the others climb, or lie flat after the first steps.
+# Each training and each clipping, not all pairs of them.
+PAIRS = [("SGD", "clipped"), ("SGD", "unclipped"), ("AdamW", "clipped"), ("CNN", "unclipped"), ("RNN", "clipped")]
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize(("name", "clip"), [(f"learning rate 30x, {name}", clip) for name, clip in PAIRS])
 def test_a_learning_rate_30_times_too_high_is_found_at_the_start_and_lowered_there(name: str, clip: str) -> None:
     story = RATES[name]
     clean = run_clean(story.clean, clipped=clip == "clipped")
@@ -229,13 +229,10 @@ HEALTHY: dict[str, Training] = {
     "cnn": train_images(),
     "rnn": train_memory(),
     "transformer, warm-up": train_language(250, make_scheduler=warm_up),
-    "transformer, restarts": train_language(250, make_scheduler=restart),
     "cnn, restarts": train_images(make_scheduler=restart),
-    "transformer, dropout": train_language(250, make_model=functools.partial(Transformer, dropout=0.1)),
     "cnn, dropout": train_images(make_model=functools.partial(make_cnn, dropout=0.3)),
     "rnn, first norm of hundreds": train_memory(make_model=start_far_off),
     "transformer, rate 3x": train_language(250, make_optimizer=lambda p: torch.optim.AdamW(p, lr=9e-3)),
-    "cnn, rate 3x": train_images(make_optimizer=lambda p: torch.optim.SGD(p, lr=0.15, momentum=0.9)),
     "rnn, rate 10x": train_memory(make_optimizer=lambda p: torch.optim.Adam(p, lr=1e-2)),
 }
 
