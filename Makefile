@@ -46,6 +46,7 @@ coverage: $(STAMP)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m $(PYTEST)
 	$(BIN)/coverage combine --quiet
+	@rm -f build/coverage/data.*  # cut short: of programs that a test has killed
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report
 	@echo "Open build/coverage/html/index.html"

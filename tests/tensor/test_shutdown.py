@@ -66,7 +66,8 @@ def saved_steps(folder: Path) -> list[int]:
     ],
 )
 def test_a_signal_between_two_steps_is_answered_where_the_program_is(tmp_path: Path, where: str, code: str) -> None:
-    lines = ["model, guard = make()", "for _ in range(7): step(model, guard)", "send()", *code.splitlines()]
+    lines = ["signals.GRACE_SECONDS = 0.5", "model, guard = make()", "for _ in range(7): step(model, guard)", "send()"]
+    lines += code.splitlines()
     done = run_program("\n".join(lines), tmp_path)
     assert done.returncode == EXIT_CODE, (where, done.stderr)
     assert saved_steps(tmp_path / "run") == [7]
@@ -162,6 +163,7 @@ def test_an_error_in_the_middle_of_the_optimizer_is_not_saved(tmp_path: Path) ->
 
 def test_gradients_of_a_step_that_will_not_be_made_are_not_saved(tmp_path: Path) -> None:
     code = """
+    signals.GRACE_SECONDS = 0.5
     model, guard = make()
     for t in range(4):
         model(torch.ones(8, 4)).square().mean().backward()
