@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # Processes that run the tests; each takes one thread.
 WORKERS ?= 2
+# Whole files go to a worker, the longest first (tests/conftest.py).
+PYTEST := pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -10,11 +12,12 @@ STAMP  := $(VENV)/.installed
 # Capping oneDNN below AMX is safe everywhere and must happen before torch loads.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help demo test lint types unit docs format bench clean
+.PHONY: help demo test lint types unit coverage docs format bench clean
 
 help:
 	@echo "make demo    train a small transformer with three faults, unguarded and guarded (a minute)"
 	@echo "make test    lint, types, architecture, tests, the documentation built strictly"
+	@echo "make coverage  the tests, with a report of the lines that they run in build/coverage/html"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make bench   every benchmark of this machine (an hour)"
 
@@ -37,7 +40,16 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/$(PYTEST)
+
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m $(PYTEST)
+	$(BIN)/coverage combine --quiet
+	@rm -f build/coverage/data.*  # cut short: of programs that a test has killed
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report
+	@echo "Open build/coverage/html/index.html"
 
 # Strict: a warning is an error. `make test` builds it too, into a folder of its own (tests/test_site.py).
 docs: $(STAMP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -17,6 +18,34 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, statement by statement
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and tests run beside others
+
+
+LONGEST = (
+    "healthy/test_healthy.py",
+    "distributed/test_tune_workers.py",
+    "distributed/test_elastic.py",
+    "stories/",
+    "recipes/",
+    "distributed/",
+    "adapters/",
+)
+"""Files that take longest. They come first: a worker that began one at the end would be waited for."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: next((i for i, one in enumerate(LONGEST) if f"tests/{one}" in item.nodeid), len(LONGEST))
+    )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not walk through a million objects of libraries each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some libraries count at the end what the collector has left
 
 
 @pytest.fixture(autouse=True)

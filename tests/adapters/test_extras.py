@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import steadygrad
 
 BLOCKED = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
@@ -22,17 +20,17 @@ def run_python(code: str, *blocked: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("adapter", "blocked"),
-    [("lightning", ("lightning", "lightning.pytorch", "pytorch_lightning")), ("transformers", ("transformers",))],
-)
-def test_an_adapter_without_its_library_names_the_extra(adapter: str, blocked: tuple[str, ...]) -> None:
+def test_an_adapter_without_its_library_names_the_extra() -> None:
     code = (
         "import steadygrad\n"
-        f"try:\n    import steadygrad.adapters.{adapter}\n"
+        "try:\n    import steadygrad.adapters.lightning\n"
+        "except ImportError as error: print(error)\n"
+        "try:\n    import steadygrad.adapters.transformers\n"
         "except ImportError as error: print(error)\n"
     )
-    assert f"pip install 'steadygrad[{adapter}]'" in run_python(code, *blocked)
+    told = run_python(code, "lightning", "lightning.pytorch", "pytorch_lightning", "transformers")
+    assert "pip install 'steadygrad[lightning]'" in told
+    assert "pip install 'steadygrad[transformers]'" in told
 
 
 def test_a_guard_loads_no_framework() -> None:

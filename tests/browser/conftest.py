@@ -40,6 +40,6 @@ def watched(browser: Any, tmp_path: Path) -> Iterator[Watched]:
     folder = Path(os.environ.get("STEADYGRAD_SCREENSHOTS") or tmp_path / "screenshots")
     folder.mkdir(parents=True, exist_ok=True)
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(120_000)
     yield Watched(context.new_page(), folder)
     context.close()

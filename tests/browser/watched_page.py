@@ -31,7 +31,7 @@ class Watched:
 
     def wait_for(self, expression: str) -> None:
         """Until a JavaScript expression holds. The page's policy forbids the polling that Playwright would do in it."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline, f"never: {expression}"
             self.page.wait_for_timeout(50)

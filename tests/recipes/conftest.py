@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import steadygrad
+from forks import run_forked
 from steadygrad.checkpoint import CheckpointStore
 
 PROGRAM = """
@@ -47,8 +44,7 @@ def kill_at() -> Callable[[Sequence[str], int], None]:
 
     def run(arguments: Sequence[str], at_step: int) -> None:
         code = PROGRAM.format(at_step=at_step, arguments=list(arguments))
-        env = {**os.environ, "PYTHONPATH": str(Path(steadygrad.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+        done = run_forked(code)
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
 
     return run

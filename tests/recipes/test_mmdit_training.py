@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forks import run_forked
 from steadygrad import GuardConfig, SnapshotConfig
 from steadygrad.cli import main
 from steadygrad.diagnose import is_replaying
@@ -387,12 +386,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("step", [9, 19])  # in the first epoch, of 14 steps, and in the second
 def test_a_run_killed_by_the_system_goes_on_exactly(step: int, whole_run: Path, tmp_path: Path) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(step), "train", "mmdit", *ARGUMENTS, "--run-dir", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        check=False,
-    )
+    killed = run_forked(KILLED, str(step), "train", "mmdit", *ARGUMENTS, "--run-dir", str(tmp_path))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
 
     assert run_command("--resume", "latest", "--run-dir", str(tmp_path)) == 0

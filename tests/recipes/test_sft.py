@@ -7,11 +7,8 @@ import inspect
 import io
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from sft_trainings import (
     write_rows,
 )
 
-import steadygrad
+from forks import run_forked
 from steadygrad.cli import main
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad_recipes.sft import predict
@@ -178,7 +175,9 @@ def test_an_epoch_without_an_applied_step_has_no_norm() -> None:
 def test_prompts_that_fill_everything_teach_nothing_and_with_protection_it_is_learned(tmp_path: Path) -> None:
     rows = make_rows_with_long_prompts(700)
     data = {"data": write_rows(tmp_path / "rows.jsonl", rows)}
-    plain, lines = fine_tune(tmp_path / "off", **data, protect=False, long_prompts="cut_end", max_steps=30)
+    plain, lines = fine_tune(
+        tmp_path / "off", **data, protect=False, long_prompts="cut_end", max_steps=30, num_answers=9
+    )
     assert {line["loss"] for line in lines.log} == {0.0}, "as the seed's log read"
     assert sum(line.startswith("WARNING: the loss is 0") for line in lines.said) == len(lines.log) == 3
     assert plain.scores.accuracy == 0.0
@@ -196,7 +195,7 @@ def test_prompts_that_fill_everything_teach_nothing_and_with_protection_it_is_le
 
 def test_masked_batches_among_others_are_hidden_by_the_plain_trainer_and_told_with_protection(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows_with_long_prompts(60))
-    options = {"data": data, "long_prompts": "cut_end", "log_every": 1, "max_steps": 40}
+    options = {"data": data, "long_prompts": "cut_end", "log_every": 1, "max_steps": 40, "num_answers": 1}
     _, lines = fine_tune(tmp_path / "off", **options, protect=False)
     zero = [number for number, line in enumerate(lines.log) if line["loss"] == 0.0]
     assert zero, "rows of one length share a batch, and these have no label"
@@ -233,7 +232,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_an_fp16_overflow_ends_the_plain_training_as_the_seed_says(overflowing: dict[str, Any], tmp_path: Path) -> None:
-    plain, lines = fine_tune(tmp_path, **overflowing, base_precision="fp16", protect=False, max_steps=60)
+    plain, lines = fine_tune(tmp_path, **overflowing, base_precision="fp16", protect=False, max_steps=60, num_answers=9)
     last = [(line["loss"], math.isnan(line["grad_norm"])) for line in lines.log[-2:]]
     assert last == [(0.0, True)] * 2, "an epoch has 40 steps: all that comes after it"
     assert not is_finite(tmp_path)
@@ -251,7 +250,7 @@ def test_with_protection_the_training_with_fp16_overflows_learns(overflowing: di
 
 
 def test_without_the_safe_loss_the_guard_skips_and_names_the_line(overflowing: dict[str, Any], tmp_path: Path) -> None:
-    guarded, _ = fine_tune(tmp_path, **overflowing, base_precision="fp16", safe_loss=False, max_steps=40)
+    guarded, _ = fine_tune(tmp_path, **overflowing, base_precision="fp16", safe_loss=False, max_steps=40, num_answers=1)
     assert guarded.callback is not None
     guard = guarded.callback.guard
     assert guard.stats()["num_skipped"] > 0
@@ -265,7 +264,7 @@ def test_without_the_safe_loss_the_guard_skips_and_names_the_line(overflowing: d
 def test_in_a_format_with_the_range_nothing_overflows(
     better: dict[str, str], overflowing: dict[str, Any], tmp_path: Path
 ) -> None:
-    guarded, _ = fine_tune(tmp_path, **overflowing, **better, max_steps=40)
+    guarded, _ = fine_tune(tmp_path, **overflowing, **better, max_steps=40, num_answers=1)
     assert guarded.callback is not None
     assert not guarded.callback.guard.incidents
     assert guarded.callback.guard.stats()["num_skipped"] == 0
@@ -359,8 +358,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     run_dir = tmp_path / "run"
     arguments = ["train", "sft", "--run-dir", str(run_dir), "--config", str(config)]
     code = KILLED.format(at_step=at_step, at_save=at_save, arguments=arguments)
-    env = {**os.environ, "PYTHONPATH": str(Path(steadygrad.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    killed = run_forked(code)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert not (run_dir / "model").exists()
 

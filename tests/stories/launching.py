@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,24 @@ def start(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
 ) -> Running:
+    return _fork(folder, command, [str(SCRIPTS / script), *arguments], environment or {})
+
+
+def start_command(folder: Path, command: list[str]) -> Running:
+    """The command line itself."""
+    return _fork(folder, command, [], {})
+
+
+def _fork(folder: Path, command: list[str] | None, target: list[str], environment: Mapping[str, str]) -> Running:
     folder.mkdir(parents=True, exist_ok=True)
-    target = [str(SCRIPTS / script), *arguments]
-    process = _server().Process(target=_become, args=(folder, command, target, dict(environment or {})))
+    process = _server().Process(target=_become, args=(folder, command, target, dict(environment)))
     process.start()
     return Running(folder, process)
 
 
 @functools.cache
 def _server() -> ForkServerContext:
+    forkserver._forkserver._stop()  # one that `run_ranks` has started knows no framework
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

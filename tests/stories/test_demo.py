@@ -43,6 +43,45 @@ def number_of(source: str) -> int:
     return number
 
 
+class Notebook:
+    """A Listener that writes everything down."""
+
+    def __init__(self) -> None:
+        self.losses: dict[str, list[float]] = {}
+        self.faults: list[tuple[str, int]] = []
+        self.lost: list[tuple[str, int, str]] = []
+        self.incidents: list[Incident] = []
+
+    def begin(self, name: str, num_steps: int) -> None:
+        self.losses[name] = []
+
+    def fault(self, name: str, fault: Fault) -> None:
+        self.faults.append((name, fault.step))
+
+    def step(self, name: str, step: int, loss: float) -> None:
+        self.losses[name].append(loss)
+
+    def lose(self, name: str, step: int, what: str) -> None:
+        self.lost.append((name, step, what))
+
+    def incident(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+
+    def end(self, summary: RunSummary) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Notebook, Comparison]:
+    """One demo: its folder, what was heard of it, and what came of it."""
+    folder, notebook, threads = tmp_path_factory.mktemp("demo") / "run", Notebook(), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("STEADYGRAD", raising=False)
+        comparison = run_demo(folder, SETTINGS, notebook)
+    assert torch.get_num_threads() == threads
+    return folder, notebook, comparison
+
+
 def test_unguarded_dies_guarded_survives_and_the_line_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["demo", "--quick", "--device", "cpu"])
     output = capsys.readouterr().out
@@ -70,10 +109,9 @@ def test_unguarded_dies_guarded_survives_and_the_line_is_named(capsys: pytest.Ca
     assert "Survived." in page
 
 
-def test_both_runs_are_on_record_step_by_step(tmp_path: Path) -> None:
-    run_demo(tmp_path / "demo", SETTINGS, Notebook())
-
-    dead, guarded = (read_lines(tmp_path / "demo" / name / "steps.jsonl") for name in ("unguarded", "guarded"))
+def test_both_runs_are_on_record_step_by_step(told: tuple[Path, Notebook, Comparison]) -> None:
+    folder, _, _ = told
+    dead, guarded = (read_lines(folder / name / "steps.jsonl") for name in ("unguarded", "guarded"))
     assert [len(dead), len(guarded)] == [SETTINGS.num_steps] * 2
     assert {step["loss"] for step in dead[PLAN.empty_step + 1 :]} == {"nan"}
     assert not any(step["skipped"] for step in dead)
@@ -82,9 +120,9 @@ def test_both_runs_are_on_record_step_by_step(tmp_path: Path) -> None:
     rates = [step["learning_rates"][0] for step in dead]  # type: ignore[index]
     jumped = [i for i, rate in enumerate(rates) if rate != SETTINGS.learning_rate]
     assert jumped == list(range(PLAN.jump_step, PLAN.jump_step + PLAN.jump_length))
-    incidents = read_lines(tmp_path / "demo" / "guarded" / "incidents.jsonl")
+    incidents = read_lines(folder / "guarded" / "incidents.jsonl")
     assert {i["step"] for i in incidents if i["outcome"]["action"] == "skip"} == set(BAD_STEPS)  # type: ignore[index]
-    assert (tmp_path / "demo" / "unguarded" / "incidents.jsonl").read_text() == ""
+    assert (folder / "unguarded" / "incidents.jsonl").read_text() == ""
 
 
 def test_a_guard_that_is_switched_off_is_no_success(
@@ -122,38 +160,8 @@ def test_a_device_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert "cannot train on device 'cuda:99'" in capsys.readouterr().err
 
 
-class Notebook:
-    """A Listener that writes everything down."""
-
-    def __init__(self) -> None:
-        self.losses: dict[str, list[float]] = {}
-        self.faults: list[tuple[str, int]] = []
-        self.lost: list[tuple[str, int, str]] = []
-        self.incidents: list[Incident] = []
-
-    def begin(self, name: str, num_steps: int) -> None:
-        self.losses[name] = []
-
-    def fault(self, name: str, fault: Fault) -> None:
-        self.faults.append((name, fault.step))
-
-    def step(self, name: str, step: int, loss: float) -> None:
-        self.losses[name].append(loss)
-
-    def lose(self, name: str, step: int, what: str) -> None:
-        self.lost.append((name, step, what))
-
-    def incident(self, incident: Incident) -> None:
-        self.incidents.append(incident)
-
-    def end(self, summary: RunSummary) -> None:
-        pass
-
-
-def test_what_the_listener_hears_is_what_the_comparison_says(tmp_path: Path) -> None:
-    notebook, threads = Notebook(), torch.get_num_threads()
-    comparison = run_demo(tmp_path / "run", SETTINGS, notebook)
-
+def test_what_the_listener_hears_is_what_the_comparison_says(told: tuple[Path, Notebook, Comparison]) -> None:
+    _, notebook, comparison = told
     steps = [PLAN.jump_step, PLAN.empty_step, PLAN.nan_step]
     assert notebook.faults == [(name, step) for name in ("unguarded", "guarded") for step in steps]
     assert math.isfinite(notebook.losses["unguarded"][PLAN.empty_step])  # the loss is fine; the gradient is not
@@ -168,14 +176,15 @@ def test_what_the_listener_hears_is_what_the_comparison_says(tmp_path: Path) -> 
     assert comparison.unguarded_died
     assert comparison.guarded_survived
     assert list(comparison.guarded.losses) == notebook.losses["guarded"]
-    assert torch.get_num_threads() == threads
 
 
-def test_the_guarded_run_ends_where_a_run_without_faults_ends(tmp_path: Path) -> None:
+def test_the_guarded_run_ends_where_a_run_without_faults_ends(
+    told: tuple[Path, Notebook, Comparison], tmp_path: Path
+) -> None:
     beyond = SETTINGS.num_steps + 1
     calm = dataclasses.replace(SETTINGS, faults=FaultPlan(jump_step=beyond, empty_step=beyond, nan_step=beyond))
     clean = run_demo(tmp_path / "clean", calm, Notebook()).unguarded
-    saved = run_demo(tmp_path / "saved", SETTINGS, Notebook()).guarded
+    saved = told[2].guarded
     assert clean.weights_are_finite
     # The rollback costs the work of some 50 of 180 steps, on a curve that still falls.
     assert clean.final_loss < saved.final_loss < 1.5 * clean.final_loss

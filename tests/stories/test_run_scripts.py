@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SCRIPTS, Done, run_guarded, run_plainly, start
+from launching import SCRIPTS, Done, run_guarded, run_plainly, start, start_command
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -271,10 +272,13 @@ def test_a_forked_process_neither_writes_nor_speaks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_torchrun_starts_leave_out_the_same_step(tmp_path: Path) -> None:
-    plain = start_ranks(tmp_path / "plain", None, 29531)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    plain = start_ranks(tmp_path / "plain", None, port)
     assert [done.code for done in plain] == [0, 0], plain[0].err
     assert not all_finite(tensors(tree_leaves(torch.load(tmp_path / "plain" / "w.pt.0", weights_only=True))))
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29532", "-m", "steadygrad"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "steadygrad"]
     script = [str(SCRIPTS / "ddp.py"), "--out", "w.pt", "--poison", "3"]
     done = run_python(*command, "run", "--run-dir", "run", *script, folder=tmp_path)
 
@@ -378,12 +382,15 @@ def test_a_script_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     done = run_python("-m", "steadygrad", "run", "nowhere.py", folder=tmp_path)
     assert done.returncode == 2
     assert "there is no script nowhere.py" in done.stderr
+
+
+@pytest.mark.parametrize("wrong", [["empty"], ["-m", "no_such_module"], ["-m", "torch.no_such_module"]], ids=" ".join)
+def test_what_cannot_be_run_is_said_without_a_traceback(wrong: list[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for wrong in (["empty"], ["-m", "no_such_module"], ["-m", "torch.no_such_module"]):
-        done = run_python("-m", "steadygrad", "run", *wrong, folder=tmp_path)
-        assert done.returncode == 2
-        assert f"{wrong[-1]} cannot be run: " in done.stderr
-        assert "Traceback" not in done.stderr
+    done = start_command(tmp_path, ["run", *wrong]).wait()
+    assert done.code == 2
+    assert f"{wrong[-1]} cannot be run: " in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_script_that_makes_no_optimizer_is_told_that_nothing_was_guarded(tmp_path: Path) -> None:
@@ -394,12 +401,11 @@ def test_a_script_that_makes_no_optimizer_is_told_that_nothing_was_guarded(tmp_p
 
 
 def test_switched_off_the_script_runs_alone_and_by_itself_a_folder_is_named(tmp_path: Path) -> None:
-    script = [str(SCRIPTS / "lbfgs.py"), "--out", "w.pt"]
-    off = run_python("-m", "steadygrad", "run", *script, folder=tmp_path, STEADYGRAD="off")
-    assert (off.returncode, "steadygrad: " in off.stderr) == (0, False)  # a warning may quote a path
+    off = start(tmp_path, ["run"], "lbfgs.py", ("--out", "w.pt"), {"STEADYGRAD": "off"}).wait()
+    assert (off.code, "steadygrad: " in off.err) == (0, False)  # a warning may quote a path
     assert not (tmp_path / "runs").exists()
-    on = run_python("-m", "steadygrad", "run", *script, folder=tmp_path)
-    assert (on.returncode, on.stdout) == (0, off.stdout)
+    on = start(tmp_path, ["run"], "lbfgs.py", ("--out", "w.pt")).wait()
+    assert (on.code, on.out) == (0, off.out)
     [folder] = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("lbfgs-")
     assert len(read(folder / "steps.jsonl")) == 5

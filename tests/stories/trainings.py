@@ -202,6 +202,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.blocks(x)))  # (batch, CONTEXT, letters)
 
 
+@functools.cache
 def train_language(num_steps: int = 400, **changes: Any) -> Training:
     """A transformer on letters; AdamW. Guessing letters by frequency costs 2.5 nats, knowing the grammar 0.25."""
     frequencies = encode(write_text(400, 1)).bincount().double()
@@ -270,6 +271,7 @@ def make_cnn(*, dropout: float = 0.0, half: bool = False) -> nn.Module:
     )
 
 
+@functools.cache
 def train_images(num_epochs: int = 6, **changes: Any) -> Training:
     """A CNN on stripes; SGD with momentum. Guessing costs log(4); the wrong labels alone about 0.35."""
     training = Training(
@@ -317,6 +319,7 @@ class Recurrent(nn.Module):
         return self.head(hidden[:, -1])
 
 
+@functools.cache
 def train_memory(num_steps: int = 600, **changes: Any) -> Training:
     """A recurrent network over 30 steps; Adam. Guessing costs log(4); the wrong answers alone about 0.35."""
     training = Training(
@@ -492,6 +495,7 @@ def make_rate_stories() -> list[Story]:
     ]
 
 
+@functools.cache
 def _make_sgd(rate: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9)
 

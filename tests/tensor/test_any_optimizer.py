@@ -6,6 +6,7 @@ They keep what they remember in groups, in `state` under any key, in deques, in 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -130,6 +131,7 @@ class Training:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
 
+@functools.cache
 def train_plainly(name: str) -> Tensor:
     plain = Training(name)
     plain.train(BATCHES[:CUT])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from forks import run_forked
 from steadygrad import Guard, GuardConfig
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.config import CheckpointConfig
@@ -89,12 +90,14 @@ print(json.dumps({"saved": saved, "left": left, "told": told, "steps": steps, "r
 
 
 def run_program(kind: str, run_dir: Path) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, kind, str(run_dir)]
-    if kind != "file size":
-        script = 'mount -t tmpfs -o size=3m tmpfs "$0" && exec "$@"'
-        command = ["unshare", "-rm", "sh", "-c", script, str(run_dir / "checkpoints"), *command]
     (run_dir / "checkpoints").mkdir(parents=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if kind == "file size":
+        done = run_forked(PROGRAM, kind, str(run_dir))
+    else:
+        script = 'mount -t tmpfs -o size=3m tmpfs "$0" && exec "$@"'
+        command = ["unshare", "-rm", "sh", "-c", script, str(run_dir / "checkpoints")]
+        command += [sys.executable, "-W", "ignore", "-c", PROGRAM, kind, str(run_dir)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -221,7 +224,7 @@ def test_a_program_that_ends_without_close_still_finishes_its_checkpoint(tmp_pat
         "store = CheckpointStore(sys.argv[1])\n"
         "store.save({'model': {'w': torch.ones(8 << 20)}}, step=0)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert run_forked(code, str(tmp_path)).returncode == 0
     found = CheckpointStore(tmp_path).load()
     assert found is not None
     assert found.state["model"]["w"].eq(1.0).all()

@@ -165,17 +165,6 @@ def test_a_fresh_process_replays_the_incident(tmp_path: Path) -> None:
     assert cause["source"] == "return lengths.sqrt().mean()"
 
 
-def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(tmp_path: Path) -> None:
-    make_run(tmp_path)
-
-    healthy = run_command(tmp_path, "run", "--incident", "0", "--entry", "train:healthy")
-    missing = run_command(tmp_path, "run", "--incident", "1", "--entry", "train:build")
-
-    assert (healthy.returncode, healthy.stdout) == (0, "The replayed step is healthy.\n"), healthy.stderr
-    assert missing.returncode == 2
-    assert "whose batch was not kept" in missing.stderr
-
-
 ODD = """
 import sys
 import torch
@@ -209,6 +198,15 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in ("train", "odd_entries", "entry_that_exits"):
         sys.modules.pop(name, None)
+
+
+def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(
+    run_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diagnose", "run", "--incident", "0", "--entry", "train:healthy"]) == 0
+    assert capsys.readouterr().out == "The replayed step is healthy.\n"
+    assert main(["diagnose", "run", "--incident", "1", "--entry", "train:build"]) == 2
+    assert "whose batch was not kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -463,7 +463,7 @@ def run_ranks(program: str, world_size: int, meeting: Path) -> list[str]:
         )
         for rank in range(world_size)
     ]
-    results = [rank.communicate(timeout=120) for rank in ranks]
+    results = [rank.communicate(timeout=600) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world_size, results
     return [out.strip() for out, _ in results]
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from forks import run_forked
 from steadygrad import ConfigError, Guard, GuardConfig, Severity
 from steadygrad.cli import main
 from steadygrad.config import CheckpointConfig
@@ -406,9 +407,7 @@ for step in range(90):
         assert os.path.exists(sys.argv[1] + "/run.lock")
 guard.close()
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=False
-    )
+    done = run_forked(code, str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_steps(tmp_path / "run")] == list(range(90))
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from forks import run_forked
 from steadygrad import Guard
 from steadygrad.checkpoint import signals
 from steadygrad.checkpoint.catalogue import read_infos
@@ -44,8 +44,7 @@ def send(number=signal.SIGTERM):
 
 
 def run_program(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-c", HEAD + textwrap.dedent(code), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return run_forked(HEAD + textwrap.dedent(code), str(folder))
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -55,25 +54,24 @@ def saved_steps(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("where", "code"),
     [
-        ("sleep", "time.sleep(60)"),
+        ("sleep", "time.sleep(600)\nprint('still here')"),
         ("work", "while True: sum(range(1000))"),
         ("error", "raise ValueError('after the signal')"),
         ("worker", "raise RuntimeError('DataLoader worker (pid 1) exited unexpectedly')"),
         ("inside with", "with guard:\n    raise ValueError('after the signal')"),
-        ("validate", "guard.validate(0.5)\nprint('still here')\ntime.sleep(60)"),
-        ("end_epoch", "guard.end_epoch()\nprint('still here')\ntime.sleep(60)"),
+        ("validate", "guard.validate(0.5)\nprint('still here')\ntime.sleep(600)"),
+        ("end_epoch", "guard.end_epoch()\nprint('still here')\ntime.sleep(600)"),
         ("loader", "for x in guard.batches(iter(lambda: 1 / 0, None)): pass"),
         ("function", "guard.step(lambda: 1 / 0)"),
     ],
 )
 def test_a_signal_between_two_steps_is_answered_where_the_program_is(tmp_path: Path, where: str, code: str) -> None:
-    began = time.monotonic()
-    lines = ["model, guard = make()", "for _ in range(7): step(model, guard)", "send()", *code.splitlines()]
+    lines = ["signals.GRACE_SECONDS = 0.5", "model, guard = make()", "for _ in range(7): step(model, guard)", "send()"]
+    lines += code.splitlines()
     done = run_program("\n".join(lines), tmp_path)
     assert done.returncode == EXIT_CODE, (where, done.stderr)
     assert saved_steps(tmp_path / "run") == [7]
     assert "still here" not in done.stdout
-    assert time.monotonic() - began < 60
 
 
 def test_a_program_that_steps_soon_is_not_stopped_between_its_steps(tmp_path: Path) -> None:
@@ -165,12 +163,13 @@ def test_an_error_in_the_middle_of_the_optimizer_is_not_saved(tmp_path: Path) ->
 
 def test_gradients_of_a_step_that_will_not_be_made_are_not_saved(tmp_path: Path) -> None:
     code = """
+    signals.GRACE_SECONDS = 0.5
     model, guard = make()
     for t in range(4):
         model(torch.ones(8, 4)).square().mean().backward()
         if t == 3:
             send()
-            time.sleep(60)
+            time.sleep(600)
         guard.step()
         model.zero_grad()
     """
@@ -208,7 +207,7 @@ def test_a_signal_to_the_whole_group_with_data_workers_saves(tmp_path: Path, num
     assert program.stdout is not None
     assert program.stdout.readline().strip() == "ready"
     os.killpg(program.pid, number)
-    _, errors = program.communicate(timeout=120)
+    _, errors = program.communicate(timeout=600)
     assert program.returncode == EXIT_CODE, errors
     assert len(saved_steps(tmp_path / "run")) == 1
 
@@ -240,6 +239,7 @@ def test_workers_that_get_the_signal_before_their_parent_end_no_training(tmp_pat
     """SLURM and systemd signal one process after the other, in any order."""
     code = f"""
     import multiprocessing, subprocess
+    signals.LATE_SECONDS = 60.0  # a busy machine may be late as well
     def signal_workers_first():
         pids = [str(worker.pid) for worker in multiprocessing.active_children()]
         threading.Timer(0.4, send).start()

@@ -32,7 +32,7 @@ from steadygrad.view.serve.protect import is_loopback
 def ask(address: str, path: str, *, method: str = "GET", headers: dict[str, str] | None = None) -> Any:
     """An answer, its body read; the path goes out as it is, dots and all."""
     parts = urlsplit(address)
-    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)) as connection:
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)) as connection:
         connection.putrequest(method, path, skip_host="Host" in (headers or {}))
         for name, value in (headers or {}).items():
             connection.putheader(name, value)
@@ -45,7 +45,7 @@ def ask(address: str, path: str, *, method: str = "GET", headers: dict[str, str]
 def read_events(address: str, path: str) -> Iterator[dict[str, Any]]:
     """The events of a stream, as they come."""
     parts = urlsplit(address)
-    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)) as connection:
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=300)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         assert answer.getheader("content-type", "").startswith("text/event-stream")
@@ -287,6 +287,6 @@ def test_the_command_prints_its_address_and_ends_well_on_ctrl_c(root: Path) -> N
         stream = read_events(address, "/events/first")
         assert "part:headline" in next(stream)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=300) == 0
         assert process.stderr.read() == ""
         stream.close()

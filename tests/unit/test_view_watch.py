@@ -53,7 +53,7 @@ class Pane:
 def wait_until(holds: Callable[[], bool], pane: Pane) -> None:
     """Look until it holds; what the screen shows is the failure's message."""
     pause = threading.Event()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < deadline, pane.screen
         pause.wait(0.1)

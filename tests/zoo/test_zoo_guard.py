@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import zoo_backward  # noqa: F401  (registers its cases)
@@ -21,8 +22,9 @@ CONTROLS = [case for case in CASES.values() if case.is_healthy]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns of some of these itself
 
 
-def train(case: Case) -> Guard:
-    training = case.build()
+@functools.cache
+def train(name: str) -> Guard:
+    training = CASES[name].build()
     clip = None if training.clip is None else FixedNorm(max_norm=training.clip)
     guard = Guard(
         training.model,
@@ -40,7 +42,7 @@ def train(case: Case) -> Guard:
 
 @pytest.mark.parametrize("case", GUARDED, ids=lambda case: case.name)
 def test_a_guard_finds_it_at_its_step(case: Case) -> None:
-    guard = train(case)
+    guard = train(case.name)
 
     fitting = [one.step for one in guard.findings if one.kind in case.guarded]
     assert any(abs(step - case.step) <= case.late for step in fitting)
@@ -48,7 +50,7 @@ def test_a_guard_finds_it_at_its_step(case: Case) -> None:
 
 @pytest.mark.parametrize("case", NAMED, ids=lambda case: case.name)
 def test_the_incident_names_the_culprit(case: Case) -> None:
-    guard = train(case)
+    guard = train(case.name)
 
     causes = [one.cause for one in guard.incidents if one.step == case.step and one.cause is not None]
     assert causes
@@ -61,6 +63,6 @@ def test_the_incident_names_the_culprit(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
 def test_a_guard_is_quiet_on_a_control(case: Case) -> None:
-    guard = train(case)
+    guard = train(case.name)
 
     assert [one for one in guard.findings if one.severity is not Severity.INFO] == []

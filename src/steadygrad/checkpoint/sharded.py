@@ -84,6 +84,7 @@ class ShardedStore:
         about: Mapping[str, Any],
     ) -> Save:
         """Save the state before step `step`; on disk and whole when this returns."""
+
         save = Save(step)
         tree, shared, own = split_state(state)
         self._check_finite(step, {**shared, **own}, set(may_be_nonfinite))
@@ -135,6 +136,7 @@ class ShardedStore:
 
     def _write_own(self, aside: Path, tree: Any, own: Mapping[str, Tensor]) -> dict[str, FileEntry]:
         """This rank's own file, and the sizes and hashes of all files that it wrote."""
+
         content = io.BytesIO()
         torch.save({"tree": tree, "own": {name: tensor.detach().cpu() for name, tensor in own.items()}}, content)
         with (aside / _name_own(self._ranks.rank)).open("xb") as file:
@@ -282,6 +284,7 @@ def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
 
 def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:
     """Read one checkpoint, on any number of ranks; one that was not there when it was saved takes over rank 0's own."""
+
     _, live_shared, _ = split_state(live)
     own_file = info.path / _name_own(ranks.rank)
     plain = load_plain(own_file if own_file.is_file() else info.path / _name_own(0))

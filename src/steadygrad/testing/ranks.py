@@ -35,7 +35,7 @@ PRELOADED = [
 """What the server that ranks are forked from imports once for all."""
 MARGIN_SECONDS = 0.5
 """Before the end of the time limit, in which the ranks write down where they stand."""
-PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 5.0
 """For the other ranks' words after one has failed."""
 
 
@@ -52,7 +52,7 @@ class _Rank:
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int = 2, *args: Any, time_limit_seconds: float = 60.0, **kwargs: Any
+    function: Callable[..., Any], num_ranks: int = 2, *args: Any, time_limit_seconds: float = 300.0, **kwargs: Any
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on each rank, inside a process group; what it returned, by rank."""
     context = _choose_context()
