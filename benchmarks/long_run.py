@@ -204,6 +204,7 @@ def run_scenario(name: str, scenario: Scenario, device: str, steps: int) -> dict
         for i in range(WARM_UP):
             way.plain_step(way.batches[i % POOL])
     for way in ways.values():
+        way.optimizer.state.clear()  # a run begins without moments
         way.begin()
     done = 0
     while done < steps:
