@@ -228,3 +228,16 @@ def test_troubles_that_a_rollback_cured_never_add_up_to_a_halt() -> None:
     guard.flush()
 
     assert guard.stats()["num_rollbacks"] == 6
+
+
+def test_a_guard_that_is_switched_off_trains_on_where_a_rollback_left_batches_out() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = Guard(model, optimizer).state_dict()
+    state["actor"]["num_to_refuse"] = 5  # saved inside the window that a rollback opens
+    guard = Guard(model, optimizer, enabled=False)
+    guard.load_state_dict(state)
+    before = model.weight.detach().clone()
+    guard.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
+    assert not torch.equal(before, model.weight)
+    assert list(guard.batches([1, 2])) == [1, 2]

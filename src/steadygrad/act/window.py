@@ -6,10 +6,17 @@ from __future__ import annotations
 class Window:
     """Counts batches, or steps where the loop does not use `guard.batches`, that are still to be left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enabled: bool = True) -> None:
+        """`enabled=False`: a guard that is switched off leaves out nothing, whatever state it was given."""
+        self._enabled = enabled
         self.num_left = 0
         self.is_new = False
         """Whether the rollback has happened since this was last taken."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether what comes now is left out."""
+        return self._enabled and self.num_left > 0
 
     def open(self, num: int) -> None:
         """A rollback has happened: leave out the next `num`."""

@@ -61,7 +61,7 @@ class Rollback:
     @property
     def is_open(self) -> bool:
         """Whether what comes now is left out."""
-        return self.window.num_left > 0
+        return self.window.is_open
 
     def leave_out(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches without those of the window."""

@@ -101,7 +101,7 @@ def build_host_side(
     files = make_files(training, run_dir, ranks, [name for name, _ in device.watched.trained.named])
     detector, own_detector = make_detectors(config, ranks)
     snapshots = make_snapshots(training, rates, ranks, clipper=device.clipper, detector=detector)
-    window = Window()
+    window = Window(enabled=not training.off)
     actor = Actor(config.policy, rates=rates, snapshots=snapshots, clipper=device.clipper, window=window)
     checkpoints = make_checkpoints(training, run_dir, ranks, device.buffers)
     investigator = make_investigator(training, run_dir, ranks)
