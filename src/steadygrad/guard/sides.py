@@ -159,11 +159,12 @@ def make_snapshots(
     training: Training, rates: Rates, ranks: Ranks, *, clipper: Clipper | None, detector: Detector
 ) -> Snapshots:
     """What a rollback goes back to; what the user saves beside the model stays as it is."""
+    enabled = training.config.snapshots.enabled and not training.off  # memory is pinned as soon as they are made
     return Snapshots(
         training.model,
         training.optimizers,
         extras=keep_stateful({**training.along, "clip": clipper, "detect": detector, "rates": rates}),
-        config=training.config.snapshots,
+        config=dataclasses.replace(training.config.snapshots, enabled=enabled),
         agree=ranks.find_common if ranks.many else None,
         owns_rate=rates.is_written_by,
         num_neighbours=ranks.num_neighbours,
