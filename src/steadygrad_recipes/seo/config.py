@@ -41,7 +41,7 @@ class UltraOptimizedConfig(TrainerConfig):
     text_dim: int = 64
     """Width of the word vectors."""
     num_buckets: int = 8192
-    """Number of rows in the table of word vectors, into which words are hashed."""
+    """Words are hashed into so many rows of the table of word vectors."""
     max_words: int = 256
     """Number of words of a page that are read."""
     dropout: float = 0.1
