@@ -49,7 +49,7 @@ def render_rules() -> str:
     families: dict[str, list[str]] = {}
     for rule in standard_rules(DetectConfig(), clip_threshold=1.0):
         module = type(rule).__module__.rpartition(".")[2]
-        done = " → ".join(map(spell_rung, ladders.get(rule.name, ()))) or "told"
+        done = " → ".join(map(spell_rung, ladders.get(rule.name, ()))) or "reported"
         row = f"| `{rule.name}` | {spell_docstring(type(rule))} | {done} |"
         families.setdefault(FAMILIES.get(module, module), []).append(row)
     head = "| rule | what it says | by default |\n|---|---|---|"

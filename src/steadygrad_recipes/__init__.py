@@ -1,8 +1,8 @@
-"""The five training programs that `steadygrad train` runs by name, and the demo. On Guard; the engine imports none.
+"""The five training programs that `steadygrad train` runs by name, and the demo. They build on Guard; it imports none.
 
-They are found as anybody's are: by the entry points of the group `steadygrad.recipes`. `RECIPES` says the same in
-Python, for a checkout whose metadata is older than its source: an editable install learns of new entry points only
-when it is made again.
+They are found like anyone else's: through the entry points of the group `steadygrad.recipes`. `RECIPES` repeats them in
+Python, for a checkout whose metadata is older than its source: an editable install picks up new entry points only
+when it is reinstalled.
 """
 
 from __future__ import annotations
@@ -15,4 +15,4 @@ RECIPES = {
     "sft": "steadygrad_recipes.sft",
     "demo": "steadygrad_recipes.demo.telling",
 }
-"""Name -> module, as in pyproject.toml; a test holds the two together."""
+"""Name -> module, as in pyproject.toml; a test keeps the two in step."""

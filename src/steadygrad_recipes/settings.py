@@ -1,7 +1,7 @@
-"""What the configs of the recipes share: the settings of any training, and their checks. Imports no torch.
+"""The settings that the recipe configs share, and their checks. Imports no torch.
 
-A recipe inherits the settings, changes defaults by naming a field again, and adds its own. `seo` has those of
-`TrainerConfig` instead, which are the same and more.
+A recipe inherits the settings, overrides defaults by redefining a field, and adds its own. `seo` uses those of
+`TrainerConfig` instead, which has the same ones and more.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from steadygrad.config.checks import is_number, require, require_booleans, requi
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """How long is trained, and what is kept of it."""
+    """How long to train, and which checkpoints to keep."""
 
     epochs: int = 10
     """Passes over the training data."""
     eval_every: int = 1000
-    """Steps between two evaluations, beside the one at each epoch's end."""
+    """Steps between two evaluations, in addition to the one at the end of each epoch."""
     save_every: int = 1000
-    """Steps between two checkpoints, beside the one at each epoch's end."""
+    """Steps between two checkpoints, in addition to the one at the end of each epoch."""
     keep_last: int = 3
-    """Newest checkpoints that stay, beside the best one."""
+    """Number of newest checkpoints to keep, in addition to the best one."""
     seed: int = 0
     """Seed of the weights, the order of the data and everything else that is random."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings(TrainingSettings):
-    """The same, and what one step of AdamW is made of."""
+    """The same, plus the settings of one AdamW step."""
 
     batch_size: int = 16
-    """Samples of a forward pass."""
+    """Samples per forward pass."""
     accumulation_steps: int = 1
-    """Batches whose gradients make one optimizer step."""
+    """Batches whose gradients are accumulated into one optimizer step."""
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
 
 
 def require_numbers(owner: Any, *, zero: Iterable[str] = (), infinite: Iterable[str] = ()) -> None:
-    """Booleans must be ones; numbers must be finite and above 0. `zero`: those that may be 0; `infinite`: Inf."""
+    """Check that booleans are booleans and numbers finite and above 0. `zero` may also be 0, `infinite` also Inf."""
     require_booleans(owner)
     for item in dataclasses.fields(owner):
         kind, _, other = str(item.type).partition(" | ")  # annotations are text
@@ -60,13 +60,13 @@ def require_numbers(owner: Any, *, zero: Iterable[str] = (), infinite: Iterable[
 
 
 def require_below_1(owner: Any, *names: str) -> None:
-    """Each of these fields must be a share or a decay: at least 0 and below 1."""
+    """Check that each of these fields is a share or a decay: at least 0 and below 1."""
     for name in names:
         value, hint = getattr(owner, name), f"The default is {getattr(type(owner), name)}."
         require(is_number(value) and 0 <= value < 1, owner, name, "be at least 0 and below 1", hint)
 
 
 def require_choice(owner: Any, name: str, choices: Iterable[object]) -> None:
-    """The field must have one of these values."""
+    """Check that the field has one of these values."""
     rule = f"be one of {', '.join(map(str, choices))}"
     require(getattr(owner, name) in choices, owner, name, rule, f"The default is {getattr(type(owner), name)}.")

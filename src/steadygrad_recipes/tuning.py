@@ -1,4 +1,4 @@
-"""The recipes that can be tuned: a recipe's config -> its trainer and loaders, as a Target, built and not begun."""
+"""The recipes that can be tuned: a recipe's config -> its trainer and loaders as a Target, built but not started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steadygrad.tune.tunable import Tunable
 
 
 def open_seo(config: Any) -> Target:
-    """The training of `seo`."""
+    """Build the training of `seo`."""
     from steadygrad_recipes.seo.data import load_data
     from steadygrad_recipes.seo.program import build_model
     from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
@@ -37,7 +37,7 @@ def open_seo(config: Any) -> Target:
 
 
 def open_cod(config: Any) -> Target:
-    """The training of `cod`."""
+    """Build the training of `cod`."""
     from steadygrad_recipes.cod.data import open_datasets, open_loaders
     from steadygrad_recipes.cod.trainer import CodTrainer
 
@@ -63,7 +63,7 @@ def open_cod(config: Any) -> Target:
 
 
 def open_mmdit(config: Any) -> Target:
-    """The training of `mmdit`."""
+    """Build the training of `mmdit`."""
     from steadygrad_recipes.mmdit.program import load_corpus, make_loaders, make_trainer
 
     corpus = load_corpus(config)
@@ -114,12 +114,12 @@ def _make_target(
 
 def _count_steps(loader: Iterable[Any], accumulation: int, epochs: int, limit: int | None) -> int:
     steps = count_steps(count_batches(loader), epochs=epochs, accumulation=accumulation, limit=limit)
-    assert steps is not None  # the recipes' data know their length
+    assert steps is not None  # the recipes' datasets have a length
     return steps
 
 
 def _write_rate(given: float) -> Callable[[float, Target], float]:
-    """A rate of the optimizer as the config's: by the factor, for a stage may train at a share of it."""
+    """Convert an optimizer's rate to the config's, by the factor, because a stage may train at a share of it."""
     return lambda rate, target: float(f"{given * rate / target.given.lr:.4g}")
 
 
@@ -133,11 +133,11 @@ def _round(value: float, target: Target) -> float:  # noqa: ARG001
 
 
 def _keep_quiet(line: str) -> None:
-    """Trials are told by the tuning."""
+    """Print nothing: the tuning reports its trials."""
 
 
 class _Silence:
-    """A console that nobody reads."""
+    """A console that discards its lines."""
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Nothing."""
+        """Discard the line."""

@@ -1,7 +1,7 @@
-"""The recipe `clip6d`: CLIP over two to six modalities (images, captions in several languages, vectors), by Lightning.
+"""The recipe `clip6d`: CLIP over two to six modalities (images, captions in several languages, vectors), on Lightning.
 
 `steadygrad train clip6d` trains it; `--predict photo.jpg` finds the nearest captions. torch and Lightning are imported
-when they are needed, so that the command line can list the fields without them.
+only when needed, so that the command line can list the fields without them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUICK = {
     "batch_size": 8,
     "epochs": 8,
     "learning_rate": 1e-3,
-    "threads": 1,  # layers this small gain nothing from a second one
+    "threads": 1,  # layers this small gain nothing from a second thread
     "model.embed_dim": 64,
     "model.image_size": 32,
     "model.patch_size": 8,
@@ -33,14 +33,14 @@ QUICK = {
 
 
 def train(config: Clip6dConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
-    """Train; the exit code."""
+    """Train; returns the exit code."""
     from steadygrad_recipes.clip6d.fit import train_clip6d
 
     return train_clip6d(config, run_dir=run_dir, resume=resume, console=console)
 
 
 def predict(config: Clip6dConfig, path: str, *, run_dir: Path, console: Any) -> int:
-    """Print the captions that are nearest to an image, or to a text in any language; the exit code."""
+    """Print the captions nearest to an image, or to a text in any language; returns the exit code."""
     from steadygrad_recipes.clip6d.neighbours import find_captions
 
     return find_captions(config, path, run_dir=run_dir, console=console)

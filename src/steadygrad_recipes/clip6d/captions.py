@@ -1,10 +1,10 @@
-"""A folder of images and COCO-style caption files -> samples, and every row that could not become one, with why.
+"""A folder of images and COCO-style caption files -> samples, and every row that was left out, with the reason.
 
     captions_en.json   {"images": [{"id": 1, "file_name": "a.jpg"}],
                         "annotations": [{"id": 7, "image_id": 1, "caption": "a dog"}]}
 
-Files of several languages speak of the same images by the same ids. A row is never dropped without a word: what is
-wrong with it becomes a `LeftOut`. Only reading; pixels are decoded later.
+Files in several languages refer to the same images by the same ids. A row is never dropped silently: what is wrong
+with it becomes a `LeftOut`. This module only reads; pixels are decoded later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = 'COCO\'s: {"images": [{"id", "file_name"}], "annotations": [{"id", "ima
 
 @dataclass(slots=True)
 class Sample:
-    """One image by its id: where it lies, and what is said of it in each language."""
+    """One image by its id: its file, and its captions in each language."""
 
     id: int
     image: Path | None = None
@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A row that is in no sample."""
+    """A row that did not become part of any sample."""
 
     file: str
     row: str
@@ -41,7 +41,7 @@ class LeftOut:
 def read_samples(
     folder: Path, languages: Sequence[str], images: Path, *, needs_images: bool
 ) -> tuple[list[Sample], list[LeftOut]]:
-    """All samples of the caption files, ordered by id."""
+    """Return all samples of the caption files, ordered by id."""
     if not folder.is_dir():
         raise UsageError(
             f"there is no folder {folder} (field data). Give a folder that holds captions_<language>.json files, "
@@ -60,7 +60,7 @@ def read_samples(
 
 
 def _find_files(folder: Path, languages: Sequence[str]) -> dict[str, Path]:
-    """Language -> file. Without a language (image and vector only) every caption file says which images there are."""
+    """Return language -> file. Without a language (image and vector only) every caption file lists the images."""
     there = {path.stem.removeprefix("captions_"): path for path in sorted(folder.glob("captions_*.json"))}
     missing = [language for language in languages if language not in there]
     if missing or not there:
@@ -129,14 +129,14 @@ def _find_caption_fault(row: Any, known: set[int]) -> str | None:
 
 
 def _find_image(folder: Path, name: str) -> Path | None:
-    """The file, if it lies inside of the folder: a name that climbs out of it is not followed."""
+    """Return the file if it is inside the folder; a name that leads outside is not followed."""
     path = folder / name
     inside = path.resolve().is_relative_to(folder.resolve())
     return path if inside and path.is_file() else None
 
 
 def tell_left_out(left_out: Iterable[LeftOut], path: Path) -> int:
-    """Write each left-out row as a line of JSON; how many there are. No file when there is none."""
+    """Write each left-out row as a line of JSON and return their number. Without any, no file is written."""
     lines = [json.dumps({"file": r.file, "row": r.row, "reason": r.reason}, ensure_ascii=False) for r in left_out]
     if lines:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""`python -m steadygrad_recipes.clip6d.check_setup`: whether monitor and stable losses work here, in a few lines.
+"""`python -m steadygrad_recipes.clip6d.check_setup`: check in a second that monitor and stable losses work here.
 
-Each check measures something that must hold (finite norms, finite logits, a backward that reaches every input) and the
-exit code is 1 where one does not. Needs torch only, no data and no Lightning; takes a second.
+Each check measures something that must hold (finite norms, finite logits, a backward that reaches every input); the
+exit code is 1 if one does not. Needs only torch, no data and no Lightning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Say = Callable[[str], Any]
 
 
 def check_setup(say: Say = print) -> int:
-    """Run both checks and tell; how many have failed."""
+    """Run both checks, print the results, and return the number of failures."""
     torch.manual_seed(0)
     _say_title("Testing Gradient Health Monitor", "=" * 32, say)
     num_failed = int(not check_monitor(say))
@@ -36,14 +36,14 @@ def check_setup(say: Say = print) -> int:
 
 
 def check_monitor(say: Say) -> bool:
-    """Gradients of a small network, and one of them made NaN: both must be told rightly."""
+    """Check the gradients of a small network, and again with one of them NaN: both must be reported correctly."""
     first = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(first, nn.GELU(), nn.Linear(WIDTH, 1))
     model(torch.randn(BATCH, WIDTH)).square().sum().backward()
     monitor = GradientHealthMonitor(model)
     stats = monitor.check_gradients()
     reference = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-    is_right = abs(stats["global_grad_norm"] / float(reference) - 1) < 1e-4  # float32 sums in another order
+    is_right = abs(stats["global_grad_norm"] / float(reference) - 1) < 1e-4  # float32 sums taken in another order
     assert first.weight.grad is not None
     first.weight.grad[0, 0] = torch.nan
     passed = is_right and not stats["has_nan"] and not stats["has_inf"] and monitor.check_gradients()["has_nan"]
@@ -57,7 +57,7 @@ def check_monitor(say: Say) -> bool:
 
 
 def check_loss(version: int, say: Say) -> bool:
-    """Logits of features among which one row is zero, which divides by zero where nothing protects it."""
+    """Check the logits of features with one zero row, which divides by zero where nothing guards against it."""
     features = [torch.randn(BATCH, WIDTH) for _ in range(NUM_MODALITIES)]
     features[0][3] = 0.0
     inputs = [f.requires_grad_() for f in features]

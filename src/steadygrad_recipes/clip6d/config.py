@@ -1,7 +1,7 @@
-"""Clip6dConfig: everything that can be set on a training of the six-modality CLIP. No torch.
+"""Clip6dConfig: every setting of the six-modality CLIP training. No torch.
 
-A modality is `image`, `vector`, or a language: `en` takes one of an image's captions, another each epoch; `en.2` always
-its second. The defaults of the training itself are those of the 6DIMCOCO training that this recipe holds together.
+A modality is `image`, `vector`, or a language: `en` takes one of an image's captions, a different one each epoch;
+`en.2` always takes the second. The training defaults are those of the 6DIMCOCO training that this recipe stabilises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IMAGE, VECTOR = "image", "vector"
 NEGATIVES = ("all", "fibre", "sampled", "permuted")
 ACTIVATIONS = ("gelu", "swish", "mish", "leaky_relu", "elu")
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-"""Ours -> Lightning's."""
+"""Our names -> Lightning's."""
 MAX_MODALITIES = 6
 
 
@@ -27,25 +27,25 @@ class ModelConfig:
     """Sizes of the three encoders. The defaults train on a CPU; docs/recipes/clip6d.md has those of CLIP ViT-B/16."""
 
     embed_dim: int = 128
-    """Length of the vectors in which all modalities meet."""
+    """Length of the vectors in the space that all modalities share."""
     image_size: int = 64
-    """Side to which images are brought, in pixels."""
+    """Side in pixels that images are resized to."""
     patch_size: int = 8
-    """Side of a patch of the image; divides image_size."""
+    """Side of an image patch; must divide image_size."""
     image_width: int = 128
     """Width of the image transformer."""
     image_layers: int = 4
-    """Blocks of the image transformer."""
+    """Number of blocks of the image transformer."""
     text_width: int = 128
     """Width of the text transformer, which all languages share."""
     text_layers: int = 4
-    """Blocks of the text transformer."""
+    """Number of blocks of the text transformer."""
     context: int = 128
     """Bytes of a caption that are read; the rest is cut off."""
     vector_width: int = 256
     """Width of the hidden layer of the vector encoder."""
     heads: int = 4
-    """Attention heads of both transformers; divides their widths."""
+    """Attention heads of both transformers; must divide their widths."""
     improved_activation: str = "gelu"
     """Activation of every hidden layer: gelu, swish, mish, leaky_relu or elu."""
     dropout: float = 0.0
@@ -65,40 +65,40 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Clip6dConfig(BatchSettings):
-    """A whole training. Without `data`, a small set of coloured shapes with captions in five languages is made."""
+    """A complete training. Without `data`, a small set of coloured shapes with captions in five languages is made."""
 
     data: str | None = None
-    """Folder with `captions_<language>.json` files as COCO's, images, and perhaps vectors; none: a set is made."""
+    """Folder with COCO-style `captions_<language>.json` files, images, and optionally vectors; none: a set is made."""
     images: str = "images"
-    """Folder of the images, inside of `data` or anywhere."""
+    """Folder of the images, inside `data` or anywhere else."""
     modalities: tuple[str, ...] = ("image", "en", "de", "es", "zh", "vector")
-    """What is learnt together, two to six of: image, vector, a language (en), one of its captions (en.2)."""
+    """Two to six modalities to learn together: image, vector, a language (en), one of its captions (en.2)."""
     val_share: float = 0.1
-    """Share of the images that is kept for validation."""
+    """Share of the images kept for validation."""
     num_synthetic: int = 432
-    """How many images are made when there is no data; at most 432."""
+    """Number of images to make when there is no data; at most 432."""
     workers: int = 0
-    """Processes that load images; 0: the training's own."""
+    """Processes that load images; 0: load in the training process."""
 
     batch_size: int = 16
-    """Samples of a batch. The loss compares batch_size^modalities combinations, each batch within itself."""
+    """Samples per batch. The loss compares batch_size^modalities combinations within each batch."""
     max_steps: int | None = None
     """Steps after which training ends in any case; none: only epochs count."""
     learning_rate: float = 1e-4
-    """Learning rate at its highest."""
+    """Peak learning rate."""
     weight_decay: float = 0.01
     """Weight decay of AdamW."""
     warmup_steps: int = 20
-    """Steps over which the learning rate climbs; a cosine to zero follows."""
+    """Steps over which the learning rate rises; a cosine to zero follows."""
     precision: str = "fp32"
     """fp32, bf16 or fp16."""
     device: str = "auto"
     """auto, cpu or cuda."""
     threads: int | None = None
-    """CPU threads of torch; none: as many as it takes by itself."""
+    """Number of CPU threads torch uses; none: torch's default."""
 
     enable_gradient_monitoring: bool = True
-    """Look at every parameter's gradient each step and tell what is wrong."""
+    """Look at every parameter's gradient each step and report what is wrong."""
     enable_activation_monitoring: bool = False
     """Look at activations too; costs time."""
     use_stable_loss: bool = True
@@ -108,7 +108,7 @@ class Clip6dConfig(BatchSettings):
     gradient_clip_value: float = 1.0
     """Norm at which gradients are clipped."""
     log_frequency: int = 100
-    """Steps between two summaries of the gradients."""
+    """Steps between two gradient summaries."""
     negatives: str = "all"
     """What an anchor is compared with: all, fibre, sampled or permuted."""
     label_smoothing: float = 0.0
@@ -151,7 +151,7 @@ def split_modality(name: str) -> tuple[str, int | None]:
 
 
 def list_languages(modalities: tuple[str, ...]) -> tuple[str, ...]:
-    """Those whose captions are read, each once."""
+    """Return the languages whose captions are read, each once."""
     return tuple(dict.fromkeys(split_modality(name)[0] for name in modalities if name not in (IMAGE, VECTOR)))
 
 

@@ -1,7 +1,7 @@
-"""Samples -> batches of tensors, one for each modality, with a table that says what each sample has.
+"""Samples -> batches of tensors, one for each modality, with a table of which modalities each sample has.
 
-Everything random here (order, which of several captions) is a function of seed, epoch and place, so that a loader that
-is told where it stood gives the very batches that would have come, whatever processes load them.
+Everything random here (order, choice among several captions) is a function of seed, epoch and position, so that a
+loader restored to a position yields exactly the batches that would have come, whichever processes load them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger("steadygrad")
 Batch = dict[str, Tensor]
 """Modality -> [B, ...], and `present` -> [B, M]."""
 Key = tuple[int, int]
-"""Epoch and index: what an item of a data set is asked for by."""
+"""Epoch and index: the key by which a data set returns an item."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a folder holds: samples for training and validation, vectors by id, and rows that could not be used."""
+    """Contents of a folder: samples for training and validation, vectors by id, and rows that could not be used."""
 
     train: list[Sample]
     val: list[Sample]
@@ -45,12 +45,12 @@ class Corpus:
 
     @property
     def vector_dim(self) -> int:
-        """Numbers of a vector; 0 without any."""
+        """Length of a vector; 0 without any."""
         return len(next(iter(self.vectors.values()))) if self.vectors else 0
 
 
 def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
-    """Read the folder, leave out what has fewer than two of the modalities, and split the rest."""
+    """Read the folder, leave out samples with fewer than two of the modalities, and split the rest."""
     languages = list_languages(config.modalities)
     needs_images, needs_vectors = IMAGE in config.modalities, VECTOR in config.modalities
     samples, left_out = read_samples(folder, languages, folder / config.images, needs_images=needs_images)
@@ -74,7 +74,7 @@ def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
 
 
 def has_modality(sample: Sample, name: str, vectors: dict[int, Tensor]) -> bool:
-    """Whether this sample has something in this modality."""
+    """Return whether this sample has anything in this modality."""
     if name == IMAGE:
         return sample.image is not None
     if name == VECTOR:
@@ -91,7 +91,7 @@ def _split(samples: list[Sample], val_share: float, seed: int) -> tuple[list[Sam
 
 
 def _read_vectors(folder: Path, left_out: list[LeftOut]) -> dict[int, Tensor]:
-    """vectors.safetensors or vectors.npz: `ids` [N] and `vectors` [N, D]."""
+    """Read vectors.safetensors or vectors.npz: `ids` [N] and `vectors` [N, D]."""
     path = next(
         (folder / f"vectors.{end}" for end in ("safetensors", "npz") if (folder / f"vectors.{end}").is_file()), None
     )
@@ -131,7 +131,7 @@ def _load_arrays(path: Path) -> dict[str, Tensor]:
 
 
 class CaptionDataset(Dataset[dict[str, Any]]):
-    """Items by (epoch, index): what the sample has in each modality, None where it has nothing."""
+    """Items by (epoch, index): the sample's value in each modality, None where it has none."""
 
     def __init__(self, samples: Sequence[Sample], corpus: Corpus, config: Clip6dConfig) -> None:
         self.samples, self._vectors = list(samples), corpus.vectors
@@ -161,7 +161,7 @@ class CaptionDataset(Dataset[dict[str, Any]]):
 
 
 def read_image(path: Path | None, side: int) -> Tensor | None:
-    """[3, side, side] of bytes: the middle square, brought to size. None, and a word about it, when it is broken."""
+    """Return the centre square, resized, as bytes [3, side, side]. None, with a warning, when the image is broken."""
     images = import_extra("recipes", "PIL.Image", what="reading images")
     try:
         with images.open(path) as image:
@@ -177,12 +177,12 @@ def read_image(path: Path | None, side: int) -> Tensor | None:
 
 @functools.cache
 def _tell_unreadable(path: Path | None, reason: str) -> None:
-    """Once for each file, not once an epoch."""
+    """Warn once per file, not once per epoch."""
     logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
 
 
 def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim: int) -> Batch:
-    """One batch. What a sample lacks is filled in and marked in `present`; the loss never reads it."""
+    """Collate one batch. What a sample lacks is padded and marked in `present`; the loss never reads the padding."""
     side, batch = config.model.image_size, {}
     for name in config.modalities:
         values = [item[name] for item in items]
@@ -198,14 +198,14 @@ def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim
 
 
 class CaptionLoader:
-    """Whole batches, in another order each epoch, from where `load_state_dict` says. Lightning takes it as it is."""
+    """Whole batches, in a different order each epoch, from where `load_state_dict` says. Lightning uses it directly."""
 
     def __init__(self, corpus: Corpus, config: Clip6dConfig) -> None:
         self._data, self._config = CaptionDataset(corpus.train, corpus, config), config
         self._collate = partial(collate, config=config, vector_dim=corpus.vector_dim)
         self._epoch = self._position = 0
         self.describe: Callable[[], str] = lambda: ""
-        """What stands beside the progress bar."""
+        """Returns the text shown next to the progress bar."""
 
     def __len__(self) -> int:
         return len(self._data) // self._config.batch_size
@@ -226,16 +226,16 @@ class CaptionLoader:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands: batches that were given out."""
+        """Return the position: how many batches were handed out."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Stand there again; the next pass gives the rest of that epoch, or the next one where none is left."""
+        """Go back to that position; the next pass yields the rest of that epoch, or the next epoch if none is left."""
         self._epoch, self._position = state["epoch"], state["position"]
 
 
 def iterate_validation(corpus: Corpus, config: Clip6dConfig) -> Iterator[Batch]:
-    """Every validation sample once, in order, with its first captions; the last batch may be short."""
+    """Every validation sample once, in order, with its first captions; the last batch may be smaller."""
     data, size = CaptionDataset(corpus.val, corpus, config), config.batch_size
     keys = [[(-1, i) for i in range(start, min(start + size, len(data)))] for start in range(0, len(data), size)]
     yield from _load(data, keys, partial(collate, config=config, vector_dim=corpus.vector_dim), config.workers)

@@ -1,7 +1,7 @@
 """Images, captions and vectors -> one vector each in a common space.
 
 One text transformer reads every language, byte by byte; images go through a transformer over patches; vectors through
-two layers. The outputs are not normalised: the loss does that, safely or not as it is told.
+two layers. The outputs are not normalised: the loss does that, safely or not depending on its settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from steadygrad_recipes.clip6d.tokens import FILL, NUM_TOKENS
 
 
 def choose_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """By its name in `ImprovedActivations`."""
+    """Return the activation with this name in `ImprovedActivations`."""
     chosen: Callable[[Tensor], Tensor] = getattr(ImprovedActivations, name)
     return chosen
 
@@ -70,7 +70,7 @@ class ImageEncoder(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """[B, T] of byte tokens -> [B, D]; the mean over what is no filling."""
+    """[B, T] of byte tokens -> [B, D]; the mean over everything that is not padding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -106,11 +106,11 @@ class VectorEncoder(nn.Module):
 
 
 def pad_tokens(rows: list[Tensor]) -> Tensor:
-    """Several [B, T] of different T, one below the other."""
+    """Stack several [B, T] with different T on top of each other."""
     longest = max(row.shape[1] for row in rows)
     return torch.cat([F.pad(row, (0, longest - row.shape[1]), value=FILL) for row in rows])
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Of everything that is trained."""
+    """Return the number of trainable parameters."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""A module and the validation samples -> loss and retrieval. Leaves no trace: mode and random state are as before."""
+"""A module and the validation samples -> loss and retrieval. Leaves no trace: mode and random state are restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @torch.no_grad()
 def evaluate(module: Any, corpus: Corpus, config: Clip6dConfig) -> dict[str, float]:
-    """`val_loss`, a mean over whole batches (a short one is easier), and R@k over all of the samples."""
+    """Return `val_loss`, a mean over whole batches (a short one is easier), and R@k over all samples."""
     device, was_training = next(module.parameters()).device, module.training
     losses: list[torch.Tensor] = []
     seen = []

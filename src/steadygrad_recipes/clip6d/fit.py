@@ -1,4 +1,4 @@
-"""A config -> data, module, trainer, one fit: the order in which a training of this recipe is put together."""
+"""A config -> data, module, trainer, one fit: puts a training of this recipe together."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from steadygrad_recipes.clip6d.storing import StoreIO, find_checkpoint
 from steadygrad_recipes.clip6d.synthetic import write_synthetic
 
 LEFT_OUT = "left_out.jsonl"
-"""Rows of the data that could not be used, in the run directory."""
+"""File in the run directory that lists the rows of the data that could not be used."""
 
 
 def train_clip6d(config: Clip6dConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
-    """Train, tell, and return the exit code."""
+    """Train, report on the console, and return the exit code."""
     with _use_threads(config.threads):
         return _train(config, run_dir, resume, console)
 
@@ -52,7 +52,7 @@ def _train(config: Clip6dConfig, run_dir: Path, resume: str | None, console: Any
 
 
 def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
-    """The data that the config names, or a set made in the run directory; rows that are left out are told."""
+    """Return the data that the config names, or a set made in the run directory; report rows that were left out."""
     folder = find_folder(config, run_dir)
     if config.data is None:
         console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
@@ -66,14 +66,14 @@ def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
 
 
 def find_folder(config: Clip6dConfig, run_dir: Path) -> Path:
-    """Where the data lies; where none is given it is made, unless the run has made it already."""
+    """Return the folder of the data; without one, make it, unless the run has already done so."""
     if config.data is not None:
         return Path(config.data)
     return write_synthetic(run_dir / "data", num=config.num_synthetic, seed=config.seed)
 
 
 def build_module(config: Clip6dConfig, corpus: Corpus) -> EnhancedLightningCLIPModule:
-    """The module, with the same weights for the same seed."""
+    """Build the module, with the same weights for the same seed."""
     torch.manual_seed(config.seed)
     return EnhancedLightningCLIPModule(
         learning_rate=config.learning_rate,
@@ -103,7 +103,7 @@ def fit(
     resume: str | None,
     console: Any,
 ) -> RunSaver:
-    """One fit of Lightning's Trainer, from the start or from a checkpoint."""
+    """Run one fit of Lightning's Trainer, from the start or from a checkpoint."""
     run_dir.mkdir(parents=True, exist_ok=True)
     loader, progress = CaptionLoader(corpus, config), Progress()
     guards = build_guards(config, run_dir, progress) if config.protect and not is_switched_off() else None
@@ -121,14 +121,14 @@ def fit(
 
 
 def build_guards(config: Clip6dConfig, run_dir: Path, progress: Progress) -> GuardCallback:
-    """The Guard of this training: clips at `gradient_clip_value`, skips, decides and records."""
+    """Build the Guard of this training, which clips at `gradient_clip_value`, skips, decides and records."""
     policy = Policy(early_stopping_patience=config.patience)
     guard = GuardConfig(clip=FixedNorm(max_norm=config.gradient_clip_value), policy=policy)
     return GuardCallback(guard, run_dir=run_dir, sinks=[progress])
 
 
 def build_trainer(config: Clip6dConfig, callbacks: list[Any], io: StoreIO, run_dir: Path) -> Any:
-    """Lightning's Trainer: no logger and no files of its own."""
+    """Build Lightning's Trainer, without a logger and files of its own."""
     lightning = import_extra("lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d")
     device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -164,7 +164,7 @@ def _use_threads(num: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Without Lightning's hints: about loggers, workers and devices that were chosen here on purpose."""
+    """Silence Lightning's hints about loggers, workers and devices: they were chosen here on purpose."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -177,7 +177,7 @@ def _quiet_lightning() -> Iterator[None]:
 
 
 def tell_retrieval(metrics: dict[str, float], corpus: Corpus, config: Clip6dConfig, console: Any) -> None:
-    """A table: how often each modality finds its own sample in each other, beside what guessing would find."""
+    """Format a table: how often each modality finds its own sample in each other one, next to the rate of guessing."""
     rows = list_pairs(metrics, config.modalities)
     if not rows:
         return

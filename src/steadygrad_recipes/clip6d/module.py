@@ -1,7 +1,7 @@
-"""EnhancedLightningCLIPModule: up to six modalities -> one contrastive loss, as a LightningModule that watches itself.
+"""EnhancedLightningCLIPModule: up to six modalities -> one contrastive loss, as a LightningModule that monitors itself.
 
-Under a `GuardCallback` the Guard clips and skips, and this module only looks; in a Trainer without one it clips at
-`gradient_clip_value` itself, once a step. The [B]^M tensor of logits is made only when it is asked for.
+Under a `GuardCallback` the Guard clips and skips, and this module only observes; in a Trainer without one it clips at
+`gradient_clip_value` itself, once per step. The [B]^M tensor of logits is built only on request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LightningModule: Any = import_extra(
 SIMILARITIES = ("mip", "norm", "cosine", "distance")
 """`stable_loss_version` -> the similarity of `multiway_contrastive`."""
 EXPLODING = 100.0
-"""The monitor's own threshold of a norm that is worth a warning."""
+"""The monitor's own threshold above which a norm is worth a warning."""
 
 
 class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # type: ignore[misc]
@@ -96,13 +96,13 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
 
     @property
     def multiplies(self) -> bool:
-        """Whether vectors are alike by their product, and not by their sum."""
+        """Whether similarity is measured by the product of the vectors rather than by their sum."""
         return not self.use_stable_loss or self.stable_loss_version == 0
 
     # --- features, logits, loss -------------------------------------------------------------------------------------
 
     def encode(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Modality -> [B, D], not normalised, in the order of `modalities`. All languages go through in one pass."""
+        """Return modality -> [B, D], not normalised, in the order of `modalities`. One pass serves all languages."""
         features: dict[str, Tensor] = {}
         if self.texts:
             rows = self.text_encoder(pad_tokens([batch[name] for name in self.texts]))
@@ -114,11 +114,11 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         return {name: features[name] for name in self.modalities}
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """The logits of all combinations, as `calculate_loss` gives them: for looking at; the loss needs none."""
+        """Return the logits of all combinations, as `calculate_loss` does: for inspection; the loss needs none."""
         return self.calculate_loss(*self.encode(batch).values())
 
     def compute_loss(self, features: Mapping[str, Tensor], present: Tensor | None = None) -> Tensor:
-        """One number for a batch."""
+        """Return the loss of a batch."""
         if not self.use_stable_loss:
             scale = self.logit_scale.log_scale.exp()  # CLIP's, whatever the number of modalities
             return average_cross_entropy(self.calculate_loss(*features.values()) * scale)
@@ -134,7 +134,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002 - Lightning's
-        """Forward and loss."""
+        """Run forward and return the loss."""
         present = batch.get("present")
         loss = self.compute_loss(self.encode(batch), present)
         self.log("loss", loss.detach(), prog_bar=True)
@@ -142,11 +142,11 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         return loss
 
     def on_after_backward(self) -> None:
-        """Look at the gradients once they are whole; clip them where no Guard does."""
+        """Inspect the gradients once they are complete; clip them where no Guard does."""
         trainer = self.trainer
         is_whole = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
         guarded = any(isinstance(c, GuardCallback) and c.guards for c in trainer.callbacks)
-        # Each look waits for the device, and a Guard measures every step without one.
+        # Each inspection waits for the device; a Guard measures every step without waiting.
         is_due = not (guarded and self.device.type == "cuda") or self.global_step % self.log_frequency == 0
         if self.enable_gradient_monitoring and is_whole and is_due:
             stats = self.check_and_log_gradients(
@@ -154,15 +154,15 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             )
             self.log("grad", stats["global_grad_norm"], prog_bar=True)
             if guarded and self.gradient_monitor is not None and stats["global_grad_norm"] > EXPLODING:
-                self.gradient_monitor.exploding_threshold = math.inf  # clipped: one warning an epoch, not one a step
+                self.gradient_monitor.exploding_threshold = math.inf  # clipped: one warning per epoch, not one per step
 
     def on_train_epoch_start(self) -> None:
-        """Large norms are worth a warning again."""
+        """Allow a warning about large norms again."""
         if self.gradient_monitor is not None:
             self.gradient_monitor.exploding_threshold = EXPLODING
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW; the rate climbs for `warmup_steps`, then follows a cosine to zero over all steps."""
+        """Return AdamW; the rate rises for `warmup_steps`, then follows a cosine to zero over all steps."""
         decayed = [p for p in self.parameters() if p.dim() >= 2]
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -175,37 +175,37 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_validation_epoch_start(self) -> None:
-        """Nothing has been seen yet."""
+        """Forget the features of the previous validation."""
         self._seen.clear()
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:  # noqa: ARG002 - Lightning's
-        """Loss of this batch; its features are kept for the whole set's retrieval."""
+        """Log the loss of this batch, and keep its features for retrieval over the whole set."""
         features = self.encode(batch)
         present = present_of(batch, len(self.modalities))
         self.log("val_loss", self.compute_loss(features, batch.get("present")), batch_size=len(present))
         self._seen.append(({name: f.float().cpu() for name, f in features.items()}, present.cpu()))
 
     def on_validation_epoch_end(self) -> None:
-        """R@1, R@5, R@10 for every pair, and for each modality from all the rest."""
+        """Log R@1, R@5, R@10 for every pair, and for each modality from all the others."""
         self.log_dict(measure_recall(*join_features(self._seen), multiplies=self.multiplies))
         self._seen.clear()
 
 
 def present_of(batch: Mapping[str, Tensor], num_modalities: int) -> Tensor:
-    """The batch's table of what is there; all of it when there is none."""
+    """Return the batch's table of what is present; all True when it has none."""
     if "present" in batch:
         return batch["present"]
     return torch.ones(len(next(iter(batch.values()))), num_modalities, dtype=torch.bool)
 
 
 def join_features(seen: Sequence[tuple[dict[str, Tensor], Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
-    """Of several batches one."""
+    """Concatenate several batches into one."""
     names = seen[0][0]
     return {name: torch.cat([f[name] for f, _ in seen]) for name in names}, torch.cat([present for _, present in seen])
 
 
 # --- plain logits -------------------------------------------------------------------------------------------------
-# 6DIMCOCO's logits before they were made stable, and torch's own mean: for comparison, if `use_stable_loss` is False.
+# 6DIMCOCO's logits before they were stabilised, and torch's own mean: for comparison, with `use_stable_loss=False`.
 #
 # The product of all M unit vectors for every one of B^M combinations, by einsum, and a cross entropy along each axis
 # with ones on the diagonal. It vanishes in two ways at once. Six unit vectors of length D have products of about
@@ -214,7 +214,7 @@ def join_features(seen: Sequence[tuple[dict[str, Tensor], Tensor]]) -> tuple[dic
 
 
 def compute_plain_logits(*features: Tensor) -> Tensor:
-    """[B]^M: the sum over D of the product of one row of each, divided by their norms with nothing added to them."""
+    """[B]^M: the sum over D of the product of one row of each, divided by their norms without any epsilon."""
     units = [f / f.norm(dim=-1, keepdim=True) for f in features]
     letters = string.ascii_lowercase[: len(units)]
     half = (len(units) + 1) // 2
@@ -229,7 +229,7 @@ def _multiply(letters: str, units: Sequence[Tensor]) -> Tensor:
 
 
 def average_cross_entropy(logits: Tensor) -> Tensor:
-    """The mean over all axes of the cross entropy with ones on the diagonal."""
+    """Return the mean over all axes of the cross entropy with ones on the diagonal."""
     size, num = len(logits), logits.dim()
     labels = torch.zeros_like(logits)
     diagonal = torch.arange(size, device=logits.device)

@@ -1,4 +1,4 @@
-"""A picture or a sentence, and a trained run -> what of the run's data is nearest to it in every other modality."""
+"""A picture or a sentence, and a trained run -> the nearest samples of the run's data in every other modality."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
 from steadygrad_recipes.clip6d.tokens import encode_batch
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
-"""A query that ends so is a file, and no text."""
+"""A query with one of these suffixes is a file, not a text."""
 SHOWN = 3
-"""Neighbours that are told for each modality."""
+"""Number of neighbours printed for each modality."""
 
 
 @torch.no_grad()
 def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: Any) -> int:
-    """Tell the nearest samples to an image file, or to a text; the exit code."""
+    """Print the samples nearest to an image file or to a text; returns the exit code."""
     corpus = read_corpus(config, find_folder(config, run_dir))
     module = build_module(config, corpus)
     load_trained(run_dir, module)
@@ -40,7 +40,7 @@ def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: A
         if name == VECTOR or (name == IMAGE and own == IMAGE):
             continue
         scores = (F.normalize(rows, dim=-1) @ F.normalize(vector, dim=-1)).tolist()
-        nearest: dict[str, float] = {}  # several samples may say the same
+        nearest: dict[str, float] = {}  # several samples may have the same caption
         for score, sample in sorted(zip(scores, samples), key=lambda pair: -pair[0]):
             if has_modality(sample, name, corpus.vectors):
                 nearest.setdefault(describe_sample(sample, name), score)
@@ -50,7 +50,7 @@ def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: A
 
 
 def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6dConfig) -> tuple[str, Tensor]:
-    """What it is, and its features."""
+    """Return the query's modality and its features."""
     path = Path(query)
     if path.is_file():
         pixels = read_image(path, config.model.image_size) if IMAGE in config.modalities else None
@@ -70,7 +70,7 @@ def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6d
 def encode_samples(
     module: EnhancedLightningCLIPModule, samples: Sequence[Sample], corpus: Corpus, config: Clip6dConfig
 ) -> dict[str, Tensor]:
-    """Features of every sample in every modality."""
+    """Return the features of every sample in every modality."""
     data, parts = CaptionDataset(samples, corpus, config), []
     for start in range(0, len(samples), config.batch_size):
         items = [data[-1, i] for i in range(start, min(start + config.batch_size, len(samples)))]
@@ -79,7 +79,7 @@ def encode_samples(
 
 
 def describe_sample(sample: Sample, name: str) -> str:
-    """The caption, or the image's file name."""
+    """Return the caption, or the image's file name."""
     if name == IMAGE:
         return "" if sample.image is None else sample.image.name
     language, number = split_modality(name)

@@ -1,9 +1,9 @@
 """Features of M modalities -> how often each finds its own sample in each other: R@1, R@5, R@10 for every pair.
 
-With three or more also how often a modality is found from all the rest together, by what the loss compares: the sum of
-the rest, or their product. A product says nothing of pairs: it stays the same when two modalities change the signs of
-the same entries, and their cosines with a third do not. A tie counts against the query, and so does what is not finite:
-features that are all alike, or NaN, find nothing.
+With three or more, also how often a modality is found from all the others together, by what the loss compares: their
+sum or their product. A product says nothing about pairs: it stays the same when two modalities flip the signs of the
+same entries, but their cosines with a third do not. A tie counts against the query, and so does a value that is not
+finite: features that are all equal, or NaN, find nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 RANKS = (1, 5, 10)
 REST = "(rest)"
-"""All modalities but the one that is looked for; no modality can have this name."""
+"""All modalities except the one being looked for; no modality can have this name."""
 
 
 def rank_matches(queries: Tensor, gallery: Tensor) -> Tensor:
-    """For each query how many others are at least as near as its own, row i of the gallery. [N, D] each."""
+    """For each query, count the others at least as near as its own, which is row i of the gallery. [N, D] each."""
     scores = F.normalize(queries.float(), dim=-1) @ F.normalize(gallery.float(), dim=-1).mT
     own = scores.diagonal().unsqueeze(1)
     nearer = (scores >= own).sum(1) - 1
@@ -29,10 +29,10 @@ def rank_matches(queries: Tensor, gallery: Tensor) -> Tensor:
 
 
 def measure_recall(features: Mapping[str, Tensor], present: Tensor, *, multiplies: bool = False) -> dict[str, float]:
-    """`R@1/image->en` and so on for every pair both ways, `R@1/(rest)->en` of three or more, and the means of both.
+    """Return `R@1/image->en` and so on for every pair both ways, `R@1/(rest)->en` for three or more, and both means.
 
-    Of a pair those samples count that have both, [N, M] in `present`, and for the rest those that have everything;
-    `features` are in its order. `multiplies`: the rest is a product, not a sum.
+    A pair counts the samples that have both modalities, according to `present` [N, M]; the rest counts those that
+    have all of them. `features` are in the same order. `multiplies`: the rest is a product, not a sum.
     """
     pairs: dict[str, float] = {}
     for i, (query, queries) in enumerate(features.items()):
@@ -63,12 +63,12 @@ def _average(found: Mapping[str, float], k: int) -> float:
 
 
 def expect_by_chance(num: int) -> dict[str, float]:
-    """What guessing finds among `num`."""
+    """Return the rate of guessing among `num`."""
     return {f"R@{k}": min(1.0, k / num) for k in RANKS}
 
 
 def list_pairs(metrics: Mapping[str, float], modalities: Sequence[str]) -> list[tuple[str, ...]]:
-    """Rows of a table: each pair once, `R@1 5 10` there and back in percent; then each from the rest, there only."""
+    """Format table rows: each pair once, `R@1 5 10` both ways in percent; then each modality from the rest, one way."""
 
     def spell(query: str, target: str) -> list[str]:
         return [f"{100 * metrics[f'R@{k}/{query}->{target}']:.1f}" for k in RANKS]

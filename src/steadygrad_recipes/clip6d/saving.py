@@ -1,8 +1,8 @@
-"""RunSaver: what the run does besides stepping, at the two moments when everything stands still.
+"""RunSaver: everything a run does besides stepping, at the two moments when nothing else is under way.
 
-After an optimizer step: evaluate and save when the step is due, stop at `max_steps`. After an epoch: evaluate, tell
-averages and maxima, save. What it knows goes into the checkpoints, with the random state and the place in the data, so
-that a resumed run is the uninterrupted one. It steps nothing and judges nothing: that is the Guard's.
+After an optimizer step: evaluate and save when the step is due, stop at `max_steps`. After an epoch: evaluate, print
+averages and maxima, save. Its own state goes into the checkpoints, with the random state and the position in the data,
+so that a resumed run equals the uninterrupted one. It never steps or judges: that is the Guard's job.
 """
 
 # ruff: noqa: ARG002 - the arguments of a hook are Lightning's
@@ -30,7 +30,7 @@ Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightnin
 
 
 class RunSaver(Callback):  # type: ignore[misc]
-    """Stands behind the GuardCallback in the trainer's list, so that a step is guarded before it is kept."""
+    """Comes after the GuardCallback in the trainer's list, so that a step is guarded before it is saved."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class RunSaver(Callback):  # type: ignore[misc]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the last evaluation."""
+        """Metrics of the last evaluation."""
         return self._progress.last_metrics
 
     @property
     def guard(self) -> Guard | None:
-        """The training's; None without protection."""
+        """The training's guard; None without protection."""
         return self._guards.guard if self._guards is not None and self._guards.guards else None
 
     def _describe(self) -> str:
@@ -68,17 +68,17 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The module is on its device."""
+        """Note the device, now that the module is on it."""
         self._devices = [pl_module.device]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """The first one after a resume: what was drawn since the start has not been drawn."""
+        """Restore the random state at the first batch after a resume, undoing what was drawn during start-up."""
         if self._random is not None:
             restore_random(self._random)
             self._random = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Evaluate and save when a step was made that is due; at an epoch's last step that comes with the epoch."""
+        """Evaluate and save when the step just taken is due; at an epoch's last step that is left to the epoch end."""
         accumulates = (batch_idx + 1) % trainer.accumulate_grad_batches != 0 and not trainer.is_last_batch
         if accumulates:
             return
@@ -97,7 +97,7 @@ class RunSaver(Callback):  # type: ignore[misc]
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The epoch's numbers; then all of it is saved."""
+        """Report the epoch's numbers, then save everything."""
         if self.guard is not None:
             self.guard.flush()
         self._hear()
@@ -112,12 +112,12 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- the work ---------------------------------------------------------------------------------------------------
 
     def _count_unguarded(self, trainer: Any) -> None:
-        """Without a guard nobody else counts this step for the epoch."""
+        """Count this step for the epoch; without a guard nothing else does."""
         loss, norm = (trainer.callback_metrics.get(name) for name in ("loss", "grad"))
         self._progress.add(None if loss is None else float(loss), None if norm is None else float(norm))
 
     def _hear(self) -> None:
-        """Steps that were judged say which checkpoints are good."""
+        """Report the judged steps to the store, which decides by them which checkpoints are good."""
         for record in self._progress.take_heard():
             if record.skipped:
                 self._io.store.unhealthy_step(record.step, "it was skipped")
@@ -125,7 +125,7 @@ class RunSaver(Callback):  # type: ignore[misc]
                 self._io.store.healthy_step(record.step)
 
     def _evaluate(self, trainer: Any, pl_module: Any) -> None:
-        """Once a step at most: an epoch may end where an evaluation was due."""
+        """Evaluate at most once per step: an epoch may end where an evaluation was due."""
         step = trainer.global_step
         if self._progress.evaluated == step:
             return
@@ -145,20 +145,20 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress, place in the data, random generators."""
+        """Return progress, position in the data and random generators."""
         random = capture_random(self._devices)
         random["cuda"] = {str(device): state for device, state in random["cuda"].items()}
         return {"progress": self._progress.state_dict(), "loader": self._loader.state_dict(), "random": random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first batch."""
+        """Restore progress and position now, and the random state before the first batch."""
         self._progress.load_state_dict(state["progress"])
         self._loader.load_state_dict(state["loader"])
         self._random = dict(state["random"])
 
 
 def describe_epoch(epoch: Mapping[str, Any], metrics: Mapping[str, float], num_epochs: int) -> str:
-    """The line at an epoch's end."""
+    """Format the line at the end of an epoch."""
     skipped = f", skipped={epoch['num_skipped']:.0f}" if epoch["num_skipped"] else ""
     return (
         f"Epoch {epoch['epoch'] + 1}/{num_epochs}: loss={epoch['loss']:.4g}, {_spell(metrics)}, "

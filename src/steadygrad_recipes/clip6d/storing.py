@@ -1,7 +1,7 @@
-"""StoreIO: what Lightning wants to save -> checkpoints of a CheckpointStore, and back.
+"""StoreIO: what Lightning saves -> checkpoints of a CheckpointStore, and back.
 
-Lightning's own files are pickles that are written in place; these are verified, atomic, finite and read without running
-code, and the weights are safetensors under their own names. The path that Lightning names is not used: a store names
+Lightning's own files are pickles written in place; these are verified, atomic, finite and readable without running
+code, and the weights are safetensors under their own names. The path that Lightning passes is ignored: a store names
 its folders by step.
 """
 
@@ -25,9 +25,9 @@ CheckpointIO: Any = import_extra(
 ).CheckpointIO
 
 WEIGHTS = "state_dict"
-"""Where Lightning keeps the weights in what it saves."""
+"""Key under which Lightning saves the weights."""
 LIGHTNING = "lightning"
-"""Where the rest of it lies in our checkpoints."""
+"""Key under which our checkpoints hold the rest."""
 
 
 class StoreIO(CheckpointIO):  # type: ignore[misc]
@@ -36,10 +36,10 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
     def __init__(self, store: CheckpointStore) -> None:
         self.store = store
         self.metrics: Mapping[str, float] = {}
-        """What the next checkpoint is told to have reached."""
+        """Metrics to record with the next checkpoint."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002
-        """Lightning's; a state that is not finite is refused and told, and the training goes on."""
+        """Save for Lightning; a state that is not finite is rejected and reported, and training continues."""
         rest = {key: value for key, value in checkpoint.items() if key != WEIGHTS}
         state = {"model": dict(checkpoint[WEIGHTS]), LIGHTNING: rest}
         try:
@@ -48,17 +48,17 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
             logger.error("No checkpoint was saved: %s", error)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Lightning's; on the CPU."""
+        """Load for Lightning, on the CPU."""
         found = self.store.load(path=path)
         assert found is not None
         return {**found.state[LIGHTNING], WEIGHTS: found.state["model"]}
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Lightning never does: the store makes room."""
+        """Do nothing: Lightning never calls it, and the store removes old checkpoints itself."""
 
 
 def find_checkpoint(resume: str | None, run_dir: Path) -> Checkpoint | None:
-    """The newest good checkpoint of this run (`latest`), its `best`, of another's folder, or the one `resume` is."""
+    """Return the newest good checkpoint (`latest`) or the `best` of this or another run, or the one at `resume`."""
     found = None if resume is None else read_checkpoint(run_dir, resume)
     if found is not None and LIGHTNING not in found.state:
         raise CheckpointError(f"{found.info.path} was not saved by clip6d. Give a run directory of this recipe.")

@@ -1,7 +1,7 @@
-"""No data -> a small set in the very format that real data has: coloured shapes, captions in five languages, vectors.
+"""Generates a small data set in exactly the format of real data: coloured shapes, captions in five languages, vectors.
 
-432 images: every combination of colour, shape, size and corner once, so that a caption belongs to one image only and
-what is kept for validation was never seen. The vectors are a noisy linear map of the same facts. Same seed, same bytes.
+432 images: every combination of colour, shape, size and corner once, so that each caption belongs to one image only
+and the validation samples were never seen. The vectors are a noisy linear map of the same facts. Same seed, same bytes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Facts = tuple[int, int, int, int]
 
 
 def write_synthetic(folder: Path, *, num: int, seed: int) -> Path:
-    """Write the set, unless it is there: a resumed run finds what it made."""
+    """Write the set unless it exists, so that a resumed run finds the one it made."""
     done = folder / "vectors.safetensors"  # written last
     if done.is_file():
         return folder
@@ -91,7 +91,7 @@ def _choose_facts(num: int, seed: int) -> list[Facts]:
 
 
 def caption(facts: Facts, language: str, template: int) -> str:
-    """One sentence.
+    """Return one sentence.
 
     >>> caption((0, 1, 2, 3), "en", 0)
     'a large red square, bottom right'
@@ -133,7 +133,7 @@ def _draw(facts: Facts) -> Any:
 
 
 def _outline(shape: str, x: int, y: int, r: int) -> list[list[tuple[float, float]]]:
-    """The polygons that make up a shape of half-width r around (x, y)."""
+    """Return the polygons that make up a shape of half-width r around (x, y)."""
 
     def box(wide: float, high: float) -> list[tuple[float, float]]:
         return [(x - wide, y - high), (x + wide, y - high), (x + wide, y + high), (x - wide, y + high)]

@@ -1,6 +1,6 @@
-"""Captions in any language -> rows of byte tokens of one length. No vocabulary to train, and no character is unknown.
+"""Captions in any language -> rows of byte tokens of equal length. No vocabulary to train, and no unknown characters.
 
-Tokens 0..255 are the bytes of UTF-8; three more begin, end and fill a row. A caption that is too long is cut between
+Tokens 0..255 are the bytes of UTF-8; three more start, end and pad a row. A caption that is too long is cut between
 two characters.
 """
 
@@ -16,7 +16,7 @@ NUM_TOKENS = 259
 
 
 def encode(text: str, context: int) -> list[int]:
-    """The tokens of one caption, at most `context`.
+    """Return the tokens of one caption, at most `context`.
 
     >>> encode("né", 8)
     [256, 110, 195, 169, 257]
@@ -29,7 +29,7 @@ def encode(text: str, context: int) -> list[int]:
 
 
 def encode_batch(texts: Sequence[str], context: int) -> Tensor:
-    """[B, T] for the longest of them; an empty text is a row of its own."""
+    """Return [B, T] for the longest of them; an empty text still gets its own row."""
     rows = [encode(text, context) for text in texts]
     longest = max(map(len, rows))
     return torch.tensor([row + [FILL] * (longest - len(row)) for row in rows])

@@ -1,6 +1,6 @@
 """Two-stage segmentation of camouflaged objects: what `steadygrad train cod` loads.
 
-torch is imported when something is trained or predicted, so that the command line can list the fields without it.
+torch is imported only to train or predict, so that the command line can list the fields without it.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Config = CodConfig
 SUMMARY = "two-stage segmentation of camouflaged objects"
 PREDICT = "masks of a picture, or of a folder of them, by a trained run; written into its predictions"
 TAKES_WEIGHTS = True
-"""--resume may name a file of another program, as `best_model.pth` is."""
+"""--resume may name a file from another program, such as `best_model.pth`."""
 
 __all__ = ["PREDICT", "QUICK", "SUMMARY", "TAKES_WEIGHTS", "CodConfig", "Config", "open_target", "predict", "train"]
 
 
 def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
-    """Train both stages, or go on with them; the exit code."""
+    """Train both stages, or resume them; returns the exit code."""
     from steadygrad_recipes.cod import recipe
 
     return recipe.train(config, run_dir=run_dir, resume=resume, console=console)
 
 
 def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any) -> int:
-    """Write the masks of the pictures at `path`; the exit code."""
+    """Write the masks of the pictures at `path`; returns the exit code."""
     from steadygrad_recipes.cod import recipe
 
     return recipe.predict(config, path, run_dir=run_dir, console=console)
 
 
 def open_target(config: CodConfig) -> Target:
-    """The training, built and not begun, for `steadygrad tune`."""
+    """Build the training, without starting it, for `steadygrad tune`."""
     from steadygrad_recipes.tuning import open_cod
 
     return open_cod(config)

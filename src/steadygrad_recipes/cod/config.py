@@ -21,17 +21,17 @@ class CodConfig(BatchSettings):
     """Two-stage training of camouflaged-object segmentation."""
 
     dataset_path: str | None = None
-    """Folder of COD10K: Train/Image, Train/GT_Object, Test/Image, Test/GT_Object. None: pictures are made."""
+    """Folder of COD10K: Train/Image, Train/GT_Object, Test/Image, Test/GT_Object. None: pictures are generated."""
     batch_size: int = 2
-    """Images of a forward pass."""
+    """Images per forward pass."""
     accumulation_steps: int = 4
-    """Batches whose gradients make one optimizer step."""
+    """Batches whose gradients are accumulated into one optimizer step."""
     lr: float = 0.00025
-    """Highest learning rate of stage 1; stage 2 takes `stage2_lr_factor` of it."""
+    """Peak learning rate of stage 1; stage 2 uses `stage2_lr_factor` of it."""
     epochs: int = 140
     """Passes over the training images, both stages together."""
     stage1_epochs: int = 30
-    """Of the epochs, the first ones, with the backbone frozen."""
+    """Number of epochs in stage 1, with the backbone frozen."""
     grad_clip: float = 0.5
     """Maximum gradient norm for clipping (lower = more stable)."""
     stage2_lr_factor: float = 0.5
@@ -39,41 +39,41 @@ class CodConfig(BatchSettings):
     backbone_lr_factor: float = 0.1
     """Stage 2: learning rate of the backbone, as a share of that of decoder and head."""
     warmup_share: float = 0.1
-    """Share of each stage's steps in which its learning rate rises from 0; then it falls to 0 along a cosine."""
+    """Share of each stage's steps in which its learning rate rises from 0; after that it falls to 0 along a cosine."""
     weight_decay: float = 0.0001
-    """Decay of the weights, AdamW's."""
+    """Weight decay of AdamW."""
     ema_decay: float = 0.999
-    """Decay of the averaged weights, which are those that are evaluated; 0 switches averaging off."""
+    """Decay of the averaged weights, which are the ones evaluated; 0 switches averaging off."""
     precision: str = "auto"
-    """Numbers of forward and backward: fp32, bf16, or fp16 with a loss scaler; auto: fp16 on CUDA, else fp32."""
+    """Number format of forward and backward: fp32, bf16, or fp16 with a loss scaler; auto: fp16 on CUDA, else fp32."""
     stage2_init_scale: float = 1024.0
-    """Stage 2's loss scaler: the scale it begins with."""
+    """Stage 2's loss scaler: initial scale."""
     stage2_growth_factor: float = 1.5
-    """Stage 2's loss scaler: factor by which it grows."""
+    """Stage 2's loss scaler: growth factor."""
     stage2_backoff_factor: float = 0.5
-    """Stage 2's loss scaler: factor after an overflow."""
+    """Stage 2's loss scaler: factor applied after an overflow."""
     stage2_growth_interval: int = 1000
     """Stage 2's loss scaler: steps without an overflow before it grows."""
     side_weight: float = 0.5
-    """Weight of the coarser outputs' losses beside the finest's."""
+    """Weight of the losses of the coarser outputs, relative to the finest one."""
     model_size: str = "resnet50"
     """The network: tiny, resnet18, resnet34 or resnet50."""
     backbone_weights: str | None = None
-    """File of trained ResNet weights for the backbone (.safetensors or .pth); None: it begins at random."""
+    """File of trained ResNet weights for the backbone (.safetensors or .pth); None: random initialisation."""
     image_size: int = 352
     """Side of the square that images are scaled to."""
     mirror: bool = True
-    """Whether training images are mirrored at random."""
+    """Whether training images are flipped at random."""
     include_noncam: bool = False
-    """Whether images named COD10K-NonCAM-..., which show no hidden object, are used too."""
+    """Whether to also use images named COD10K-NonCAM-..., which show no hidden object."""
     skip_bad_data: bool = False
-    """Whether pairs that cannot be used are left out, and listed; otherwise they end the run before it begins."""
+    """Whether to leave out and list pairs that cannot be used; otherwise they end the run before it begins."""
     num_workers: int = 0
     """Processes that load images."""
     num_made: int = 64
-    """Number of made training images, where no dataset is given; a quarter as many are made to evaluate on."""
+    """Number of training images to generate when no dataset is given; a quarter as many are made for evaluation."""
     num_pictures: int = 6
-    """Pictures of predictions in the report."""
+    """Number of predictions shown as pictures in the report."""
     device: str = "auto"
     """Where to train: cpu, cuda, cuda:1; auto takes cuda where there is one."""
     protect: bool = True
@@ -98,12 +98,12 @@ class CodConfig(BatchSettings):
 
     @property
     def stage2_lr(self) -> float:
-        """Highest learning rate of decoder and head in stage 2: 0.000125 by default."""
+        """Peak learning rate of decoder and head in stage 2: 0.000125 by default."""
         return self.lr * self.stage2_lr_factor
 
     @property
     def stage2_backbone_lr(self) -> float:
-        """Highest learning rate of the backbone in stage 2: 0.0000125 by default."""
+        """Peak learning rate of the backbone in stage 2: 0.0000125 by default."""
         return self.stage2_lr * self.backbone_lr_factor
 
     @property
@@ -129,7 +129,7 @@ QUICK: dict[str, Any] = {
     "ema_decay": 0.9,
     "precision": "fp32",
 }
-"""A minute on two cores: small pictures and a small network, which bears a higher learning rate."""
+"""A minute on two cores: small pictures and a small network, which tolerates a higher learning rate."""
 
 
 def _hint(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Pairs of image and mask, from files or made here -> tensors and their loaders.
+"""Pairs of image and mask, from files or generated here -> tensors and their loaders.
 
-A sample is {'image': [3, S, S], 'mask': [1, S, S]}: the image normalised as ImageNet's are, the mask 0 or 1. Made
-pictures hide an object as nature does: the same colours and the same contrast as around it, only the grain runs in
-another direction. They depend on the seed alone.
+A sample is {'image': [3, S, S], 'mask': [1, S, S]}: the image normalised like ImageNet, the mask 0 or 1. Generated
+pictures hide an object as nature does: same colours and contrast as its surroundings, only the grain runs in another
+direction. They depend only on the seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from steadygrad_recipes.cod.folder import Pair, Split, find_split, import_pillow
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-"""Of ImageNet, which trained backbones expect."""
+"""Mean and standard deviation of ImageNet, which trained backbones expect."""
 
 Sample = dict[str, Tensor]
 
@@ -45,7 +45,7 @@ class PairDataset(Dataset[Sample]):
 
 
 class MadeDataset(Dataset[Sample]):
-    """Made pictures, all in memory."""
+    """Generated pictures, all in memory."""
 
     def __init__(self, num: int, size: int, seed: int) -> None:
         self.images, self.masks = make_pictures(num, size, seed)
@@ -58,7 +58,7 @@ class MadeDataset(Dataset[Sample]):
 
 
 def open_datasets(config: CodConfig) -> tuple[Dataset[Sample], Dataset[Sample], dict[str, Split]]:
-    """Training and evaluation data, and what was found in the folder, by split; nothing for made pictures."""
+    """Return training and evaluation data, and the folder's splits; no splits for generated pictures."""
     if config.dataset_path is None:
         train = MadeDataset(config.num_made, config.image_size, config.seed)
         return train, MadeDataset(max(2, config.num_made // 4), config.image_size, config.seed + 1_000_003), {}
@@ -74,9 +74,9 @@ def open_datasets(config: CodConfig) -> tuple[Dataset[Sample], Dataset[Sample], 
 def open_loaders(
     config: CodConfig, train: Dataset[Sample], test: Dataset[Sample]
 ) -> tuple[DataLoader[Sample], DataLoader[Sample]]:
-    """Training images in a new order each epoch, evaluation images in theirs.
+    """Return loaders: training images in a new order each epoch, evaluation images in a fixed one.
 
-    The order comes from torch's own generator, which every checkpoint holds, between epochs too.
+    The order comes from torch's own generator, which every checkpoint holds, also between epochs.
     """
     size, workers = config.batch_size, config.num_workers
     return DataLoader(train, size, shuffle=True, num_workers=workers), DataLoader(test, size, num_workers=workers)
@@ -86,12 +86,12 @@ def open_loaders(
 
 
 def read_picture(path: Path, size: int) -> Tensor:
-    """A picture as [3, size, size], normalised."""
+    """Return a picture as [3, size, size], normalised."""
     return normalise(_read(path, "RGB", size, smooth=True).permute(2, 0, 1))
 
 
 def read_mask(path: Path, size: int) -> Tensor:
-    """A mask as [1, size, size] of 0 and 1. Masks come as 0/255 or, from some tools, as 0/1."""
+    """Return a mask as [1, size, size] of 0 and 1. Masks come as 0/255 or, from some tools, as 0/1."""
     values = _read(path, "L", size, smooth=False)
     top = float(values.max())
     return (values > (0.5 if top > 0.5 else 0.5 / 255)).float()[None]
@@ -103,12 +103,12 @@ def normalise(image: Tensor) -> Tensor:
 
 
 def denormalise(image: Tensor) -> Tensor:
-    """The way back, for pictures that a person looks at."""
+    """Undo `normalise`, for pictures that are shown to a person."""
     return (image * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)).clamp(0, 1)
 
 
 def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
-    """A file's pixels in [0, 1]: [size, size, 3], or [size, size] of a mask."""
+    """Return a file's pixels in [0, 1]: [size, size, 3], or [size, size] for a mask."""
     pillow = import_pillow("reading pictures")
     try:
         with pillow.open(path) as picture:
@@ -127,7 +127,7 @@ def _read(path: Path, mode: str, size: int, *, smooth: bool) -> Tensor:
 
 
 def make_pictures(num: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images [num, 3, size, size] and masks [num, 1, size, size]."""
+    """Generate images [num, 3, size, size] and masks [num, 1, size, size]."""
     generator = torch.Generator().manual_seed(seed)
     made = [_make_picture(size, generator) for _ in range(num)]
     return torch.stack([image for image, _ in made]), torch.stack([mask for _, mask in made])
@@ -135,7 +135,7 @@ def make_pictures(num: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def _make_picture(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     mask = _make_blob(size, generator)  # [S, S]
-    angle = 0.4 * float(torch.randn((), generator=generator))  # the ground lies flat, more or less
+    angle = 0.4 * float(torch.randn((), generator=generator))  # the ground is roughly level
     ground, grain = (_make_grain(size, angle + turn, generator) for turn in (0.0, math.pi / 2))
     shade = torch.where(mask > 0, grain, ground)
     colour = 0.3 + 0.4 * torch.rand(3, 1, 1, generator=generator)
@@ -144,7 +144,7 @@ def _make_picture(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor
 
 
 def _make_blob(size: int, generator: torch.Generator) -> Tensor:
-    """A lobed disc of 0 and 1, somewhere."""
+    """Draw a lobed disc of 0 and 1 at a random place."""
     draw = torch.rand(5, generator=generator)
     centre = size * (0.2 + 0.6 * draw[:2])
     radius = size * (0.14 + 0.12 * draw[2])
@@ -155,7 +155,7 @@ def _make_blob(size: int, generator: torch.Generator) -> Tensor:
 
 
 def _make_grain(size: int, angle: float, generator: torch.Generator) -> Tensor:
-    """Noise that is long in one direction: mean 0, standard deviation 1."""
+    """Return noise stretched in one direction, with mean 0 and standard deviation 1."""
     noise = torch.randn(1, 1, size, size, generator=generator)
     reach = torch.arange(-8, 9).float()
     y, x = reach[:, None], reach[None, :]

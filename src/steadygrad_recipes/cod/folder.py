@@ -1,7 +1,7 @@
 """A folder in COD10K's layout -> pairs of image and mask, and what is wrong with the others. Imports no torch.
 
-Nothing is lost in silence: an image without a mask, a mask without an image, a file that is no picture, a pair of two
-sizes are each found before training and named. Files are opened, never run; only their heads are read here.
+Nothing is dropped silently: an image without a mask, a mask without an image, a file that is not a picture and a pair
+with two sizes are each found before training and named. Only file headers are read here, and no code is run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Pair:
-    """An image and the mask of its object; no mask: there is no object in it."""
+    """An image and the mask of its object; no mask means that it shows no object."""
 
     image: Path
     mask: Path | None
@@ -32,17 +32,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class Split:
-    """What a split of the dataset holds."""
+    """The contents of one split of the dataset."""
 
     pairs: tuple[Pair, ...]
     bad: tuple[str, ...]
-    """What cannot be used, each with its reason."""
+    """Files that cannot be used, each with its reason."""
     num_noncam: int = 0
     """Images left out because they show no hidden object."""
 
 
 def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> Split:
-    """The pairs of 'train' or 'test', in the order of their names."""
+    """Return the pairs of 'train' or 'test', ordered by name."""
     root = Path(root)
     if not root.is_dir():
         raise UsageError(
@@ -70,7 +70,7 @@ def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> 
 
 
 def require_usable(split: Split, root: str | Path, name: str, *, skip_bad: bool) -> None:
-    """Refuse a split with bad pairs, unless they are to be left out, and one without a pair."""
+    """Reject a split with bad pairs, unless they are to be left out, and a split without any pair."""
     if split.bad and not skip_bad:
         raise UsageError(
             f"{len(split.bad)} of the {name} files of {root} cannot be used: {show_some(split.bad)}. Put them right, "
@@ -84,13 +84,13 @@ def require_usable(split: Split, root: str | Path, name: str, *, skip_bad: bool)
 
 
 def show_some(texts: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Format the first few, and how many more there are."""
     more = f"; and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
     return "; ".join(texts[:MAX_SHOWN]) + more
 
 
 def import_pillow(what: str) -> Any:
-    """PIL.Image, or the name of the extra that brings it."""
+    """Import PIL.Image, or raise an error that names the extra to install."""
     return import_extra("recipes", "PIL.Image", what=what, error=UsageError)
 
 
@@ -109,7 +109,7 @@ def _find_folders(root: Path, name: str) -> tuple[Path, Path]:
 
 
 def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Stem -> picture, and the files that share a stem or are no picture by their name."""
+    """Return stem -> picture, and the files that share a stem or whose name is not that of a picture."""
     found: dict[str, Path] = {}
     odd: list[str] = []
     for file in sorted(folder.iterdir()):
@@ -125,7 +125,7 @@ def _list_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _check_pair(image: Path, mask: Path | None) -> str:
-    """What is wrong with it by the heads of its files; empty: nothing."""
+    """Return what is wrong with the pair, judging by its file headers; empty when nothing is."""
     sizes = []
     for what, file in (("image", image), ("mask", mask)):
         if file is None:

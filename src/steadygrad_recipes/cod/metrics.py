@@ -1,8 +1,8 @@
-"""Predicted masks and true ones -> IoU, Dice, MAE and S-measure, each the mean over images.
+"""Predicted and true masks -> IoU, Dice, MAE and S-measure, each the mean over images.
 
-IoU and Dice look at the prediction cut at 0.5, MAE and S-measure at the probabilities. An image without an object that
-is predicted empty is perfect. All in float64 on the host: a metric is read once an epoch, and must not depend on the
-precision that was trained in.
+IoU and Dice threshold the prediction at 0.5, MAE and S-measure use the probabilities. An image without an object that
+is predicted empty is perfect. All in float64 on the host: a metric is read once per epoch, and must not depend on the
+precision used in training.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 
 NAMES = ("iou", "dice", "mae", "s_measure")
 ALPHA = 0.5
-"""Weight of the object's part in the S-measure, that of its authors (Fan et al., ICCV 2017)."""
+"""Weight of the object term in the S-measure, as its authors set it (Fan et al., ICCV 2017)."""
 EPS = torch.finfo(torch.float64).eps
 
 
 class MaskScores:
-    """Adds up images, then tells the means."""
+    """Accumulates images, then returns the means."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, float, float, float]] = []
 
     def add(self, probabilities: Tensor, masks: Tensor) -> None:
-        """[N, 1, H, W] each; probabilities in [0, 1], masks 0 or 1."""
+        """Add a batch, [N, 1, H, W] each; probabilities in [0, 1], masks 0 or 1."""
         for p, y in zip(probabilities.detach().double().cpu(), masks.detach().double().cpu()):
             self._rows.append(score_mask(p[0], y[0] > 0.5))
 
     def mean(self) -> dict[str, float]:
-        """Name -> mean over the images; NaN when there was none."""
+        """Return name -> mean over the images; NaN when there were none."""
         columns: Iterable[tuple[float, ...]] = zip(*self._rows) if self._rows else ((float("nan"),),) * len(NAMES)
         return {name: sum(column) / len(column) for name, column in zip(NAMES, columns)}
 
 
 def score_mask(p: Tensor, y: Tensor) -> tuple[float, float, float, float]:
-    """IoU, Dice, MAE and S-measure of one image: probabilities [H, W] and a boolean mask [H, W]."""
+    """Return IoU, Dice, MAE and S-measure of one image: probabilities [H, W] and a boolean mask [H, W]."""
     found = p > 0.5
     overlap, union = float((found & y).sum()), float((found | y).sum())
     iou = overlap / union if union else 1.0
@@ -47,7 +47,7 @@ def score_mask(p: Tensor, y: Tensor) -> tuple[float, float, float, float]:
 
 
 def measure_structure(p: Tensor, y: Tensor) -> float:
-    """The S-measure: how alike two masks are as objects, and in their four quarters around the object's centre."""
+    """Return the S-measure: how similar two masks are as objects, and in four quarters around the object's centre."""
     p, share = p.double(), float(y.double().mean())
     if share == 0.0:
         return float(1 - p.mean())
@@ -62,14 +62,14 @@ def _compare_objects(p: Tensor, y: Tensor, share: float) -> float:
 
 
 def _likeness(values: Tensor) -> float:
-    """High when the values are near 1 and near each other."""
+    """Return a score that is high when the values are near 1 and near each other."""
     mean = float(values.mean())
     spread = float(values.std()) if values.numel() > 1 else 0.0
     return 2 * mean / (mean * mean + 1 + spread + EPS)
 
 
 def _compare_regions(p: Tensor, y: Tensor) -> float:
-    """Structural similarity of the quarters, each weighted by its area."""
+    """Return the structural similarity of the quarters, each weighted by its area."""
     centre = y.nonzero().double().mean(0).round().long() + 1
     row, column = int(centre[0]), int(centre[1])
     score = 0.0

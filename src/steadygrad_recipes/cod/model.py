@@ -1,8 +1,8 @@
 """An image -> logits of its camouflaged object: a residual backbone, and a decoder that goes down its pyramid.
 
-The backbone's parameters carry the names of the usual ResNet files, so that trained weights can be given. The decoder
-normalises by groups: batches of two are what fits into memory here, and statistics over two images are noise. For the
-same reason a backbone that came with weights keeps the statistics it came with (`keep_statistics`).
+The backbone's parameters have the names of the usual ResNet files, so that trained weights can be loaded. The decoder
+uses group norm: memory limits batches to two here, and statistics over two images are noise. For the same reason a
+backbone loaded with weights keeps its statistics (`keep_statistics`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from steadygrad_recipes.cod.config import SIZES
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a network is."""
+    """Sizes of a network."""
 
     blocks: tuple[int, int, int, int]
     widths: tuple[int, int, int, int]
@@ -43,7 +43,7 @@ assert tuple(_SIZES) == SIZES
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions, or a 3 x 3 one between two 1 x 1, beside a shortcut."""
+    """Two 3 x 3 convolutions, or a 3 x 3 one between two 1 x 1, with a shortcut around them."""
 
     def __init__(self, channels: int, width: int, *, stride: int, is_bottleneck: bool) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class CamouflageNet(nn.Module):
         return logits if self.training else logits[0]
 
     def train(self, mode: bool = True) -> Self:
-        """As ever, but statistics that came with the weights stay."""
+        """Switch modes as usual, except that statistics loaded with the weights stay fixed."""
         super().train(mode)
         if self.keep_statistics:
             for module in self.backbone.modules():
@@ -154,9 +154,9 @@ class CamouflageNet(nn.Module):
 
 
 def load_backbone(backbone: nn.Module, path: str | Path) -> None:
-    """Put trained weights into the backbone: a safetensors or .pth file of a ResNet. Code in it is never run.
+    """Load trained weights into the backbone: a safetensors or .pth file of a ResNet. Code in it is never run.
 
-    The file may hold more, a classifier for example; the backbone must come out whole.
+    The file may contain more, such as a classifier, but must cover the whole backbone.
     """
     report = load_checkpoint(path, backbone, strict=False)
     lacking = [*report.missing, *report.misshaped]

@@ -1,7 +1,7 @@
 """Predictions -> PNG files in RUN/pictures, which the report shows: image, true mask, prediction side by side.
 
-Written aside and renamed, so that a report that is made meanwhile finds whole files. The format is written here: it is
-a dozen lines, and a training on made pictures then needs no picture library.
+Each is written to a temporary file and renamed, so that a report built meanwhile finds only complete files. The PNG
+encoder is here: it is a dozen lines, and a training on generated pictures then needs no imaging library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TINT = (0.9, 0.2, 0.25)
 def write_pictures(
     run_dir: Path, images: Tensor, masks: Tensor, probabilities: Tensor, *, names: Sequence[str], when: str
 ) -> None:
-    """One file an image; the caption tells IoU, Dice, MAE and S-measure."""
+    """Write one file per image; the caption gives IoU, Dice, MAE and S-measure."""
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     captions = {}
@@ -44,7 +44,7 @@ def write_pictures(
 
 
 def draw_panels(image: Tensor, mask: Tensor, p: Tensor) -> Tensor:
-    """[3, H, W] in [0, 1]: the image, the mask, and the image with the prediction laid over it."""
+    """Return [3, H, W] in [0, 1]: the image, the mask, and the image with the prediction overlaid."""
     tint = torch.tensor(TINT).view(3, 1, 1)
     laid = image * (1 - 0.6 * p) + tint * 0.6 * p
     gap = torch.ones(3, image.shape[1], GAP)
@@ -52,10 +52,10 @@ def draw_panels(image: Tensor, mask: Tensor, p: Tensor) -> Tensor:
 
 
 def encode_png(image: Tensor) -> bytes:
-    """A PNG file of [3, H, W] in [0, 1]: eight bits a channel, no filter."""
+    """Encode [3, H, W] in [0, 1] as a PNG file: eight bits per channel, no filter."""
     pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)  # [H, W, 3]
     height, width = pixels.shape[:2]
-    rows = bytearray(height * (1 + 3 * width))  # each row behind a 0: no filter
+    rows = bytearray(height * (1 + 3 * width))  # each row starts with a 0: no filter
     torch.frombuffer(rows, dtype=torch.uint8).view(height, -1)[:, 1:] = pixels.reshape(height, -1)
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = (b"IHDR", head), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")

@@ -26,7 +26,7 @@ PREDICTIONS = "predictions"
 
 
 def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
-    """Train both stages, or go on with them; 0 when the end was reached."""
+    """Train both stages, or resume them; returns 0 when training reached its end."""
     train_set, test_set, splits = open_datasets(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     _tell_data(splits, len(train_set), len(test_set), run_dir, console)  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any)
         step = trainer.resume(find_best(resume, run_dir))
         if step is None:
             console.say("Nothing to resume from yet: starting anew.")
-        elif step:  # 0: a file of weights, which the trainer has told of
+        elif step:  # 0: a file of weights, which the trainer has reported
             console.say(f"Resuming before step {step}.")
     try:
         stats = trainer.train(*loaders)
@@ -51,7 +51,7 @@ def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any)
 
 
 def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any) -> int:
-    """Masks of an image, or of a folder of them, by the best weights of a run; written into its `predictions`."""
+    """Write masks of an image or a folder of images, by the best weights of a run, into the run's `predictions`."""
     path = Path(path)
     files = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
@@ -72,7 +72,7 @@ def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any)
 
 @torch.no_grad()
 def _find_mask(model: CamouflageNet, file: Path, size: int, device: str) -> Tensor:
-    """Probabilities at the picture's own size: [1, H, W]."""
+    """Return probabilities at the picture's own size: [1, H, W]."""
     pixels = read_picture(file, size)[None].to(device)
     with import_pillow("reading pictures").open(file) as picture:
         width, height = picture.size
@@ -82,7 +82,7 @@ def _find_mask(model: CamouflageNet, file: Path, size: int, device: str) -> Tens
 
 
 def find_best(resume: str, run_dir: Path) -> str:
-    """The path to resume from; `best`, or FOLDER/best_model.pth, is the best checkpoint of the run, or there."""
+    """Return the path to resume from; `best` or FOLDER/best_model.pth means the best checkpoint of this or that run."""
     path = Path(resume)
     if path.name not in BEST or path.is_file():
         return resume
@@ -90,7 +90,7 @@ def find_best(resume: str, run_dir: Path) -> str:
 
 
 def _choose_shown(config: CodConfig, test_set: Any) -> list[tuple[str, Sample]]:
-    """Pictures spread over the evaluation data."""
+    """Choose pictures spread over the evaluation data."""
     num = min(config.num_pictures, len(test_set))
     chosen = [round(i * (len(test_set) - 1) / max(1, num - 1)) for i in range(num)]
     if isinstance(test_set, PairDataset):
@@ -112,7 +112,7 @@ def _tell_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir:
 
 def _tell_end(stats: dict[str, Any], console: Any) -> None:
     last = stats["val_history"][-1]
-    num_steps = stats.get("num_steps")  # none are counted where there is no guard
+    num_steps = stats.get("num_steps")  # without a guard no steps are counted
     skipped = f"; {stats['num_skipped']} of {num_steps} steps skipped" if num_steps else ""
     console.say(
         f"Done: IoU {last['iou']:.4f}, Dice {last['dice']:.4f}, MAE {last['mae']:.4f}, "

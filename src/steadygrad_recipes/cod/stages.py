@@ -1,7 +1,7 @@
-"""CodConfig -> the two stages: what is trainable in each, at which learning rates, on which schedule and loss scale.
+"""CodConfig -> the two stages: what is trainable in each, with which learning rates, schedule and loss scale.
 
 Stage 1 trains decoder and head on a frozen backbone. Stage 2 trains everything, at half the learning rate and the
-backbone at a tenth of that, with a loss scaler that begins low and grows slowly: this is where the training blew up.
+backbone at a tenth of that, with a loss scaler that starts low and grows slowly: this is where the training blew up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MakeScaler = Callable[[dict[str, Any]], torch.amp.GradScaler]
 
 
 def make_stages(config: CodConfig, *, fused: bool, make_scaler: MakeScaler | None) -> list[Stage]:
-    """Both stages, the first only where it has epochs. `make_scaler` is there when gradients are float16."""
+    """Return both stages, the first only if it has epochs. `make_scaler` is set when gradients are float16."""
 
     def schedule(optimizer: torch.optim.Optimizer, num_steps: int | None) -> Any:
         assert num_steps is not None
@@ -46,17 +46,17 @@ def make_stages(config: CodConfig, *, fused: bool, make_scaler: MakeScaler | Non
 
 
 def freeze_backbone(model: nn.Module) -> None:
-    """Stage 1: the backbone stays as it is."""
+    """Stage 1: freeze the backbone."""
     model.get_submodule("backbone").requires_grad_(False)
 
 
 def free_backbone(model: nn.Module) -> None:
-    """Stage 2: everything learns."""
+    """Stage 2: train everything."""
     model.requires_grad_(True)
 
 
 def make_optimizer(model: nn.Module, config: CodConfig, *, stage: int, fused: bool) -> torch.optim.Optimizer:
-    """AdamW: decoder and head in its first group, in stage 2 the backbone in its second."""
+    """Return AdamW: decoder and head in its first group, in stage 2 the backbone in its second."""
     main = [p for name in ("decoder", "head") for p in model.get_submodule(name).parameters()]
     groups: list[dict[str, Any]] = [{"params": main, "lr": config.lr if stage == 1 else config.stage2_lr}]
     if stage == 2:
@@ -68,6 +68,6 @@ def make_optimizer(model: nn.Module, config: CodConfig, *, stage: int, fused: bo
 def make_cycle(
     optimizer: torch.optim.Optimizer, num_steps: int, warmup_share: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Each group's rate from 0 to its highest in a straight line, and along a cosine back to 0."""
+    """Raise each group's rate from 0 to its peak linearly, then lower it to 0 along a cosine."""
     warmup = round(warmup_share * num_steps)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape_rate(step, warmup, num_steps))

@@ -1,7 +1,7 @@
-"""CodTrainer: the shared Trainer with this field's loss, metrics, words and pictures.
+"""CodTrainer: the shared Trainer with the loss, metrics, output and pictures of camouflage segmentation.
 
-Everything numerical is the Guard's. Without protection the loop is the one that broke: it clips, looks at loss and
-gradients before each step, and ends with an error at the first that is not finite.
+Everything numerical is left to the Guard. Without protection this is the loop that broke: it clips, checks loss and
+gradients before each step, and ends with an error at the first value that is not finite.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class CodTrainer(Trainer):
         tell: Callable[[str], None] | None = None,
         shown: Sequence[tuple[str, Sample]] = (),
     ) -> None:
-        """`shown`: name and sample of each picture whose prediction goes into the run directory."""
+        """`shown`: name and sample of each picture whose prediction is written to the run directory."""
         self.cod = config
         device, precision = choose_place(config)
         self._stop = None if config.protect and not is_switched_off() else self._make_stop()
-        torch.manual_seed(config.seed)  # the weights begin alike, whoever calls
+        torch.manual_seed(config.seed)  # the same initial weights, whatever the caller drew before
         super().__init__(
             CamouflageNet(config.model_size, weights=config.backbone_weights),
             make_trainer_config(config, device, precision),
@@ -77,7 +77,7 @@ class CodTrainer(Trainer):
     # --- what is learned ----------------------------------------------------------------------------------------------
 
     def compute_loss(self, batch: Sample) -> tuple[Tensor, dict[str, Tensor]]:
-        """The finest output's structure loss, and the mean of the coarser ones' by their weight."""
+        """Return the structure loss of the finest output plus the weighted mean of the coarser ones'."""
         if self._epoch_began is None:
             self._epoch_began = time.monotonic()
         images, masks = mirror(batch["image"], batch["mask"]) if self.cod.mirror else (batch["image"], batch["mask"])
@@ -89,7 +89,7 @@ class CodTrainer(Trainer):
         return loss, {"mask": fine.detach(), "side": side.detach()}
 
     def evaluate(self, val_loader: Iterable[Sample]) -> dict[str, float]:
-        """Structure loss, IoU, Dice, MAE and S-measure."""
+        """Return structure loss, IoU, Dice, MAE and S-measure."""
         scores, losses = MaskScores(), []
         for batch in val_loader:
             images, masks = batch["image"].to(self.device), batch["mask"].to(self.device)
@@ -99,16 +99,16 @@ class CodTrainer(Trainer):
         return {"loss": sum(losses) / max(1, len(losses)), **scores.mean()}
 
     def build_optimizer(self, stage: Stage) -> Optimizers:
-        """The stage's; without protection and scaler it looks before it leaps."""
+        """Return the stage's optimizer; without protection and scaler, it checks the gradients before each step."""
         optimizer = super().build_optimizer(stage)
         if self._stop is not None and stage.scaler is None and isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(self._stop.check_gradients)
         return optimizer
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def end_step(self, record: StepRecord) -> None:
-        """Warn early of high norms, once an epoch, and tell of each step that was left out."""
+        """Warn early about high norms, once per epoch, and report each step that was left out."""
         if record.skipped:
             for line in self._spell_skipped(record):
                 self._tell(line)
@@ -127,17 +127,17 @@ class CodTrainer(Trainer):
             return [*words.spell_bad_loss(batch, record.loss), after]
         if record.num_nonfinite:
             return [*words.spell_bad_gradients(batch, record.grad_norm), after]
-        return [f"   Batch {batch} was left out (step {record.step})."]  # of the window after a rollback
+        return [f"   Batch {batch} was left out (step {record.step})."]  # in the window after a rollback
 
     def _find_batch(self, step: int) -> int:
-        """The last batch of a step, counted from 0 in its epoch."""
+        """Return the last batch of a step, counted from 0 within its epoch."""
         history = self.train_history
         first = history[-1]["step"] if history else 0
         last = (step - first + 1) * self.cod.accumulation_steps - 1
-        return max(0, min(last, self._progress.num_batches - 1))  # an epoch may end with a short window
+        return max(0, min(last, self._progress.num_batches - 1))  # an epoch may end with a short accumulation window
 
     def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
-        """The finished bar, the metrics, the norms."""
+        """Format the finished bar, the metrics and the norms."""
         if self._stop is not None and self._stop.norms:
             norms, self._stop.norms = self._stop.norms, []
             metrics = {**metrics, "grad_norm_mean": sum(norms) / len(norms), "grad_norm_max": max(norms)}
@@ -159,7 +159,7 @@ class CodTrainer(Trainer):
         return "\n".join(lines)
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Pictures of what is predicted now; the next epoch's warnings begin anew."""
+        """Write pictures of the current predictions; the next epoch may warn again."""
         self._epoch_began, self._num_high = None, 0
         if self.run_dir is not None and self._shown:
             self._write_pictures(f"epoch {metrics['epoch'] + 1}")
@@ -174,7 +174,7 @@ class CodTrainer(Trainer):
 
 
 def make_trainer_config(config: CodConfig, device: str, precision: str) -> TrainerConfig:
-    """What the shared loop needs to know."""
+    """Convert to the settings of the shared loop."""
     return TrainerConfig(
         epochs=config.epochs,
         learning_rate=config.lr,
@@ -193,7 +193,7 @@ def make_trainer_config(config: CodConfig, device: str, precision: str) -> Train
 
 
 def choose_place(config: CodConfig) -> tuple[str, str]:
-    """Device and precision, where they are left to us: fp16, with its scaler, on CUDA, and fp32 elsewhere."""
+    """Choose device and precision where the config leaves them open: fp16 with its scaler on CUDA, fp32 elsewhere."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,28 +204,28 @@ def choose_place(config: CodConfig) -> tuple[str, str]:
 
 
 def mirror(images: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
-    """Each image as it is or mirrored, and its mask with it."""
+    """Flip each image at random, and its mask with it."""
     chosen = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
     return torch.where(chosen, images.flip(-1), images), torch.where(chosen, masks.flip(-1), masks)
 
 
 # --- without a guard ----------------------------------------------------------------------------------------------
-# The loop without a guard, as it was written before: look at loss and gradients, give up at the first bad one.
+# The loop without a guard, as it was written before: check loss and gradients, give up at the first bad one.
 #
-# It clips as the guarded loop does. With float16 the look comes after the gradients are unscaled and before the scaler
-# could have skipped the step, which is how an overflow that a loss scaler is made for ended a training of 44 epochs.
+# It clips as the guarded loop does. With float16 it checks after the gradients are unscaled and before the scaler
+# could have skipped the step, which is how an overflow, the very case a loss scaler is for, ended a run of 44 epochs.
 
 
 class NonfiniteStop:
-    """Ends the training with an error; `find_batch` says where it stands, `tell` is given the lines before."""
+    """Ends the training with an error; `find_batch` returns the current batch, `tell` receives the lines before."""
 
     def __init__(self, grad_clip: float, *, find_batch: Callable[[], int], tell: Callable[[str], None]) -> None:
         self._grad_clip, self._find_batch, self._tell = grad_clip, find_batch, tell
         self.norms: list[float] = []
-        """Of this epoch."""
+        """Gradient norms of this epoch."""
 
     def check_loss(self, loss: Tensor) -> None:
-        """Raise unless it is finite. The host waits for it: a guard does not."""
+        """Raise unless it is finite. The host waits for it here; a guard does not."""
         if not bool(torch.isfinite(loss)):
             self._stop(words.spell_bad_loss(self._find_batch(), float(loss.detach())), "loss")
 
@@ -244,14 +244,14 @@ class NonfiniteStop:
 
 
 class StoppingScaler(torch.amp.GradScaler):
-    """A loss scaler whose step looks at the unscaled gradients first."""
+    """A loss scaler that checks the unscaled gradients before it steps."""
 
     def __init__(self, stop: NonfiniteStop, device: str, **settings: Any) -> None:
         super().__init__(device, **settings)
         self._stop = stop
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale, look, step."""
+        """Unscale, check, step."""
         self.unscale_(optimizer)
         self._stop.check_gradients(optimizer)
         return super().step(optimizer, *args, **kwargs)

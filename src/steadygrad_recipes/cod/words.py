@@ -1,4 +1,4 @@
-"""Numbers of the training -> the lines that a person reads: the bar, the metrics, the norms, the warnings."""
+"""Training numbers -> the lines shown on the console: the bar, the metrics, the norms, the warnings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 BAR_WIDTH = 8
 HIGH_NORM = 5.0
-"""Gradients above so many times the clipping threshold are worth a warning."""
+"""Gradients above this multiple of the clipping threshold are worth a warning."""
 
 ADVICE = "   Consider reducing --grad-clip to 0.3 or --lr by 50%."
 
@@ -36,17 +36,17 @@ def spell_norms(metrics: Mapping[str, Any]) -> str:
 
 
 def spell_high_norm(norm: float, grad_clip: float) -> str:
-    """The early warning."""
+    """Format the early warning."""
     return f"⚠️  High gradient norm detected: {norm:.2f} (clipped to {grad_clip:g})"
 
 
 def spell_bad_loss(batch: int, loss: float) -> list[str]:
-    """A loss that cannot be used."""
+    """Format the error about a loss that cannot be used."""
     return [f"❌ NaN/Inf detected in loss at batch {batch}!", f"   Loss: {loss}"]
 
 
 def spell_bad_gradients(batch: int, norm: float) -> list[str]:
-    """Gradients that cannot be used."""
+    """Format the error about gradients that cannot be used."""
     return [
         f"❌ NaN/Inf detected in gradients at batch {batch}!",
         f"   Gradient norm: {norm}",

@@ -1,4 +1,4 @@
-"""Three things that go wrong in real trainings, each at a step of its own. Both runs of the demo get the same ones."""
+"""Three faults from real trainings, each at its own step. Both runs of the demo get the same ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMPTY_SAMPLE, NAN_SAMPLE = 7, 11
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong, when, and how such a thing comes about."""
+    """What goes wrong, when, and how it comes about."""
 
     step: int
     what: str
@@ -25,7 +25,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPlan:
-    """The steps, and how wrong the learning rate is."""
+    """The steps of the faults, and how wrong the learning rate is."""
 
     jump_step: int = 120
     jump_length: int = 15
@@ -34,7 +34,7 @@ class FaultPlan:
     nan_step: int = 310
 
     def list(self) -> tuple[Fault, Fault, Fault]:
-        """The faults, in the order in which they come."""
+        """Return the faults in the order in which they occur."""
         jump = f"the learning rate is {self.jump_factor:g} times too high for {self.jump_length} steps"
         return (
             Fault(step=self.jump_step, what=jump, origin="a schedule gone wrong"),
@@ -46,7 +46,7 @@ class FaultPlan:
 
 
 class Faults:
-    """The plan, carried out on one optimizer and its batches."""
+    """Applies the plan to one optimizer and its batches."""
 
     def __init__(self, plan: FaultPlan, optimizer: torch.optim.Optimizer) -> None:
         self._plan = plan
@@ -54,7 +54,7 @@ class Faults:
         self._set_rate = jump_lr(optimizer, at=plan.jump_step, until=until, factor=plan.jump_factor)
 
     def spoil(self, step: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Called before each step with its texts: what it trains on, and how much each of them counts."""
+        """Return what a step trains on, and the weight of each text; called before each step with its texts."""
         self._set_rate(step)
         weights = torch.ones(len(tokens), device=tokens.device)
         if step == self._plan.empty_step:

@@ -1,8 +1,8 @@
-"""A small causal transformer over letters, with a bug in it that no test with ordinary text would find.
+"""A small causal transformer over letters, with a bug in it that no test on ordinary text would find.
 
-`QueryKeyNorm` is a norm as people write it. Its epsilon saves the division from 0, and not the derivative of the square
-root: where a whole vector is 0 the result is 0, as it should be, and the gradient is NaN. Only an empty text gets
-there. The bug is the demo's: do not mend it.
+`QueryKeyNorm` is a norm as people write it. Its epsilon protects the division from 0, but not the derivative of the
+square root: where a whole vector is 0 the result is 0, as it should be, but the gradient is NaN. Only an empty text
+gets there. The bug is part of the demo: do not fix it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TextModel(nn.Module):
         self.register_buffer("near", _prefer_near(context, num_heads), persistent=False)
 
     def predict(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, letters]
-        """Scores of the letter that follows each."""
+        """Return scores for the letter that follows each."""
         x = self.embed(tokens)
         near = self.near[:, : tokens.shape[1], : tokens.shape[1]]
         for block in self.blocks:
@@ -75,7 +75,7 @@ class TextModel(nn.Module):
 
     @torch.no_grad()
     def write_on(self, tokens: Tensor, num_letters: int) -> Tensor:  # [T] -> [T + num_letters]
-        """The likeliest letter, again and again; padding when there is none because all are NaN."""
+        """Append the likeliest letter repeatedly; padding when there is none because all are NaN."""
         for _ in range(num_letters):
             scores = self.predict(tokens[None, -self.context :])[0, -1]
             letter = scores.argmax() if bool(scores.isfinite().all()) else torch.zeros_like(tokens[0])
@@ -84,7 +84,7 @@ class TextModel(nn.Module):
 
 
 def _prefer_near(context: int, num_heads: int) -> Tensor:
-    """What is added to attention's scores: less for letters further back, nothing at all for those ahead (ALiBi)."""
+    """Return what is added to the attention scores: less for letters further back, -inf for those ahead (ALiBi)."""
     place = torch.arange(context)
     back = place[:, None] - place
     slopes = 0.5 ** torch.arange(1, num_heads + 1)[:, None, None]

@@ -1,7 +1,7 @@
-"""The demo's model, put as a file into the demo's folder and run from there, as a program of one's own would be.
+"""The demo's model, copied as a file into the demo's folder and imported from there, as a user's own program would be.
 
-A diagnosis never blames a line of this library. The demo stands for somebody's program, so its model must lie outside
-of it; there it can also be opened and mended.
+A diagnosis never blames a line of this library. The demo stands for a user's program, so its model must be outside
+the library; there it can also be opened and fixed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def put_into(folder: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a folder of a run is no place for caches
+    dont_write, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # keep bytecode caches out of a run's folder
     try:
         spec.loader.exec_module(module)
     finally:

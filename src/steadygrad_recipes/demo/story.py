@@ -1,8 +1,8 @@
-"""The demo's two trainings: the loop that people write, and the same loop on a Guard. Settings in, a Comparison out.
+"""The demo's two trainings: the loop that people write, and the same loop with a Guard. Settings in, a Comparison out.
 
-Both start from the same weights, see the same text in the same order and suffer the same faults at the same steps. Each
-writes a run directory, so that one report shows them side by side. Nothing is printed here: a `Listener` hears what
-happens while it happens.
+Both start from the same weights, see the same text in the same order and get the same faults at the same steps. Each
+writes a run directory, so that one report shows them side by side. Nothing is printed here: a `Listener` is notified
+of what happens as it happens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MAX_NORM = 1.0
 UNGUARDED, GUARDED = "unguarded", "guarded"
 PROMPT = "the old "
 NUM_WRITTEN = 44
-"""Letters that a trained model writes: about one sentence."""
+"""Number of letters that a trained model writes: about one sentence."""
 NUM_UNSEEN = 6
-"""Batches that are kept for the end."""
+"""Number of batches held out for the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class DemoSettings:
 
     @classmethod
     def quick(cls, device: str = "cpu") -> DemoSettings:
-        """The same story, smaller: for tests."""
+        """Return the same demo, smaller: for tests."""
         plan = FaultPlan(jump_step=80, jump_length=12, empty_step=130, nan_step=150)
         return cls(
             width=32,
@@ -77,15 +77,15 @@ class RunSummary:
     losses: tuple[float, ...] = field(repr=False)
     """The training loss of each step."""
     final_loss: float
-    """On text that was in no batch."""
+    """Loss on text that was in no batch."""
     written: str
-    """What the trained model makes of `PROMPT`; empty when it has no probabilities left."""
+    """How the trained model continues `PROMPT`; empty when it has no probabilities left."""
     weights_are_finite: bool
     num_skipped: int = 0
-    """Steps whose gradients were kept from the weights; those that a rollback leaves out are not counted."""
+    """Steps whose gradients were kept from the weights, not counting those that a rollback skips."""
     num_rollbacks: int = 0
     num_left_out: int = 0
-    """Batches that the rollbacks left out."""
+    """Batches that the rollbacks skipped."""
     first_bad_loss: int | None = None
     """The first step whose loss was not finite."""
     first_bad_weight: int | None = None
@@ -95,7 +95,7 @@ class RunSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The two runs beside each other."""
+    """The two runs side by side."""
 
     unguarded: RunSummary
     guarded: RunSummary
@@ -109,14 +109,14 @@ class Comparison:
 
     @property
     def loss_before_faults(self) -> float:
-        """Mean loss of the guarded run's last ten steps before the first fault."""
+        """Mean loss of the guarded run over its last ten steps before the first fault."""
         first = self.faults[0].step
         before = self.guarded.losses[max(0, first - 10) : first]
         return sum(before) / len(before)
 
     @property
     def guarded_survived(self) -> bool:
-        """Whether no weight was ever bad, each fault was answered, and it has gone on learning after the faults."""
+        """Whether no weight was ever bad, each fault was handled, and the run kept learning after the faults."""
         kinds = {finding.kind for incident in self.incidents for finding in incident.findings}
         return (
             self.guarded.weights_are_finite
@@ -129,14 +129,14 @@ class Comparison:
 
 
 class Listener(Protocol):
-    """Hears the demo while it runs."""
+    """Is notified of what happens while the demo runs."""
 
     def begin(self, name: str, num_steps: int) -> None:
         """A training starts."""
         ...
 
     def fault(self, name: str, fault: Fault) -> None:
-        """A fault goes in, just before its step."""
+        """A fault is injected, just before its step."""
         ...
 
     def step(self, name: str, step: int, loss: float) -> None:
@@ -157,12 +157,12 @@ class Listener(Protocol):
 
 
 def run_demo(run_dir: str | Path, settings: DemoSettings, listener: Listener) -> Comparison:
-    """Train twice; the runs are written into `run_dir`, which must not hold any yet."""
+    """Train twice; the runs are written to `run_dir`, which must not contain any yet."""
     folder = Path(run_dir)
     taken = [name for name in (UNGUARDED, GUARDED, "run.json") if (folder / name).exists()]
     if taken:
         raise UsageError(f"{folder} already holds a run ({taken[0]}). Give another directory, or delete this one.")
-    try:  # now, so that a directory that cannot be written costs no training
+    try:  # created now, so that an unwritable directory fails before any training
         (folder / GUARDED).mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Give another directory.") from None
@@ -231,7 +231,7 @@ class _Demo:
         step: Callable[[Tensor, Tensor], Tensor],
         guard: Guard | None = None,
     ) -> RunSummary:
-        """The loop that both share: `step` is all that differs."""
+        """Run the loop that both share: only `step` differs."""
         watch = _Watch(name, model, self._listener)
         faults = Faults(self._settings.faults, optimizer)
         planned = {fault.step: fault for fault in self._settings.faults.list()}
@@ -243,7 +243,7 @@ class _Demo:
 
 
 class _Watch:
-    """Looks at loss and weights after each step, and tells the listener when they are lost."""
+    """Checks loss and weights after each step, and notifies the listener when they are lost."""
 
     def __init__(self, name: str, model: TextModel, listener: Listener) -> None:
         self._name, self._model, self._listener = name, model, listener
@@ -286,19 +286,19 @@ class _Watch:
 
 @torch.no_grad()
 def weights_are_finite(model: nn.Module) -> bool:
-    """Whether every weight is neither NaN nor Inf."""
+    """Return whether all weights are finite."""
     return bool(torch.stack([p.isfinite().all() for p in model.parameters()]).all())
 
 
 @torch.no_grad()
 def evaluate(model: TextModel, unseen: Tensor) -> float:
-    """Mean loss over batches that were not trained on."""
+    """Return the mean loss over batches that were not trained on."""
     weights = torch.ones(unseen.shape[1], device=unseen.device)
     return torch.stack([model(tokens=tokens, weights=weights) for tokens in unseen]).mean().item()
 
 
 def write_sentence(model: TextModel, device: torch.device) -> str:
-    """What the model makes of the prompt, up to its first full stop; empty when it can say nothing."""
+    """Return how the model continues the prompt, up to the first full stop; empty when it cannot."""
     text = decode(model.write_on(encode(PROMPT).to(device), NUM_WRITTEN))
     if text == PROMPT:
         return ""
@@ -307,7 +307,7 @@ def write_sentence(model: TextModel, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _one_thread(device: str) -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and on a busy machine threads wait for each other."""
+    """Use one thread: tensors this small gain nothing from a second, and on a busy machine threads only wait."""
     before = torch.get_num_threads()
     if device == "cpu":
         torch.set_num_threads(1)
@@ -318,9 +318,9 @@ def _one_thread(device: str) -> Iterator[None]:
 
 
 # --- the record of the unguarded run ------------------------------------------------------------------------------
-# PlainRecord: what a loop without a guard could write down by itself -> a run directory, for the report to compare.
+# PlainRecord: what a loop without a guard could record by itself -> a run directory, for the report to compare.
 #
-# Loss, norm and learning rate of each step; no finding, no incident: nobody has looked.
+# Loss, norm and learning rate of each step; no findings and no incidents, because nothing checks the steps.
 
 
 class PlainRecord:
@@ -334,7 +334,7 @@ class PlainRecord:
         self._started, self._next_step = time.perf_counter(), 0
 
     def write(self, loss: float, grad_norm: float, max_norm: float) -> None:
-        """One step; `grad_norm` is the one before clipping."""
+        """Write one step; `grad_norm` is the norm before clipping."""
         clipped = grad_norm > max_norm
         record = StepRecord(
             step=self._next_step,
@@ -354,5 +354,5 @@ class PlainRecord:
         self._next_step += 1
 
     def close(self) -> None:
-        """Put everything on disk."""
+        """Flush everything to disk."""
         self._files.close()

@@ -1,4 +1,4 @@
-"""`steadygrad demo`: tells the story of the two trainings while they run, compares them, and writes their report."""
+"""`steadygrad demo`: narrates the two trainings while they run, compares them, and writes their report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from steadygrad_recipes.demo.story import GUARDED, MAX_NORM, PROMPT, UNGUARDED
 from steadygrad_recipes.demo.words import CURVE_WIDTH, LEFT, WIDTH, describe_cause, describe_step, draw_losses, shorten
 
 NUM_LINES = 6
-"""Progress lines of each training."""
+"""Number of progress lines for each training."""
 TITLES = {
     UNGUARDED: "1. Unguarded: the loop that people write. Forward, backward, clip, step.",
     GUARDED: "2. Guarded: the same loop, with guard.step(model, ...) in the place of backward, clip and step.",
@@ -32,7 +32,7 @@ REPORT = "report.html"
 
 
 def tell_demo(console: Console, *, run_dir: str | None, device: str | None, quick: bool) -> int:
-    """Run the demo, tell it, and return the exit code."""
+    """Run the demo, narrate it, and return the exit code."""
     device = _choose_device(device)
     settings = DemoSettings.quick(device) if quick else DemoSettings(device=device)
     folder = Path(run_dir) if run_dir is not None else name_folder(Path("runs"), "demo")
@@ -46,7 +46,7 @@ def tell_demo(console: Console, *, run_dir: str | None, device: str | None, quic
 
 
 class Teller:
-    """A Listener that says each thing once, as it happens."""
+    """A Listener that prints each event once, as it happens."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._bars = console, contextlib.ExitStack()
@@ -85,7 +85,7 @@ class Teller:
             self._is_lost = True
             loss = f"the loss was {spell_number(self._last_loss, 3)}, a number like any other"
             self._say(f"{loss}; this optimizer step has made weights NaN", "bold red", step=step)
-        elif name == UNGUARDED:  # under a guard it is an incident, told as such
+        elif name == UNGUARDED:  # with a guard this is an incident, and printed as one
             self._say("the loss is NaN, and stays NaN", "bold red", step=step)
 
     def incident(self, incident: Incident) -> None:
@@ -110,7 +110,7 @@ class Teller:
         self._console.say(f"{took}.")
 
     def _say(self, text: str, style: str, *, step: int | None = None) -> None:
-        """A line beside the left column, which holds the step or nothing."""
+        """Print a line next to the left column, which holds the step or nothing."""
         self._console.say((LEFT if step is None else describe_step(step)) + text, style, hang=len(LEFT))
 
 
@@ -179,7 +179,7 @@ def _tell_report(console: Console, folder: Path) -> None:
         from steadygrad.view.render.report import write_report
 
         write_report(runs, folder / REPORT)
-    except SteadygradError as error:  # the charting library is an extra: the story is complete without it
+    except SteadygradError as error:  # the charting library is an optional extra: the demo is complete without it
         console.say(f"No report: {error}", "yellow")
     else:
         console.say(f"Report      {folder / REPORT}  (open it in a browser; it needs no network)", "bold", 12)
@@ -211,7 +211,7 @@ def _choose_device(name: str | None) -> str:
 
 @contextlib.contextmanager
 def _own_log() -> Iterator[None]:
-    """The story tells the incidents; of the library's log only errors (a sink that broke) still show."""
+    """Silence the library's log except for errors (a sink that broke): the demo prints the incidents itself."""
     logger, handler = logging.getLogger("steadygrad"), logging.StreamHandler()
     handler.setLevel(logging.ERROR)
     logger.addHandler(handler)

@@ -1,6 +1,6 @@
-"""A seed -> English sentences -> batches of letters as numbers. Small enough to be learnt in a minute, and readable.
+"""A seed -> English sentences -> batches of letters as numbers. Readable, and small enough to learn in a minute.
 
-Letter 0 is padding: it stands for nothing, and an empty text is all padding. No text that is made here has any.
+Letter 0 is padding: it stands for nothing, and an empty text is all padding. No text generated here contains any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PLACES = ("by the sea", "under the moon", "in the rain", "at noon", "behind the 
 
 
 def write_text(num_sentences: int, generator: torch.Generator) -> str:
-    """Sentences of one pattern, their words drawn at random."""
+    """Return sentences of one pattern, with words drawn at random."""
 
     def pick(words: tuple[str, ...]) -> str:
         return words[int(torch.randint(len(words), (1,), generator=generator))]
@@ -35,12 +35,12 @@ def encode(text: str) -> Tensor:
 
 
 def decode(numbers: Tensor) -> str:
-    """Numbers -> letters; padding is nothing."""
+    """Numbers -> letters; padding becomes nothing."""
     return "".join(LETTERS[number] for number in numbers.tolist() if number != PADDING)
 
 
 def make_texts(num_batches: int, batch_size: int, length: int, *, seed: int) -> Tensor:
-    """Pieces of one long text, each from a random place: [num_batches, batch_size, length]."""
+    """Cut pieces from one long text, each at a random place: [num_batches, batch_size, length]."""
     generator = torch.Generator().manual_seed(seed)
     text = encode(write_text(3000, generator))
     starts = torch.randint(len(text) - length, (num_batches, batch_size, 1), generator=generator)

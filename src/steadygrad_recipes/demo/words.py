@@ -1,4 +1,4 @@
-"""Causes and losses -> the demo's lines: who did it, with the source around its line; curves of block characters."""
+"""Causes and losses -> the demo's lines: the cause with the source around its line; curves of block characters."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from steadygrad.facts import Cause
 from steadygrad.view.sparkline import BLOCKS
 
 LEFT = " " * 14
-"""Where the text beside a step begins."""
+"""Column at which the text next to a step begins."""
 WIDTH = 110
-"""Of a text, at most: longer lines are hard to read."""
+"""Maximum width of a text: longer lines are hard to read."""
 CURVE_WIDTH = 72
 AROUND = 1
-"""Lines of source shown before and after the one that did it."""
+"""Number of source lines shown before and after the failing one."""
 
 
 def describe_step(step: int) -> str:
-    """The left column."""
+    """Format the left column."""
     return f"   step {step:4d} ".ljust(len(LEFT))
 
 
 def indent(text: str) -> str:
-    """A line beside the left column."""
+    """Format a line next to the left column."""
     return LEFT + text
 
 
 def describe_cause(cause: Cause, width: int = WIDTH) -> Iterator[tuple[str, str]]:
-    """Who did it: lines of at most `width` letters, each with its style."""
+    """Format the cause: lines of at most `width` characters, each with its style."""
     if cause.phase == "input":
         yield indent(f"who:  the batch. {cause.name} held {cause.kind.replace('nan', 'NaN')} before any op ran"), "bold"
     else:
@@ -58,7 +58,7 @@ def _spell_place(cause: Cause) -> str:
 
 
 def _quote_source(cause: Cause) -> Iterator[tuple[str, str]]:
-    """The line and its neighbours, as an editor shows them."""
+    """Format the line and its neighbours, as an editor shows them."""
     if cause.file is None or cause.line is None:
         return
     numbers = range(max(1, cause.line - AROUND), cause.line + AROUND + 1)
@@ -82,21 +82,21 @@ def _wrap(name: str, text: str, width: int) -> list[str]:
 
 
 def shorten(text: str, width: int = WIDTH) -> str:
-    """One line at most, beside the left column."""
+    """Shorten to one line next to the left column."""
     return textwrap.shorten(text, width - len(LEFT), placeholder=" ...")
 
 
 def draw_losses(runs: Sequence[Sequence[float]], width: int = CURVE_WIDTH) -> list[list[str]]:
-    """Two rows of block characters for each run, on one logarithmic scale; × where no loss is finite."""
+    """Draw two rows of block characters for each run, on one logarithmic scale; × where no loss is finite."""
     columns = [_squeeze(losses, width) for losses in runs]
-    known = [math.log(value) for row in columns for value in row if value > 0]  # NaN is not
+    known = [math.log(value) for row in columns for value in row if value > 0]  # drops NaN too
     low, high = min(known, default=0.0), max(known, default=1.0)
     eighths = [[_scale(value, low, high) for value in row] for row in columns]
     return [[_draw_row(row, 8, " "), _draw_row(row, 0, "×")] for row in eighths]
 
 
 def _squeeze(losses: Sequence[float], width: int) -> list[float]:
-    """The largest finite loss of each stretch; NaN where there is none."""
+    """Return the largest finite loss of each stretch; NaN where there is none."""
     num = min(width, len(losses))
     edges = [i * len(losses) // max(1, num) for i in range(num + 1)]
     stretches = (losses[first:last] for first, last in pairwise(edges))
@@ -104,7 +104,7 @@ def _squeeze(losses: Sequence[float], width: int) -> list[float]:
 
 
 def _scale(value: float, low: float, high: float) -> int | None:
-    """1 to 16; None for a loss that is no number."""
+    """Return 1 to 16; None for a loss that is not a number."""
     if math.isnan(value):
         return None
     return 1 + round(15 * (math.log(max(value, math.exp(low))) - low) / ((high - low) or 1.0))

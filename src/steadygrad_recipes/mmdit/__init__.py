@@ -1,6 +1,6 @@
 """mmdit: text and latents by diffusion, learned together by one multimodal diffusion transformer.
 
-Text is hidden by masks, latents by noise; one transformer with a stream for each finds both again. `Config` is without
+Text is hidden by masks, latents by noise; one transformer with a stream for each recovers both. `Config` does not need
 torch, so that settings can be shown and checked before anything heavy is loaded.
 """
 
@@ -28,14 +28,14 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: An
 
 
 def sample(config: MMDiTConfig, *, run_dir: Path, console: Any) -> int:
-    """Draw texts and latents from a run; see `steadygrad_recipes.mmdit.program`."""
+    """Sample texts and latents from a run; see `steadygrad_recipes.mmdit.program`."""
     from steadygrad_recipes.mmdit.program import sample as run
 
     return run(config, run_dir=run_dir, console=console)
 
 
 def open_target(config: MMDiTConfig) -> Target:
-    """The training, built and not begun, for `steadygrad tune`."""
+    """Build the training, without starting it, for `steadygrad tune`."""
     from steadygrad_recipes.tuning import open_mmdit
 
     return open_mmdit(config)

@@ -1,7 +1,7 @@
 """The settings of the mmdit recipe: plain frozen values, checked on construction, no torch.
 
 The parts `optimizer`, `training` and `loss` and their fields are those of the document that this training comes from;
-its YAML is read as it stands. What it does not speak of (data, model, diffusion, sampling) has parts of its own.
+its YAML is read as it stands. What it does not cover (data, model, diffusion, sampling) has its own parts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ PREDICTIONS = ("flow", "epsilon")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which texts and latents are learned."""
+    """Which texts and latents to learn."""
 
     path: str | None = None
-    """Folder of .safetensors or .npz files with `tokens`, `latents` and perhaps `mask`; None: a small made-up set."""
+    """Folder of .safetensors or .npz files with `tokens`, `latents`, optionally `mask`; None: a small made-up set."""
     val_fraction: float = 0.1
     """Share of the rows kept for validation when the folder has no `train` and `val` folders inside."""
     vocab_size: int | None = None
-    """Number of token ids; None: that of vocab.json, or the largest id plus one."""
+    """Number of token ids; None: taken from vocab.json, or the largest id plus one."""
     pad_token_id: int | None = None
-    """Places with this token are no text; None: every place is, unless the files have a `mask`."""
+    """Positions with this token are padding; None: every position is text, unless the files have a `mask`."""
     skip_bad_rows: bool = False
-    """True: rows that cannot be learned from are left out, and told; False: they end the program, and are told."""
+    """True: leave out rows that cannot be learned from, and report them; False: report them and end the program."""
     num_synthetic: int = 4096
-    """Rows of the made-up set."""
+    """Number of rows in the made-up set."""
 
     def __post_init__(self) -> None:
         require_numbers(self, zero=("pad_token_id",))
@@ -41,18 +41,18 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """How large the transformer is. hidden_size 1024 with num_layers 23 and num_heads 16 has about 892M parameters."""
+    """Size of the transformer. hidden_size 1024 with num_layers 23 and num_heads 16 has about 892M parameters."""
 
     hidden_size: int = 256
     """Width of both streams."""
     num_layers: int = 6
-    """Blocks; each has weights of its own for text and for latents, and one attention over both."""
+    """Number of blocks; each has separate weights for text and for latents, and one attention over both."""
     num_heads: int = 4
-    """Heads of the attention; they divide the width."""
+    """Number of attention heads; must divide the width."""
     mlp_ratio: int = 4
-    """Width of the hidden layer in each block's MLP, in widths."""
+    """Width of the hidden layer in each block's MLP, as a multiple of the width."""
     qk_norm: bool = True
-    """Bring queries and keys to unit size: attention scores that grow without bound are what breaks in bf16."""
+    """Normalise queries and keys to unit size: attention scores that grow without bound are what breaks in bf16."""
 
     def __post_init__(self) -> None:
         require_numbers(self)
@@ -62,12 +62,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """What is hidden from the model, and what it answers."""
+    """What is hidden from the model, and what it predicts."""
 
     prediction: str = "flow"
     """What is predicted for latents: `flow` (noise minus latent) or `epsilon` (the noise)."""
     independent_times: bool = True
-    """True: text and latents are hidden by amounts of their own, so that either can be sampled from the other."""
+    """True: text and latents are hidden by independent amounts, so that either can be sampled from the other."""
 
     def __post_init__(self) -> None:
         require_numbers(self)
@@ -81,11 +81,11 @@ class OptimizerConfig:
     lr: float = 5e-5
     """Learning rate after the warm-up."""
     grad_clip_norm: float = 0.5
-    """Gradients are clipped to this norm; 0: to 1.0, never left unclipped."""
+    """Norm to clip gradients to; 0: 1.0, gradients are never left unclipped."""
     weight_decay: float = 0.01
-    """Decay of matrices; biases, norms and embeddings have none."""
+    """Weight decay of matrices; biases, norms and embeddings have none."""
     beta2: float = 0.95
-    """How long Adam remembers squared gradients; below 0.999 it follows a change of their size in time."""
+    """How long Adam remembers squared gradients; below 0.999 it adapts to a change in their size in time."""
 
     def __post_init__(self) -> None:
         require_numbers(self, zero=("weight_decay", "grad_clip_norm"), infinite=("grad_clip_norm",))
@@ -94,16 +94,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(TrainingSettings):
-    """How long and in which steps."""
+    """How long to train, and in which steps."""
 
     warmup_steps: int = 2000
-    """Steps over which the learning rate climbs; a cosine brings it down after them."""
+    """Steps over which the learning rate rises; a cosine lowers it afterwards."""
     dtype: Precision = Precision.BF16
     """Number format of the matrix products; losses and norms are computed in fp32."""
     gradient_accumulation_steps: int = 2
-    """Batches that make one step."""
+    """Batches accumulated into one step."""
     train_batch_size: int = 4
-    """Rows of a batch."""
+    """Rows per batch."""
     max_steps: int | None = None
     """Steps after which training ends, whatever the epochs say."""
     ema_decay: float | None = None
@@ -111,9 +111,9 @@ class TrainingConfig(TrainingSettings):
     device: str = "auto"
     """cpu, cuda, cuda:1, or auto: cuda where there is one."""
     max_recoveries: int = 3
-    """How often a training that was halted goes on by itself from its last good checkpoint; 0: never."""
+    """How often a halted training continues automatically from its last good checkpoint; 0: never."""
     recovery_lr_factor: float = 0.6
-    """What the learning rate is multiplied by then: 5e-5 becomes 3e-5."""
+    """Factor applied to the learning rate then: 5e-5 becomes 3e-5."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", as_enum(Precision, self.dtype, "TrainingConfig.dtype"))
@@ -125,18 +125,18 @@ class TrainingConfig(TrainingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What the two losses weigh."""
+    """Weights of the two losses."""
 
     loss_scale: float = 1.0
     """Factor on the whole loss before backward; the record holds the loss with it."""
     text_loss_weight: float = 1.0
     """Factor of the masked text loss."""
     latent_loss_weight: float = 0.1
-    """Factor of the latent loss, which is 4 / (size of a latent) at most: a larger one makes latents learn sooner."""
+    """Factor of the latent loss, which is at most 4 / (size of a latent): a larger one makes latents learn sooner."""
     normalize_latents: bool = True
     """Compare directions: predictions and targets at unit length. False: plain squared error, which can overflow."""
     ceiling: float = 100.0
-    """Each loss is held at this; beyond it a batch teaches nothing."""
+    """Ceiling of each loss; beyond it a batch teaches nothing."""
 
     def __post_init__(self) -> None:
         require_numbers(self, zero=("text_loss_weight", "latent_loss_weight"), infinite=("ceiling",))
@@ -144,16 +144,16 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """What `--sample` makes."""
+    """What `--sample` generates."""
 
     num_samples: int = 8
-    """Pairs of text and latents."""
+    """Number of pairs of text and latents."""
     num_steps: int = 32
-    """Steps from nothing to a sample."""
+    """Number of steps from nothing to a sample."""
     temperature: float = 1.0
     """Below 1: likelier words are preferred."""
     seed: int = 0
-    """Where the samples begin."""
+    """Seed of the samples."""
 
     def __post_init__(self) -> None:
         require_numbers(self, zero=("seed",), infinite=("temperature",))
@@ -175,7 +175,7 @@ class MMDiTConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     protect: bool = True
-    """False: the loop that broke, for comparison. It looks for NaN in the norm alone, zeroes the gradients, goes on."""
+    """False: the loop that broke, for comparison. It checks only the norm for NaN, zeroes the gradients, continues."""
 
     def __post_init__(self) -> None:
         require_numbers(self)

@@ -1,8 +1,8 @@
-"""A folder of tokenised texts with latents -> rows to train and to validate on.
+"""A folder of tokenised texts with latents -> rows for training and validation.
 
-Every row is looked at once, when it is read: ids inside the vocabulary, at least one word, latents that are finite. A
-row that fails is named with its file and number, never lost in silence. Files are read as tensors only: nothing in them
-is run. All rows are held in memory, in the dtype they were stored in.
+Every row is checked once, when it is read: ids inside the vocabulary, at least one word, finite latents. A row that
+fails is named with its file and number, never lost silently. Files are read as tensors only: nothing in them is run.
+All rows are held in memory, in the dtype they were stored in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steadygrad_recipes.mmdit.model import Shapes
 ENDINGS = (".safetensors", ".npz")
 FORMAT = "tokens [N, L] of whole numbers, latents [N, D] or [N, T, D], and perhaps mask [N, L]"
 MAX_TOLD = 5
-"""Bad rows that are named; the others are counted."""
+"""Number of bad rows that are named; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,33 @@ class Rows(Dataset[dict[str, Tensor]]):
         }
 
     def take(self, index: Tensor | slice) -> Rows:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(self.tokens[index], self.mask[index], self.latents[index])
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a training is about."""
+    """The data of a training."""
 
     train: Rows
     val: Rows
     vocab_size: int
     vocab: tuple[str, ...] | None
-    """The words, by id; None: not known."""
+    """The words, by id; None: unknown."""
     notes: tuple[str, ...] = ()
-    """What a person should be told: rows that were left out."""
+    """Lines to report: rows that were left out."""
     left_out: tuple[str, ...] = ()
     """All of those rows, each with its file, its number and its fault."""
 
     @property
     def shapes(self) -> Shapes:
-        """What of it decides the shape of the model."""
+        """Sizes of the data that determine the shape of the model."""
         _, num_latents, dim = self.train.latents.shape
         return Shapes(self.vocab_size, self.train.tokens.shape[1], num_latents, dim)
 
 
 def read_corpus(config: DataConfig) -> Corpus:
-    """The rows of `config.path`: its `train` and `val` folders, or its files split by `val_fraction`, the end apart."""
+    """Read the rows of `config.path`: its `train` and `val` folders, or its files with a `val_fraction` split off."""
     folder = Path(config.path or "")
     if not folder.is_dir():
         raise UsageError(
@@ -145,7 +145,7 @@ def _read_file(path: Path, config: DataConfig) -> Rows:
 
 
 def _read_arrays(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file."""
+    """Return the tensors of one file."""
     try:
         if path.suffix == ".npz":
             numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
@@ -156,7 +156,7 @@ def _read_arrays(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except UsageError:
         raise
-    except Exception as error:  # each library has its own exceptions for a file that is cut, pickled or no such file
+    except Exception as error:  # each library has its own exceptions for a file that is cut, pickled or of another type
         raise UsageError(f"{path} cannot be read: {error}. Write it again, as tensors: {FORMAT}.") from None
 
 
@@ -184,7 +184,7 @@ FAULTS: tuple[tuple[str, Callable[[Rows, int], Tensor]], ...] = (
     ("a latent that is NaN or Inf", lambda rows, _: ~rows.latents.float().isfinite().flatten(1).all(1)),
     ("a latent that is all zero", lambda rows, _: (rows.latents == 0).flatten(1).all(1)),
 )
-"""What makes a row useless: its name, and which rows have it."""
+"""What makes a row unusable: the fault's name, and a function that finds the rows that have it."""
 
 
 def _is_outside(rows: Rows, vocab_size: int) -> Tensor:
@@ -194,7 +194,7 @@ def _is_outside(rows: Rows, vocab_size: int) -> Tensor:
 def _check_rows(
     parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list[str], left_out: list[str], *, skip: bool
 ) -> Rows:
-    """All rows that can be learned from; the others are an error, or with `skip` a note and listed."""
+    """Return all rows that can be learned from; the others raise an error, or with `skip` are noted and listed."""
     kept, told = [], []
     for path, rows in parts:
         bad = torch.zeros(len(rows), dtype=torch.bool)
@@ -213,7 +213,7 @@ def _check_rows(
         notes.append(f"left out {count}: {text}")
         left_out += told
     rows = Rows(*(torch.cat(column) for column in zip(*((r.tokens, r.mask, r.latents) for r in kept))))
-    tokens = torch.where(rows.mask, rows.tokens, 0)  # what stands on padding may be any number: -100, say
+    tokens = torch.where(rows.mask, rows.tokens, 0)  # padding positions may hold any number, such as -100
     return Rows(tokens, rows.mask, rows.latents)
 
 
@@ -225,9 +225,9 @@ def _split(rows: Rows, fraction: float, folder: Path) -> tuple[Rows, Rows]:
 
 
 def measure_rows(rows: Rows) -> dict[str, Tensor]:
-    """What the model keeps of the data: mean and spread of each dimension, mean length of a latent, text lengths.
+    """Measure what the model keeps of the data: mean and spread of each dimension, mean latent length, text lengths.
 
-    A dimension that never changes has spread 1: nothing is divided by 0.
+    A dimension that never changes gets spread 1, so that nothing is divided by 0.
     """
     flat = rows.latents.double().flatten(0, 1)  # [N T, D]
     mean, std = flat.mean(0), flat.std(0, correction=0)
@@ -242,7 +242,7 @@ def measure_rows(rows: Rows) -> dict[str, Tensor]:
 
 
 def write_rows(path: Path, rows: Rows) -> None:
-    """Rows as a .safetensors file that `read_corpus` reads."""
+    """Write rows as a .safetensors file that `read_corpus` reads."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,11 +250,11 @@ def write_rows(path: Path, rows: Rows) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-# --- data that is made --------------------------------------------------------------------------------------------
+# --- generated data -----------------------------------------------------------------------------------------------
 # A small made-up corpus: sentences about coloured shapes, and latents that show the same things.
 #
 # "a small red circle with a large blue square": four latents, two for each thing (its colour and size; its shape), as
-# sums of fixed codes with a little noise. Each side says much about the other, and neither all: a model that looks at
+# sums of fixed codes with a little noise. Each side says much about the other, but not everything: a model that uses
 # both beats any that counts words.
 
 
@@ -269,9 +269,9 @@ NOISE = 0.1
 
 
 def make_corpus(num_rows: int, *, seed: int = 0, val_fraction: float = 0.1) -> Corpus:
-    """The same rows for the same `seed`."""
+    """Generate rows, the same for the same `seed`."""
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randn(len(VOCAB) + 1, DIM, generator=generator)  # the last one: nothing is there
+    codes = torch.randn(len(VOCAB) + 1, DIM, generator=generator)  # the last one means: nothing there
     picks = [_pick(group, (num_rows, 2), generator) for group in (SIZES, COLOURS, SHAPES)]  # each [N, 2]
     joint = _pick(JOINTS, (num_rows, 1), generator)
     has_two = torch.rand(num_rows, 1, generator=generator) < 0.7
@@ -290,7 +290,7 @@ def _pick(group: tuple[str, ...], shape: tuple[int, int], generator: torch.Gener
 
 
 def _show(picks: list[Tensor], has_two: Tensor, codes: Tensor, generator: torch.Generator) -> Tensor:
-    """Latents [N, 4, D] of what the sentence says."""
+    """Return the latents [N, 4, D] of what the sentence says."""
     size, colour, shape = picks
     latents = torch.stack([codes[colour] + 0.5 * codes[size], codes[shape]], dim=2)  # [N, 2 things, 2, D]
     latents[:, 1] = torch.where(has_two.unsqueeze(-1), latents[:, 1], codes[-1])

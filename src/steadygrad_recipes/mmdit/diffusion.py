@@ -1,9 +1,9 @@
-"""How text and latents are hidden, and how they are found again.
+"""How text and latents are hidden, and how they are recovered.
 
 Text is hidden by masks: at time t each word is hidden with probability t. Latents and noise lie on one sphere, of
 radius sqrt(dimension), and at time t a latent is the point (1 - t) latent + t noise of the chord between them. So the
-direction of the flow (or of the noise) says all: the loss may compare directions only, and no sampling step divides by
-a number that goes to 0. Everything is drawn from the generator that is given, or from torch's own.
+direction of the flow (or of the noise) determines everything: the loss may compare directions only, and no sampling
+step divides by a number that goes to 0. Everything is drawn from the given generator, or from torch's own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from steadygrad.losses import safe_normalize
 
 @dataclass(frozen=True)
 class Hidden:
-    """A batch as the model sees it, and what it should answer."""
+    """A batch as the model sees it, and what it should predict."""
 
     tokens: Tensor
-    """[B, L], the hidden ones replaced by the mask token."""
+    """[B, L], hidden words replaced by the mask token."""
     real: Tensor
     """[B, L], False on padding."""
     is_hidden: Tensor
-    """[B, L], True where a word is to be found."""
+    """[B, L], True where a word is to be predicted."""
     words: Tensor
     """[B, L], the words."""
     noisy: Tensor
@@ -67,27 +67,27 @@ def hide(
 
 
 def draw_times(num: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Times in (0, 1], one from each of `num` equal parts, in random order: batches differ less than by chance."""
+    """Draw times in (0, 1], one from each of `num` equal parts, in random order: batches vary less than by chance."""
     jitter = torch.rand(num, device=device, generator=generator)
     order = torch.rand(num, device=device, generator=generator).argsort()
     return 1 - (order + jitter) / num
 
 
 def draw_noise(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A random point of the sphere for each vector of `like`."""
+    """Return a random point of the sphere for each vector of `like`."""
     return onto_sphere(torch.randn(like.shape, device=like.device, generator=generator))
 
 
 def onto_sphere(x: Tensor) -> Tensor:
-    """Each vector at length sqrt(dimension)."""
+    """Scale each vector to length sqrt(dimension)."""
     return safe_normalize(x.float()) * math.sqrt(x.shape[-1])
 
 
 def find_clean(noisy: Tensor, answer: Tensor, time: Tensor, prediction: str) -> Tensor:
-    """The latents that the model means by the direction of its answer, on the sphere.
+    """Return the latents on the sphere that the direction of the model's answer points to.
 
-    By `flow`: where the ray from the noisy point against the flow meets the sphere. The noisy point is a point of a
-    chord, so it lies inside and there is one such place. By `epsilon`: where the chord from that noise ends.
+    With `flow`: where the ray from the noisy point against the flow meets the sphere. The noisy point is on a chord,
+    so it is inside the sphere and there is one such place. With `epsilon`: where the chord from that noise ends.
     """
     direction = safe_normalize(answer.float())
     if prediction == "epsilon":
@@ -100,6 +100,6 @@ def find_clean(noisy: Tensor, answer: Tensor, time: Tensor, prediction: str) -> 
 
 
 def go_back(noisy: Tensor, clean: Tensor, time: float, earlier: float) -> Tensor:
-    """The point of the chord at the `earlier` time, whose clean end is `clean` and which goes through `noisy`."""
+    """Return the point at the `earlier` time on the chord that ends at `clean` and passes through `noisy`."""
     noise = onto_sphere(noisy - (1 - time) * clean)
     return (1 - earlier) * clean + earlier * noise

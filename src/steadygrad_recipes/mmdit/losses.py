@@ -1,8 +1,8 @@
-"""Answers of the model -> `text_loss` and `latent_loss`, each a finite number for finite answers.
+"""Model answers -> `text_loss` and `latent_loss`, each a finite number for finite answers.
 
 The text loss is the cross entropy over hidden words, the latent loss the squared error between unit vectors. Both come
-from `steadygrad.losses`: a batch in which nothing is hidden is a zero that is connected to the graph, and no epsilon is
-needed. NaN is not hidden: Guard must see it.
+from `steadygrad.losses`: a batch in which nothing is hidden gives a zero connected to the graph, and no epsilon is
+needed. NaN is not hidden: the Guard must see it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class JointLoss:
         self._sum = Loss(text_loss=scale * config.text_loss_weight, latent_loss=scale * config.latent_loss_weight)
 
     def __call__(self, logits: Tensor, prediction: Tensor, hidden: Hidden) -> dict[str, Tensor]:
-        """`loss`, which is the weighted sum times `loss_scale`, and the two without their weights."""
+        """Return `loss`, the weighted sum times `loss_scale`, and the two losses without their weights."""
         text = masked_cross_entropy(logits, hidden.words, mask=hidden.is_hidden, dim=-1, ceiling=self.config.ceiling)
         return self._sum(text_loss=text, latent_loss=self._compare(prediction, hidden.target))
 

@@ -1,7 +1,7 @@
-"""A model on unseen rows -> how well it finds hidden words and latents; and what one gets without a model.
+"""A model on unseen rows -> how well it recovers hidden words and latents; and the same without a model.
 
-What is hidden is drawn from a generator of its own, the same at every validation, so that two validations differ by the
-model alone and training is not disturbed.
+What is hidden is drawn from a separate generator, the same at every validation, so that two validations differ only
+by the model and training is not disturbed.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from steadygrad_recipes.mmdit.model import MMDiT
 
 Batch = dict[str, Tensor]
 SEED = 7919
-"""Of what is hidden in a validation."""
+"""Seed of what is hidden in a validation."""
 
 
 def place_on_sphere(model: MMDiT, latents: Tensor) -> Tensor:
-    """Latents as they were stored -> as the model sees them."""
+    """Convert stored latents to what the model sees."""
     return onto_sphere((latents.float() - model.latent_mean) / model.latent_std)
 
 
 def take_from_sphere(model: MMDiT, latents: Tensor) -> Tensor:
-    """The way back; each gets the mean length, since its own is not learned."""
+    """Undo it; each latent gets the mean length, since its own is not learned."""
     radius = math.sqrt(latents.shape[-1])
     return latents * (model.latent_norm / radius) * model.latent_std + model.latent_mean
 
 
 def hide_batch(model: MMDiT, batch: Batch, config: MMDiTConfig, generator: torch.Generator | None = None) -> Hidden:
-    """A batch of rows as the model is asked about it."""
+    """Prepare a batch of rows as input for the model."""
     return hide(
         batch["tokens"],
         batch["mask"],
@@ -49,14 +49,14 @@ def hide_batch(model: MMDiT, batch: Batch, config: MMDiTConfig, generator: torch
 
 
 def ask(model: MMDiT, hidden: Hidden) -> tuple[Tensor, Tensor]:
-    """Logits and latent prediction for what is hidden."""
+    """Return logits and latent prediction for what is hidden."""
     logits, prediction = model(hidden.tokens, hidden.real, hidden.noisy, hidden.text_time, hidden.latent_time)
     return logits, prediction
 
 
 @torch.no_grad()
 def evaluate(model: MMDiT, batches: Iterable[Batch], config: MMDiTConfig) -> dict[str, float]:
-    """`loss`, `text_loss`, `latent_loss`, `text_accuracy` and `latent_cosine`, each the mean over the rows.
+    """Return `loss`, `text_loss`, `latent_loss`, `text_accuracy` and `latent_cosine`, each the mean over the rows.
 
     A text loss is the mean over the hidden words of all batches.
     """
@@ -93,10 +93,10 @@ def _hide_all(model: MMDiT, batches: Iterable[Batch], config: MMDiTConfig) -> It
 
 @torch.no_grad()
 def measure_baseline(model: MMDiT, train: Rows, batches: Iterable[Batch], config: MMDiTConfig) -> dict[str, float]:
-    """The same losses without a model: words by how often they stand at a place, latents by what is seen of them.
+    """Return the same losses without a model: words by their frequency at a position, latents by what is visible.
 
-    The answer for latents is the noisy point itself, towards it or away from it as the time says: the best that there
-    is without knowing anything of the data.
+    The answer for latents is the noisy point itself, towards it or away from it depending on the time: the best
+    possible without knowing anything about the data.
     """
     text, num_words, latent, num_rows = 0.0, 0, 0.0, 0
     counts = torch.zeros(train.tokens.shape[1], model.shapes.vocab_size, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""MMDiT: hidden text, noisy latents and how much is hidden of each -> words for the hidden places, a direction.
+"""MMDiT: hidden text, noisy latents and how much is hidden of each -> words for the hidden positions, a direction.
 
-Two streams with weights of their own and one attention over both, as in arXiv 2403.03206. The model also keeps what it
-must know of the data (mean and spread of the latents, lengths of the texts), so that a checkpoint alone can sample.
-Padding is never attended to; what stands there is answered, and means nothing.
+Two streams with separate weights and one attention over both, as in arXiv 2403.03206. The model also stores what it
+must know about the data (mean and spread of the latents, lengths of the texts), so that a checkpoint alone can sample.
+Padding is never attended to; answers at padding positions are meaningless.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from steadygrad_recipes.mmdit.config import ModelConfig
 
 GATE_STD = 0.02
-"""Gates and scales begin near 0, so that each block begins near the identity; not at 0, where half of the parameters
+"""Gates and scales start near 0, so that each block starts near the identity; not at 0, where half of the parameters
 would have no gradient at the first step."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What of the data decides the shape of the model."""
+    """Sizes of the data that determine the shape of the model."""
 
     vocab_size: int
     """The mask token is one more, with this id."""
@@ -72,7 +72,7 @@ class MMDiT(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor, latents: Tensor, text_time: Tensor, latent_time: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, L, V] and latent prediction [B, T, D]; `real` is False on padding, times are in [0, 1]."""
+        """Return logits [B, L, V] and latent prediction [B, T, D]; `real` is False on padding, times are in [0, 1]."""
         text = self.words(tokens) + self.word_places[: tokens.shape[1]]  # [B, L, W]
         image = self.latent_input(latents) + self.latent_places  # [B, T, W]
         condition = F.silu(self.text_time(text_time) + self.latent_time(latent_time))  # [B, W]
@@ -90,7 +90,7 @@ class JointBlock(nn.Module):
         self.text, self.latents = Stream(config), Stream(config)
 
     def forward(self, text: Tensor, latents: Tensor, condition: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Both streams, each of them changed by what it saw in both."""
+        """Return both streams, each updated by attention over both."""
         shifts = [stream.modulate(condition) for stream in (self.text, self.latents)]
         parts = [s.project(x, m) for s, x, m in zip((self.text, self.latents), (text, latents), shifts)]
         query, key, value = (torch.cat(pair, dim=2) for pair in zip(*parts))  # [B, H, L + T, head]
@@ -101,7 +101,7 @@ class JointBlock(nn.Module):
 
 
 class Stream(nn.Module):
-    """What one modality has for itself in a block."""
+    """The weights of one modality in a block."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -117,26 +117,26 @@ class Stream(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def modulate(self, condition: Tensor) -> tuple[Tensor, ...]:
-        """Shift, scale and gate of attention, then of the MLP; each [B, 1, W]."""
+        """Return shift, scale and gate of attention, then of the MLP; each [B, 1, W]."""
         return self.modulation(condition).unsqueeze(1).chunk(6, dim=-1)  # type: ignore[no-any-return]
 
     def project(self, x: Tensor, shifts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value [B, H, N, head]."""
+        """Return query, key and value [B, H, N, head]."""
         qkv = self.qkv(normalize_and_shift(x, shifts[0], shifts[1]))
         query, key, value = qkv.unflatten(-1, (3, self._num_heads, -1)).permute(2, 0, 3, 1, 4)
         return normalize_heads(query, self.query_scale), normalize_heads(key, self.key_scale), value
 
     def finish(self, x: Tensor, mixed: Tensor, shifts: tuple[Tensor, ...]) -> Tensor:
-        """The stream with what attention brought, and its MLP."""
+        """Return the stream after adding the attention output and applying its MLP."""
         x = x + shifts[2] * self.out(mixed)
         hidden = F.gelu(self.up(normalize_and_shift(x, shifts[3], shifts[4])), approximate="tanh")
         return x + shifts[5] * self.down(hidden)  # type: ignore[no-any-return]
 
 
 class Output(nn.Module):
-    """A last norm that knows how much was hidden, and a projection.
+    """A final norm conditioned on how much was hidden, and a projection.
 
-    It does not begin at 0: a prediction of 0 has no direction, and a loss of directions no gradient there.
+    It does not start at 0: a prediction of 0 has no direction, so a loss on directions has no gradient there.
     """
 
     def __init__(self, width: int, size: int) -> None:
@@ -170,17 +170,17 @@ class TimeEmbedding(nn.Module):
 
 
 def normalize_and_shift(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """LayerNorm without weights of its own, then what the condition makes of it."""
+    """LayerNorm without weights of its own, then shifted and scaled by the condition."""
     return F.layer_norm(x.float(), x.shape[-1:]) * (1 + scale) + shift
 
 
 def normalize_heads(x: Tensor, scale: Tensor | None) -> Tensor:
-    """Each head's vector at unit size, in fp32, back in the dtype of `x`: attention wants one dtype for all three."""
+    """Scale each head's vector to unit size in fp32, then cast back: attention needs one dtype for all three."""
     return x if scale is None else F.rms_norm(x.float(), x.shape[-1:], scale.float(), 1e-6).to(x.dtype)
 
 
 def group_parameters(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """For AdamW: matrices with decay; biases, scales, places and embeddings without."""
+    """Return AdamW's groups: matrices with decay; biases, scales, positions and embeddings without."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     free = {name for name, _ in model.named_parameters() if name.endswith("_places")}
     decayed: list[nn.Parameter] = []

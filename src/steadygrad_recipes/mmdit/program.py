@@ -1,7 +1,7 @@
 """The program: settings and a run directory in, a trained model, its record and its samples out.
 
-A training that is halted goes on by itself from its last good checkpoint, at a lower learning rate, a few times at
-most; one that is resumed later keeps that rate, unless another is asked for.
+A halted training continues automatically from its last good checkpoint, at a lower learning rate, a few times at
+most; one that is resumed later keeps that rate, unless a different one is given.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 VAL_BATCH = 64
 LEFT_OUT = "left_out.txt"
 NUM_SHOWN = 3
-"""Sampled texts that are shown."""
+"""Number of sampled texts shown."""
 Loader = DataLoader[Batch]
 
 
 class Teller(Protocol):
-    """Where lines go."""
+    """Where lines are printed."""
 
     def say(self, text: str = "", style: str = "") -> None:
-        """One line."""
+        """Print one line."""
 
 
 def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Teller) -> int:
-    """Train, tell, and leave samples in the run directory; 0 when the training reached its end."""
+    """Train, report, and leave samples in the run directory; returns 0 when the training reached its end."""
     corpus = load_corpus(config)
     for note in corpus.notes:
         console.say(note, "yellow")
@@ -84,7 +84,7 @@ def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | Non
 def train_with_recovery(
     trainer: MMDiTTrainer, corpus: Corpus, loaders: tuple[Loader, Loader], console: Teller
 ) -> MMDiTTrainer:
-    """Train to the end; what was halted goes on from the last good checkpoint, with the trainer that is returned."""
+    """Train to the end; after a halt, continue from the last good checkpoint, with the trainer that is returned."""
     left = trainer.recipe.training.max_recoveries
     while True:
         try:
@@ -99,7 +99,7 @@ def train_with_recovery(
 
 
 def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrainer | None:
-    """A trainer that goes on from the last good checkpoint, at a lower rate; None when there is none."""
+    """Return a trainer that continues from the last good checkpoint, at a lower rate; None when there is none."""
     config, run_dir = halted.recipe, halted.run_dir
     if run_dir is None:
         return None
@@ -114,7 +114,7 @@ def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrai
 
 
 def check_precision(config: MMDiTConfig, console: Teller) -> MMDiTConfig:
-    """fp32 in the place of a half precision that would end the process: some CPUs advertise it and fault on it."""
+    """Use fp32 instead of a half precision that would crash the process: some CPUs advertise it and fault on it."""
     dtype, on_cpu = config.training.dtype, choose_device(config.training.device).type == "cpu"
     if dtype is Precision.FP32 or not on_cpu or half_matmul_works(dtype):
         return config
@@ -123,7 +123,7 @@ def check_precision(config: MMDiTConfig, console: Teller) -> MMDiTConfig:
 
 
 def warn_of_warmup(config: MMDiTConfig, num_batches: int, console: Teller) -> None:
-    """A word where the learning rate never gets to what was asked for: little data, and a warm-up meant for much."""
+    """Warn when the learning rate never reaches its setting: little data, and a warm-up meant for much."""
     training = config.training
     num_steps = count_steps(
         num_batches,
@@ -144,7 +144,7 @@ def _set_rate(config: MMDiTConfig, rate: float) -> MMDiTConfig:
 
 
 def load_corpus(config: MMDiTConfig) -> Corpus:
-    """The rows of the user's folder, or the made-up ones."""
+    """Read the rows of the user's folder, or generate them."""
     data = config.data
     if data.path is not None:
         return read_corpus(data)
@@ -152,7 +152,7 @@ def load_corpus(config: MMDiTConfig) -> Corpus:
 
 
 def make_trainer(config: MMDiTConfig, corpus: Corpus, run_dir: Path | None, console: Teller) -> MMDiTTrainer:
-    """A trainer with a new model, the same for the same seed."""
+    """Build a trainer with a new model, the same for the same seed."""
     torch.manual_seed(config.training.seed)
     with choose_device(config.training.device):
         model = MMDiT(config.model, corpus.shapes)
@@ -162,7 +162,7 @@ def make_trainer(config: MMDiTConfig, corpus: Corpus, run_dir: Path | None, cons
 
 
 def make_loaders(config: MMDiTConfig, corpus: Corpus) -> tuple[Loader, Loader]:
-    """Batches to train on, in random order, and to validate on."""
+    """Return batches for training, in random order, and for validation."""
     size = config.training.train_batch_size
     pinned = choose_device(config.training.device).type == "cuda"
     train_loader = DataLoader(corpus.train, size, shuffle=True, drop_last=len(corpus.train) >= size, pin_memory=pinned)
@@ -170,7 +170,7 @@ def make_loaders(config: MMDiTConfig, corpus: Corpus) -> tuple[Loader, Loader]:
 
 
 def tell_end(trainer: MMDiTTrainer, baseline: Mapping[str, float], console: Teller) -> None:
-    """What was reached, beside what one gets without a model."""
+    """Print the result, next to what is possible without a model."""
     last = trainer.val_history[-1] if trainer.val_history else {}
     for name, without in baseline.items():
         if name in last:
@@ -178,7 +178,7 @@ def tell_end(trainer: MMDiTTrainer, baseline: Mapping[str, float], console: Tell
 
 
 def sample(config: MMDiTConfig, *, run_dir: Path, console: Teller) -> int:
-    """Draw new texts and latents from the best checkpoint of a run."""
+    """Sample new texts and latents from the best checkpoint of a run."""
     description = Description.read(run_dir)
     model = description.make_model()
     step = load_trained(run_dir, model)
@@ -191,7 +191,7 @@ def sample(config: MMDiTConfig, *, run_dir: Path, console: Teller) -> int:
 def write_samples(
     model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None, run_dir: Path, console: Teller
 ) -> Rows:
-    """`samples/samples.safetensors`, which can be trained on again, and `samples/samples.txt`, to be read."""
+    """Write `samples/samples.safetensors`, which can be trained on again, and `samples/samples.txt`, for reading."""
     rows = draw_samples(model, config.sampling, config.diffusion)
     folder = run_dir / "samples"
     write_rows(folder / "samples.safetensors", rows)
@@ -204,9 +204,9 @@ def write_samples(
 
 
 # --- what the run is ----------------------------------------------------------------------------------------------
-# `mmdit.json` of a run directory: what the model looks like, so that samples need no data, and how it went on.
+# `mmdit.json` of a run directory: the shape of the model, so that samples need no data, and its learning rates.
 #
-# Written aside and renamed. It holds plain values only.
+# Written to a temporary file and renamed. It holds plain values only.
 
 
 NAME = "mmdit.json"
@@ -214,26 +214,26 @@ NAME = "mmdit.json"
 
 @dataclass(frozen=True)
 class Description:
-    """What is written down."""
+    """The contents of that file."""
 
     shapes: dict[str, Any]
     model: dict[str, Any]
     vocab: list[str] | None
     asked_lr: float
-    """The learning rate of the settings."""
+    """The learning rate in the settings."""
     lr: float
-    """The one that is trained with: lower after a recovery."""
+    """The one used in training: lower after a recovery."""
 
     @classmethod
     def of(cls, config: MMDiTConfig, corpus: Corpus) -> Description:
-        """Of a training that begins."""
+        """Return the description of a new training."""
         words = None if corpus.vocab is None else list(corpus.vocab)
         rate = config.optimizer.lr
         return cls(dataclasses.asdict(corpus.shapes), to_plain(config.model), words, rate, rate)
 
     @classmethod
     def read(cls, run_dir: Path) -> Description:
-        """Of a run."""
+        """Read the description of a run."""
         try:
             return cls(**json.loads((run_dir / NAME).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
@@ -242,12 +242,12 @@ class Description:
             ) from None
 
     def write(self, run_dir: Path) -> None:
-        """Whole or not at all."""
+        """Write it, atomically."""
         run_dir.mkdir(parents=True, exist_ok=True)
         aside = run_dir / f"{NAME}.tmp"
         aside.write_text(json.dumps(dataclasses.asdict(self)) + "\n", encoding="utf-8")
         aside.replace(run_dir / NAME)
 
     def make_model(self) -> MMDiT:
-        """An untrained model of this shape."""
+        """Build an untrained model of this shape."""
         return MMDiT(build(ModelConfig, self.model), Shapes(**self.shapes))

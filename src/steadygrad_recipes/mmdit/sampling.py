@@ -1,7 +1,7 @@
-"""A trained model -> new pairs of text and latents, found together from nothing.
+"""A trained model -> new pairs of text and latents, generated together from nothing.
 
-Begins with every word hidden and latents of pure noise. At each step the model answers for both; some hidden words are
-drawn from its answer, and the latents move along the chord to the ones it means. Nothing here divides by a time.
+Starts with every word hidden and latents of pure noise. At each step the model answers for both; some hidden words
+are drawn from its answer, and the latents move along the chord to the ones it predicts. Nothing here divides by a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def draw_samples(
     texts: Rows | None = None,
     latents: Tensor | None = None,
 ) -> Rows:
-    """New rows. With `texts` their words stay and latents are found for them; with `latents` [N, T, D] the reverse."""
+    """Generate rows. With `texts`, find latents for these words; with `latents` [N, T, D], find the words."""
     generator = torch.Generator(device=model.latent_mean.device).manual_seed(sampling.seed)
     num = len(texts) if texts is not None else len(latents) if latents is not None else sampling.num_samples
     tokens, real = _begin_text(model, num, texts, generator)
@@ -43,7 +43,7 @@ def draw_samples(
 
 
 def _begin_text(model: MMDiT, num: int, given: Rows | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens and where there is text: what was given, or all hidden."""
+    """Return tokens and where there is text: the given ones, or all hidden."""
     device = model.latent_mean.device
     if given is not None:
         return given.tokens.to(device).long(), given.mask.to(device)
@@ -52,7 +52,7 @@ def _begin_text(model: MMDiT, num: int, given: Rows | None, generator: torch.Gen
 
 
 def _begin_latents(model: MMDiT, num: int, given: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Latents on the sphere: what was given, or noise."""
+    """Return latents on the sphere: the given ones, or noise."""
     device, shape = model.latent_mean.device, model.shapes
     if given is not None:
         return place_on_sphere(model, given.to(device))
@@ -60,7 +60,7 @@ def _begin_latents(model: MMDiT, num: int, given: Tensor | None, generator: torc
 
 
 def _draw_lengths(model: MMDiT, num: int, generator: torch.Generator) -> Tensor:
-    """Masks [num, L] of texts as long as those that were learned."""
+    """Return masks [num, L] for texts of the lengths seen in training."""
     counts = model.length_counts
     counts = counts if counts.sum() > 0 else torch.eye(len(counts), device=counts.device)[-1]
     lengths = torch.multinomial(counts, num, replacement=True, generator=generator)
@@ -70,7 +70,7 @@ def _draw_lengths(model: MMDiT, num: int, generator: torch.Generator) -> Tensor:
 def _reveal(
     model: MMDiT, tokens: Tensor, logits: Tensor, keep: float, temperature: float, generator: torch.Generator
 ) -> Tensor:
-    """Draw a word for each hidden place, and show each with probability 1 - keep."""
+    """Draw a word for each hidden position, and reveal each with probability 1 - keep."""
     chances = (logits.float() / temperature).softmax(-1)
     words = torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view_as(tokens)
     shown = torch.rand(tokens.shape, device=tokens.device, generator=generator) >= keep
@@ -78,7 +78,7 @@ def _reveal(
 
 
 def spell(rows: Rows, vocab: tuple[str, ...] | None) -> list[str]:
-    """Each text as a line: words where they are known, ids otherwise."""
+    """Format each text as a line: words where they are known, ids otherwise."""
     lines = []
     for tokens, mask in zip(rows.tokens, rows.mask):
         ids = tokens[mask].tolist()

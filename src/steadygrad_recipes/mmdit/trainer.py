@@ -1,7 +1,7 @@
-"""MMDiTTrainer: the Trainer with this recipe's losses, optimizer, validation and lines on the terminal.
+"""MMDiTTrainer: the Trainer with this recipe's losses, optimizer, validation and terminal output.
 
 Skipping, clipping, recovery and the record are the Guard's. Without protection the optimizer is stepped as in the
-program that broke: the norm is clipped, only NaN is looked for, gradients are zeroed and the step is made all the same.
+program that broke: the norm is clipped, only NaN is checked for, gradients are zeroed and the step is taken anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steadygrad_recipes.mmdit.metrics import Batch, ask, evaluate, hide_batch
 from steadygrad_recipes.mmdit.model import MMDiT, group_parameters
 
 DEFAULT_CLIP = 1.0
-"""Norm to clip at where none is set: never without."""
+"""Norm to clip at when none is set: there is always a limit."""
 
 
 class MMDiTTrainer(Trainer):
@@ -52,24 +52,24 @@ class MMDiTTrainer(Trainer):
             self.optimizer.register_step_pre_hook(old)  # type: ignore[union-attr]
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum, and `text_loss` and `latent_loss` for the record."""
+        """Return the weighted sum, and `text_loss` and `latent_loss` for the record."""
         hidden = hide_batch(self.model, batch, self.recipe)
         terms = self._criterion(*ask(self.model, hidden), hidden)
         return terms.pop("loss"), terms
 
     def evaluate(self, val_loader: Iterable[Batch]) -> dict[str, float]:
-        """Losses, accuracy of the words and cosine of the latents, on the same hidden places every time."""
+        """Return losses, word accuracy and latent cosine, on the same hidden positions every time."""
         return evaluate(self.model, val_loader, self.recipe)
 
     def build_optimizer(self, stage: Stage) -> Optimizers:  # noqa: ARG002
-        """AdamW; decay for matrices only."""
+        """Return AdamW; decay for matrices only."""
         settings = self.recipe.optimizer
         groups = group_parameters(self.model, settings.weight_decay)
         betas = (0.9, settings.beta2)
         return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=self.device.type == "cuda")
 
     def end_step(self, record: StepRecord) -> None:
-        """Tell a step that was skipped, and which loss did it."""
+        """Report a step that was skipped, and which loss caused it."""
         if not record.skipped:
             return
         if record.loss is not None and not math.isfinite(record.loss):
@@ -82,7 +82,7 @@ class MMDiTTrainer(Trainer):
 
     @property
     def trained(self) -> MMDiT:
-        """The model to use afterwards: the average of the weights where there is one."""
+        """The model to use afterwards: the averaged weights where there are any."""
         model = self.model if self.ema is None else self.ema.module
         assert isinstance(model, MMDiT)
         return model
@@ -93,7 +93,7 @@ class MMDiTTrainer(Trainer):
 
 
 def make_trainer_config(config: MMDiTConfig) -> TrainerConfig:
-    """What the shared loop must know."""
+    """Convert to the settings of the shared loop."""
     training = config.training
     return TrainerConfig(
         epochs=training.epochs,
@@ -119,7 +119,7 @@ def make_trainer_config(config: MMDiTConfig) -> TrainerConfig:
 def step_as_before(
     optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, *, settings: OptimizerConfig, tell: Callable[[], None]
 ) -> None:
-    """What the program that broke did before `optimizer.step()`. Inf passes: Inf · 0 is NaN, and that is stepped on."""
+    """Do what the program that broke did before `optimizer.step()`. Inf passes: Inf · 0 is NaN, and that is applied."""
     del args, kwargs
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = clip_grad_norm_(parameters, settings.grad_clip_norm or 1e6)

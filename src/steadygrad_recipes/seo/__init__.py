@@ -1,7 +1,7 @@
-"""The recipe `seo`: web pages -> scores that people who optimise for search engines know.
+"""The recipe `seo`: web pages -> the scores used in search engine optimisation.
 
-`steadygrad train seo` trains it, `steadygrad train seo --predict page.html` scores a page. torch is imported when it
-is needed, so that the command line can list the fields without it.
+`steadygrad train seo` trains it, `steadygrad train seo --predict page.html` scores a page. torch is imported only when
+needed, so that the command line can list the fields without it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ QUICK = {"epochs": 12, "num_synthetic": 400, "hidden": 64, "text_dim": 32, "num_
 
 
 def train(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
-    """Train; the exit code."""
+    """Train; returns the exit code."""
     from steadygrad_recipes.seo.program import train_seo
 
     return train_seo(config, run_dir=run_dir, resume=resume, console=console)
 
 
 def predict(config: UltraOptimizedConfig, path: str, *, run_dir: Path, console: Any) -> int:
-    """Print the scores of the page at `path`; the exit code."""
+    """Print the scores of the page at `path`; returns the exit code."""
     from steadygrad_recipes.seo.program import predict_page
 
     return predict_page(config, path, run_dir=run_dir, console=console)
 
 
 def open_target(config: UltraOptimizedConfig) -> Target:
-    """The training, built and not begun, for `steadygrad tune`."""
+    """Build the training, without starting it, for `steadygrad tune`."""
     from steadygrad_recipes.tuning import open_seo
 
     return open_seo(config)

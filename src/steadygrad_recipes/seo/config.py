@@ -10,7 +10,7 @@ from steadygrad.config.trainer import TrainerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class UltraOptimizedConfig(TrainerConfig):
-    """The settings of the SEO training: those of every Trainer, and its own."""
+    """The settings of the SEO training: those of every Trainer, plus its own."""
 
     max_grad_norm: float | None = 1.0
     """Gradient clipping threshold."""
@@ -23,31 +23,31 @@ class UltraOptimizedConfig(TrainerConfig):
     patience: int | None = 10
     """Early stopping patience, in validations."""
     precision: str = "auto"
-    """What use_amp means: auto, bf16 or fp16."""
+    """Format that use_amp selects: auto, bf16 or fp16."""
     epochs: int = 30
     """Passes over the training pages."""
     batch_size: int = 32
-    """Pages in a batch."""
+    """Pages per batch."""
     data: str | None = None
     """A folder of HTML pages with scores.csv or scores.jsonl, or a CSV or JSONL file; None: a synthetic set is made."""
     num_synthetic: int = 600
-    """Pages of the synthetic set."""
+    """Number of pages in the synthetic set."""
     val_share: float = 0.2
-    """Share of the pages that is kept for validation."""
+    """Share of the pages kept for validation."""
     hidden: int = 128
     """Width of the trunk."""
     num_layers: int = 2
-    """Residual blocks of the trunk."""
+    """Number of residual blocks in the trunk."""
     text_dim: int = 64
     """Width of the word vectors."""
     num_buckets: int = 8192
     """Words are hashed into so many rows of the table of word vectors."""
     max_words: int = 256
-    """Words of a page that are looked at."""
+    """Number of words of a page that are read."""
     dropout: float = 0.1
     """Dropout in the trunk."""
     tensorboard: bool = False
-    """Whether norms, losses, rates and actions go to TensorBoard too, in the run directory."""
+    """Whether to also log norms, losses, rates and actions to TensorBoard, in the run directory."""
 
     def __post_init__(self) -> None:
         if not self.use_amp:

@@ -1,4 +1,4 @@
-"""Rows -> tensors, a split, and loaders. What a feature, score or word becomes is decided here, once for all uses."""
+"""Rows -> tensors, a split, and loaders. The one place that decides how a feature, score or word is encoded."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from steadygrad_recipes.seo.readers import Row, list_features, read_rows
 from steadygrad_recipes.seo.synthetic import make_rows
 
 NAMES = "seo.json"
-"""Of a run directory: which features go in, which metrics come out."""
+"""File in the run directory: which features go in, which metrics come out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the columns of the tensors are."""
+    """Names of the tensors' columns."""
 
     features: tuple[str, ...]
     metrics: tuple[str, ...]
 
     def write(self, run_dir: Path) -> None:
-        """Keep them beside the run, for predictions."""
+        """Save them with the run, for predictions."""
         names = {"features": self.features, "metrics": self.metrics}
         (run_dir / NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, run_dir: Path) -> Names:
-        """Those of a run."""
+        """Load those of a run."""
         try:
             names = json.loads((run_dir / NAMES).read_text(encoding="utf-8"))
             return cls(tuple(names["features"]), tuple(names["metrics"]))
@@ -47,7 +47,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class SEOData:
-    """A set of pages, ready to be learnt from."""
+    """A set of pages, ready for training."""
 
     names: Names
     train: TensorDataset | Subset[Any]
@@ -56,18 +56,18 @@ class SEOData:
     """Rows that could not be used, each with its place and reason."""
 
     def make_loaders(self, batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-        """Batches of features, words, scores, and which of those were given: shuffled for training, else in order."""
+        """Return batches of features, words, scores and which are given: shuffled for training, else in order."""
         return DataLoader(self.train, batch_size, shuffle=True), DataLoader(self.val, 256)
 
     def train_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Features and scores of the training pages, and which were given: the model takes its scales from them."""
+        """Return features and scores of the training pages, and which were given; the model derives its scales."""
         columns = zip(*(self.train[i] for i in range(len(self.train))))
         features, _, scores, given = (torch.stack(column) for column in columns)
         return features, scores, given
 
 
 def load_data(config: UltraOptimizedConfig) -> SEOData:
-    """The pages that the config names, or synthetic ones."""
+    """Load the pages that the config names, or synthetic ones."""
     seed = 0 if config.seed is None else config.seed
     if config.data is None:
         return split_data(make_rows(config.num_synthetic, seed), [], config, seed)
@@ -76,7 +76,7 @@ def load_data(config: UltraOptimizedConfig) -> SEOData:
 
 
 def split_data(rows: list[Row], left_out: list[str], config: UltraOptimizedConfig, seed: int) -> SEOData:
-    """Tensors of all rows, and by chance, the same for the same seed, which are for validation."""
+    """Build the tensors of all rows, and split off validation pages at random, the same for the same seed."""
     if len(rows) < 5:
         raise UsageError(f"there are {len(rows)} pages with scores, too few to train and validate on. Give at least 5.")
     names = Names(list_features(rows), tuple(dict.fromkeys(name for row in rows for name in row.scores)))
@@ -88,7 +88,7 @@ def split_data(rows: list[Row], left_out: list[str], config: UltraOptimizedConfi
 
 
 def encode_rows(rows: list[Row], names: Names, config: UltraOptimizedConfig) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Features [N, F], word numbers [N, W], scores [N, M], 0 for one that nobody gave, and which were given [N, M]."""
+    """Return features [N, F], word numbers [N, W], scores [N, M] (0 where missing), and which of those exist [N, M]."""
     features = torch.tensor([[_squash(row.features.get(name, 0.0)) for name in names.features] for row in rows])
     words = torch.tensor([encode_text(row.text, config) for row in rows], dtype=torch.long)
     scores = torch.tensor([[row.scores.get(name, 0.0) for name in names.metrics] for row in rows])
@@ -97,12 +97,12 @@ def encode_rows(rows: list[Row], names: Names, config: UltraOptimizedConfig) -> 
 
 
 def _squash(value: float) -> float:
-    """Counts differ by orders of magnitude: their logarithm, with its sign."""
+    """Return the signed logarithm, because counts differ by orders of magnitude."""
     return math.copysign(math.log1p(abs(value)), value)
 
 
 def encode_text(text: str, config: UltraOptimizedConfig) -> list[int]:
-    """Numbers of the first words, filled up with 0; a word's number is the same in every process."""
+    """Return the numbers of the first words, padded with 0; a word's number is the same in every process."""
     words = split_words(text)[: config.max_words]
     numbers = [1 + zlib.crc32(word.encode()) % (config.num_buckets - 1) for word in words]
     return numbers + [0] * (config.max_words - len(numbers))

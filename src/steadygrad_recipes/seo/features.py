@@ -1,7 +1,7 @@
-"""One HTML page -> the numbers that people who optimise for search engines look at, and its words.
+"""One HTML page -> the numbers that search engine optimisation looks at, and its words.
 
-Parsed by beautifulsoup4 as a browser would read it: broken markup gives a page with less in it, never an error. Nothing
-is fetched and no script is run. Every number is finite. torch is not needed here.
+beautifulsoup4 parses it as a browser would: broken markup gives a page with less in it, never an error. Nothing is
+fetched and no script is run. Every number is finite. No torch here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FEATURES = (
     "title_in_description",
     "unique_word_share",
 )
-"""What is known of every page, in this order."""
+"""Features of every page, in this order."""
 WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 SENTENCE = re.compile(r"[.!?]+(?:\s|$)")
 VOWELS = re.compile(r"[aeiouyáéíóúàèìòùâêîôûäëïöüæøå]+", re.IGNORECASE)
@@ -55,7 +55,7 @@ HIDDEN = ("script", "style", "noscript", "template", "svg")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page is to the model."""
+    """A page as the model sees it."""
 
     features: dict[str, float]
     text: str
@@ -63,7 +63,7 @@ class Page:
 
 
 def parse_page(html: str) -> Page:
-    """Read one page."""
+    """Parse one page."""
     soup = _open(html)
     numbers = {**_describe_head(soup), **_describe_links(soup), **_describe_media(soup)}
     numbers["html_kilobytes"] = len(html.encode("utf-8", "replace")) / 1024.0
@@ -78,7 +78,7 @@ def parse_page(html: str) -> Page:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text, in lower case."""
+    """Return the words of a text, in lower case."""
     return [word.lower() for word in WORD.findall(text)]
 
 
@@ -144,7 +144,7 @@ def _describe_text(body: str, html: str) -> dict[str, float]:
 
 
 def measure_readability(num_words: int, num_sentences: int, num_syllables: int) -> float:
-    """Flesch reading ease, held between 0 and 100; 0 for a page without words.
+    """Return the Flesch reading ease, clamped to 0..100; 0 for a page without words.
 
     >>> round(measure_readability(100, 8, 140), 1)
     75.7
@@ -156,7 +156,7 @@ def measure_readability(num_words: int, num_sentences: int, num_syllables: int) 
 
 
 def _count_structured(soup: Any) -> int:
-    """JSON-LD objects that can be read, and microdata."""
+    """Count the JSON-LD objects that can be parsed, and microdata."""
     num = len(soup.find_all(attrs={"itemtype": True}))
     for script in soup.find_all("script", type="application/ld+json"):
         try:
@@ -179,7 +179,7 @@ def _text_of(element: Any) -> str:
 def _host(address: str) -> str:
     try:
         return urlsplit(address).netloc.lower().removeprefix("www.")
-    except ValueError:  # "http://[" and the like
+    except ValueError:  # raised for "http://[" and the like
         return ""
 
 
@@ -188,7 +188,7 @@ def _as_words(value: Any) -> Iterable[str]:
 
 
 def _share_words(wanted: str, text: str) -> float:
-    """Share of the words of `wanted` that `text` has."""
+    """Return the share of the words in `wanted` that `text` contains."""
     words, there = split_words(wanted), set(split_words(text))
     share = sum(word in there for word in words) / len(words) if words else 0.0
     assert math.isfinite(share)

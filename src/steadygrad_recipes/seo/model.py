@@ -1,7 +1,7 @@
 """UltraOptimizedSEOMetricsModule: features and words of a page -> a score for each metric.
 
-The means and spreads of features and scores are buffers, taken from the training pages once: a checkpoint holds all
-that a prediction needs. Scores go in and come out in their own units.
+The means and spreads of features and scores are buffers, computed once from the training pages: a checkpoint holds
+everything a prediction needs. Scores go in and come out in their own units.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class UltraOptimizedSEOMetricsModule(nn.Module):
-    """One trunk, one small head a metric."""
+    """One trunk, one small head per metric."""
 
     feature_mean: Tensor
     feature_std: Tensor
@@ -60,7 +60,7 @@ class UltraOptimizedSEOMetricsModule(nn.Module):
 
     @torch.no_grad()
     def take_scales(self, features: Tensor, scores: Tensor, given: Tensor) -> None:
-        """Means and spreads of the training pages, and of the scores that were given."""
+        """Set the means and spreads from the training pages and the scores that were given."""
         mean = features.mean(0)
         self.feature_mean.copy_(mean)
         self.feature_std.copy_((features - mean).square().mean(0).sqrt().clamp_min(1e-3))
@@ -70,23 +70,23 @@ class UltraOptimizedSEOMetricsModule(nn.Module):
         self.score_std.copy_((torch.where(given, scores - mean, 0.0).square().sum(0) / num).sqrt().clamp_min(1e-3))
 
     def standardise(self, scores: Tensor) -> Tensor:
-        """Scores in units of their spread, as the loss sees them."""
+        """Return scores in units of their spread, as the loss sees them."""
         return (scores - self.score_mean) / self.score_std
 
     def forward(self, features: Tensor, words: Tensor | None = None) -> Tensor:  # [B, F], [B, W] -> [B, M]
-        """Standardised scores."""
+        """Return standardised scores."""
         known = (features - self.feature_mean) / self.feature_std
         x = self.inlet(torch.cat([known, self._pool(features, words)], dim=-1))
         x = self.norm(self.trunk(x))
         return torch.cat([head(x) for head in self.heads], dim=-1)
 
     def predict(self, features: Tensor, words: Tensor | None = None) -> Tensor:
-        """Scores in their own units."""
+        """Return scores in their own units."""
         scores: Tensor = self(features, words).float() * self.score_std + self.score_mean
         return scores
 
     def _pool(self, features: Tensor, words: Tensor | None) -> Tensor:
-        """The mean of the word vectors; zeros for a page without words."""
+        """Return the mean of the word vectors; zeros for a page without words."""
         if words is None:
             return features.new_zeros(len(features), self.words.embedding_dim)
         num = (words != 0).sum(1, keepdim=True).clamp_min(1)

@@ -1,4 +1,4 @@
-"""`steadygrad train seo`: config -> data, model, trainer -> a trained run, told on the console."""
+"""`steadygrad train seo`: config -> data, model, trainer -> a trained run, reported on the console."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEFT_OUT = "left_out.txt"
 
 
 def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
-    """Train; the exit code."""
+    """Train; returns the exit code."""
     data = load_data(config)
     tell_data(data, run_dir, console)
     data.names.write(run_dir)
@@ -39,7 +39,7 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
 
 
 def build_model(config: UltraOptimizedConfig, data: SEOData) -> UltraOptimizedSEOMetricsModule:
-    """A model for this data, the same for the same seed, with its means and spreads."""
+    """Build a model for this data, the same for the same seed, with its means and spreads."""
     if config.seed is not None:
         torch.manual_seed(config.seed)
     names = data.names
@@ -49,7 +49,7 @@ def build_model(config: UltraOptimizedConfig, data: SEOData) -> UltraOptimizedSE
 
 
 def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
-    """How many pages there are, and which rows were left out; all of those are listed in the run directory."""
+    """Print how many pages there are and which rows were left out; list all of those in the run directory."""
     num_train, num_val = len(data.train), len(data.val)
     scores = ", ".join(data.names.metrics)
     console.say(f"{num_train} pages to train on, {num_val} to validate; {len(data.names.features)} features; {scores}")
@@ -67,7 +67,7 @@ def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
 
 
 def predict_page(config: UltraOptimizedConfig, path: str, *, run_dir: Path, console: Any) -> int:
-    """Print the scores of a page, or of every page of a folder; the exit code."""
+    """Print the scores of a page, or of every page of a folder; returns the exit code."""
     pages = _find_pages(Path(path))
     names = Names.read(run_dir)
     model = UltraOptimizedSEOMetricsModule(config, num_features=len(names.features), metrics=names.metrics)
@@ -84,7 +84,7 @@ def predict_page(config: UltraOptimizedConfig, path: str, *, run_dir: Path, cons
 def score_page(
     html: str, model: UltraOptimizedSEOMetricsModule, names: Names, config: UltraOptimizedConfig
 ) -> dict[str, float]:
-    """Metric -> score of one page."""
+    """Return metric -> score of one page."""
     page = parse_page(html)
     features, words, _, _ = encode_rows([Row(page.features, page.text, {})], names, config)
     return dict(zip(names.metrics, model.predict(features, words)[0].tolist()))

@@ -2,7 +2,7 @@
 
 A folder holds pages (*.html, *.htm) and their scores in scores.csv or scores.jsonl, by file name. A file has a row for
 each page: `file` (a path beside it) or `html`, or the features themselves and `text`. Scores are the columns that begin
-with `score_`, or an object `scores`. A bad row costs itself, is named with its line, and is never silently lost.
+with `score_`, or an object `scores`. A bad row affects no other, is named with its line, and is never lost silently.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ PAGES = (".html", ".htm")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One page with what is known of it."""
+    """One page with what is known about it."""
 
     features: dict[str, float]
     text: str
     scores: dict[str, float]
-    """Metric -> score; a metric that nobody has judged is not there."""
+    """Metric -> score; metrics without a judgement are absent."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """What could be read, and what could not."""
+    """The rows that could be read, and those that could not."""
 
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """Where, and why."""
+    """Where each bad row is, and why it was left out."""
 
 
 class BadRow(Exception):
@@ -48,7 +48,7 @@ class BadRow(Exception):
 
 
 def read_rows(path: str | Path) -> Rows:
-    """Read everything at `path`; UsageError when there is nothing that could be learnt from."""
+    """Read everything at `path`; raises UsageError when nothing in it can be learned from."""
     path = Path(path)
     if not path.exists():
         raise UsageError(
@@ -86,7 +86,7 @@ def _read_table(table: Path) -> Rows:
 
 
 def _read_lines(table: Path) -> Iterator[tuple[str, Any]]:
-    """(place, row) of a file; a row that cannot be read is an exception's text."""
+    """Yield (place, row) of a file; for a row that cannot be read, the text of the exception."""
     readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
         ".csv": _read_csv,
         ".jsonl": _read_jsonl,
@@ -101,7 +101,7 @@ def _read_lines(table: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_csv(table: Path) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(1 << 27)  # a whole page may stand in one cell
+    csv.field_size_limit(1 << 27)  # one cell may contain a whole page
     with table.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.DictReader(file)
         for row in reader:
@@ -181,7 +181,7 @@ def _is_other(name: str) -> bool:
 
 
 def list_features(rows: list[Row]) -> tuple[str, ...]:
-    """The features of a set of rows: ours where a row has one of them, then the others by name."""
+    """Return the features of a set of rows: ours where a row has one of them, then the others by name."""
     names = {name for row in rows for name in row.features}
     ours = [name for name in FEATURES if name in names]
     return (*ours, *sorted(names - set(FEATURES)))

@@ -1,7 +1,7 @@
-"""A number of pages and a seed -> HTML pages with scores that really follow from them, and a little noise.
+"""A number of pages and a seed -> HTML pages with scores that really follow from them, plus a little noise.
 
-Each page is written as markup and read again by the parser that reads real ones. How good it is in each respect is
-drawn first; markup and scores follow from that.
+Each page is written as markup and parsed by the code that parses real ones. How good it is in each respect is drawn
+first; markup and scores follow from that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from steadygrad_recipes.seo.features import parse_page
 from steadygrad_recipes.seo.readers import Row
 
 METRICS = ("title", "content", "technical", "links", "overall")
-"""What a synthetic page is scored for, from 0 to 100."""
+"""What a synthetic page is scored on, from 0 to 100."""
 TOPICS = ("garden", "bicycle", "coffee", "camera", "mountain", "guitar", "bread", "harbour")
 USEFUL = (
     "guide",
@@ -51,11 +51,11 @@ THIN = (
 )
 GLUE = ("the", "a", "of", "and", "to", "in", "with", "for", "this", "that", "it", "is", "on", "as", "by", "from")
 NOISE = 2.0
-"""Standard deviation of the scores' noise."""
+"""Standard deviation of the noise in the scores."""
 
 
 def make_rows(num: int, seed: int) -> list[Row]:
-    """`num` pages, the same for the same seed."""
+    """Return `num` pages, the same for the same seed."""
     draw = random.Random(seed)
     return [_make_row(draw) for _ in range(num)]
 
@@ -69,7 +69,7 @@ def _make_row(draw: random.Random) -> Row:
 
 
 def make_page(quality: dict[str, float], draw: random.Random) -> str:
-    """The markup of a page that is as good as `quality` says, from 0 to 1 in each respect."""
+    """Return the markup of a page that is as good as `quality` says, from 0 to 1 in each respect."""
     topic = draw.choice(TOPICS)
     words = [topic, *draw.sample(USEFUL, 4)]
     title = " ".join(words[: 1 + round(4 * quality["title"])]).title()

@@ -1,8 +1,8 @@
-"""UltraOptimizedSEOTrainer: a Trainer that looks at each epoch's losses as well, and the pieces it does that with.
+"""UltraOptimizedSEOTrainer: a Trainer that also compares the losses of epochs, and the building blocks it uses.
 
-In training the shared Guard clips, skips and judges each step. The methods that begin with an underscore are the same
-things one by one, for a loop of one's own. At an epoch's end losses are compared with those of the epoch before; what
-the Guard has already answered in that epoch is told, and not answered twice.
+During training the shared Guard clips, skips and judges each step. The methods with a leading underscore do the same
+things one by one, for a custom loop. At the end of an epoch, losses are compared with those of the previous epoch;
+what the Guard has already responded to in that epoch is reported, but not responded to twice.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ANSWERS = {
     "loss_explosion": ("lr", 0.1, "Reducing learning rate to handle loss explosion"),
     "overfitting": ("weight_decay", 1.5, "Increasing weight decay to handle overfitting"),
 }
-"""What is done about each sort of instability: which rate, times what, and the line in the log."""
+"""The response to each kind of instability: which rate, the factor, and the line in the log."""
 ERROR = "val_mae_"
-"""How the errors of single metrics begin in an epoch's numbers."""
+"""Prefix of the errors of single metrics in an epoch's numbers."""
 LOWERS_RATE = (Action.SCALE_LR, Action.ROLLBACK)
 MOST_WEIGHT_DECAY = 1.5**10
-"""Times the weight decay of the config: noise alone raises it again and again."""
+"""Limit as a multiple of the config's weight decay, because noise alone raises it again and again."""
 
 
 class UltraOptimizedSEOTrainer(Trainer):
@@ -49,19 +49,19 @@ class UltraOptimizedSEOTrainer(Trainer):
     def __init__(
         self, model: UltraOptimizedSEOMetricsModule, config: UltraOptimizedConfig | None = None, **options: Any
     ) -> None:
-        options.setdefault("guard_config", GuardConfig(policy=Policy.eager()))  # the document's own correction table
+        options.setdefault("guard_config", GuardConfig(policy=Policy.eager()))  # the original's own corrections
         super().__init__(model, config if config is not None else UltraOptimizedConfig(), **options)
 
     # --- the training -----------------------------------------------------------------------------------------------
 
     def compute_loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean over the metrics of the squared error in standardised units, and each metric's own."""
+        """Return the mean over the metrics of the squared error in standardised units, and each metric's own."""
         features, words, scores, given = _split_batch(batch)
         losses = score_losses(self.model(features, words), self.model.standardise(scores), given)
         return losses.mean(), dict(zip(self.model.metrics, losses))
 
     def evaluate(self, val_loader: Iterable[Any]) -> dict[str, float]:
-        """The loss, R², and each metric's mean absolute error in its own units."""
+        """Return the loss, R², and each metric's mean absolute error in its own units."""
         predicted, wanted, known = [], [], []
         for batch in val_loader:
             features, words, scores, given = _split_batch(move_batch(batch, self.device))
@@ -74,14 +74,14 @@ class UltraOptimizedSEOTrainer(Trainer):
         return {"loss": loss, "r2": errors.pop("r2"), **errors}
 
     def end_step(self, record: StepRecord) -> None:
-        """Gradient norms before and after clipping, from the numbers that the Guard has measured anyway."""
+        """Return gradient norms before and after clipping, from what the Guard has measured anyway."""
         if not logger.isEnabledFor(logging.INFO):
             return
         logger.info(f"Gradient norm before clipping: {record.grad_norm:.6f}")
         logger.info(f"Gradient norm after clipping: {record.grad_norm * record.clip_coefficient:.6f}")
 
     def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
-        """The line of every Trainer, and below it how far the scores are off."""
+        """Return the line of every Trainer, followed by how far the scores are off."""
         errors = {name.removeprefix(ERROR): value for name, value in metrics.items() if name.startswith(ERROR)}
         line = super().describe_epoch({name: value for name, value in metrics.items() if not name.startswith(ERROR)})
         if not errors:
@@ -89,14 +89,14 @@ class UltraOptimizedSEOTrainer(Trainer):
         return f"{line}\n   Mean error - " + ", ".join(f"{name}: {value:.1f}" for name, value in errors.items())
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Compare this epoch with the one before."""
+        """Compare this epoch with the previous one."""
         if self.is_protected:
             self._check_training_stability(metrics["loss"], metrics.get("val_loss", metrics["loss"]))
 
-    # --- the pieces -------------------------------------------------------------------------------------------------
+    # --- building blocks --------------------------------------------------------------------------------------------
 
     def _get_gradient_norm(self) -> float:
-        """The global norm of the gradients that are there."""
+        """Return the global norm of the existing gradients."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 
@@ -164,7 +164,7 @@ class UltraOptimizedSEOTrainer(Trainer):
         self._tell(f"   {line}: {before:.4g} -> {self._find_setting(key):.4g}")
 
     def _was_answered(self, key: str) -> bool:
-        """Whether the Guard has seen to it since the epoch before this one ended."""
+        """Return whether the Guard has responded to it since the previous epoch ended."""
         if self.guard is None:
             return False
         actions = LOWERS_RATE if key == "lr" else (Action.SCALE_WEIGHT_DECAY,)
@@ -180,14 +180,14 @@ class UltraOptimizedSEOTrainer(Trainer):
         return self._find_setting("weight_decay")
 
     def _find_setting(self, key: str) -> float:
-        """Rate or weight decay as a step uses it: the Guard holds its factor only while the optimizer steps."""
+        """Return the rate or weight decay a step uses: the Guard applies its factor only while the optimizer steps."""
         own = float(max(group[key] for group in self._param_groups))
         if self.guard is None:
             return own
         factor = self.guard.stats()["learning_rate_factor" if key == "lr" else "weight_decay_factor"]
         return own * float(1.0 if factor is None else factor)
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------------------------
 
     def monitor_training_health(self) -> dict[str, bool]:
         """Monitor the health of the training process."""
@@ -203,7 +203,7 @@ class UltraOptimizedSEOTrainer(Trainer):
         return {**parts, "overall_healthy": all(parts.values())}
 
     def get_training_stats(self) -> dict[str, Any]:
-        """Current rates and norms, counts, and the histories."""
+        """Return current rates and norms, counts, and the histories."""
         stats = super().get_training_stats()
         if stats["current_gradient_norm"] is None:
             stats["current_gradient_norm"] = self._get_gradient_norm()
@@ -213,7 +213,7 @@ class UltraOptimizedSEOTrainer(Trainer):
 def make_trainer(
     model: UltraOptimizedSEOMetricsModule, config: UltraOptimizedConfig, *, run_dir: Path, **options: Any
 ) -> UltraOptimizedSEOTrainer:
-    """A trainer that writes into `run_dir`, to TensorBoard too where the config asks for it."""
+    """Build a trainer that writes to `run_dir`, and to TensorBoard if the config asks for it."""
     sinks = []
     if config.tensorboard:
         from steadygrad.record.tensorboard import TensorBoardSink
@@ -223,7 +223,7 @@ def make_trainer(
 
 
 def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Features, words, scores and which were given; of less, features and scores, all of them given."""
+    """Return features, words, scores and which were given; a batch of two is features and scores, all of them given."""
     if len(batch) == 4:
         features, words, scores, given = batch
         return features, words, scores, given
@@ -232,18 +232,18 @@ def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
-# Predicted and given scores -> losses and errors, metric by metric. A score that nobody gave counts for nothing.
+# Predicted and given scores -> losses and errors, metric by metric. A missing score counts for nothing.
 
 
 def score_losses(predicted: Tensor, wanted: Tensor, given: Tensor) -> Tensor:  # three [B, M] -> [M]
-    """Mean squared error of each metric, in standardised units; 0 where no score was given."""
-    # The missing ones are taken out before the difference: a mask after it could leave 0 * Inf in the gradient.
+    """Return the mean squared error of each metric, in standardised units; 0 where no score was given."""
+    # Missing scores are removed before the difference: a mask after it could leave 0 * Inf in the gradient.
     errors = (predicted.float() - torch.where(given, wanted, predicted.detach().float())).square()
     return errors.sum(0) / given.sum(0).clamp_min(1)
 
 
 def measure_errors(predicted: Tensor, wanted: Tensor, given: Tensor, metrics: Sequence[str]) -> dict[str, float]:
-    """Mean absolute error of each metric in its own units, and R² over all: 1 is perfect, 0 the scores' mean."""
+    """Return each metric's mean absolute error in its own units, and R² over all: 1 is perfect, 0 the mean score."""
     num = given.sum(0).clamp_min(1)
     errors = torch.where(given, predicted - wanted, 0.0)
     mean = torch.where(given, wanted, 0.0).sum(0) / num

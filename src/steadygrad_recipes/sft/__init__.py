@@ -1,7 +1,7 @@
 """The recipe `sft`: supervised fine-tuning of a language model with LoRA, by transformers' Trainer.
 
-Follows a training whose log read `{'loss': 0.0, 'grad_norm': nan}`. `steadygrad train sft` trains and scores it, with
-`--predict FILE` the trained model answers. transformers and torch are loaded when one of them is called, not before.
+Follows a training whose log read `{'loss': 0.0, 'grad_norm': nan}`. `steadygrad train sft` trains and scores it; with
+`--predict FILE` the trained model answers. transformers and torch are loaded only when one of them is called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOP = "transformers' Trainer"
 
 
 def train(config: SftConfig, *, run_dir: Path, resume: str | None = None, console: Console) -> int:
-    """0: trained, saved and scored."""
+    """Train; returns 0 when the model was trained, saved and scored."""
     from steadygrad_recipes.sft.fine_tune import MODEL, train_model
 
     trained = train_model(config, run_dir=run_dir, resume=resume, console=console)
@@ -40,7 +40,7 @@ def train(config: SftConfig, *, run_dir: Path, resume: str | None = None, consol
 
 
 def predict(config: SftConfig, path: str | Path, *, run_dir: Path, console: Console) -> int:
-    """Answer each prompt of a file: JSON lines as for training, or a prompt a line."""
+    """Answer each prompt of a file: JSON lines as for training, or one prompt per line."""
     from steadygrad_recipes.sft.fine_tune import MODEL
     from steadygrad_recipes.sft.metrics import answer
     from steadygrad_recipes.sft.model import load_trained
@@ -59,7 +59,7 @@ def predict(config: SftConfig, path: str | Path, *, run_dir: Path, console: Cons
 
 
 def read_prompts(path: Path) -> list[Example]:
-    """The prompts of a .jsonl file, or the lines of any other."""
+    """Return the prompts of a .jsonl file, or the lines of any other file."""
     if path.suffix == ".jsonl":
         return read_file(path)
     if not path.is_file():

@@ -1,8 +1,8 @@
-"""The Trainer's checkpoint folders -> sealed ones: whether each file of them is whole can be told afterwards.
+"""The Trainer's checkpoint folders -> sealed ones, so that it can be checked later whether every file is complete.
 
-The Trainer writes its files one after the other into their final place, so a process that is killed meanwhile leaves a
-folder that looks like a checkpoint. `SealCheckpoints` writes, after all of them, a list of sizes and CRC-32s; a folder
-whose seal does not fit, or that has none, is passed over when a run is resumed, and told.
+The Trainer writes its files one by one to their final place, so a process that is killed meanwhile leaves a folder
+that looks like a checkpoint. `SealCheckpoints` writes a list of sizes and CRC-32s after all of them; on resume, a
+folder whose seal is missing or does not match is passed over and reported.
 """
 
 # ruff: noqa: ARG002 - the arguments of an event are the Trainer's
@@ -27,16 +27,16 @@ NAME = re.compile(r"checkpoint-(\d+)$")
 
 
 class SealCheckpoints(_TrainerCallback):  # type: ignore[misc]
-    """Stands behind every callback that writes into a checkpoint."""
+    """Must come after every callback that writes into a checkpoint."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All files of this checkpoint are there."""
+        """Seal the checkpoint, now that all of its files are there."""
         if state.is_world_process_zero:
             write_seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
 def write_seal(folder: Path) -> None:
-    """Everything of the folder is on disk when this returns."""
+    """Write the seal; everything in the folder is on disk when this returns."""
     files = {}
     for path in _list_files(folder):
         with path.open("rb") as file:
@@ -47,7 +47,7 @@ def write_seal(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Why the checkpoint cannot be used; None when it can."""
+    """Return why the checkpoint cannot be used; None when it can."""
     try:
         files = json.loads((folder / SEAL).read_bytes())
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def find_checkpoint(place: Path, tell: Callable[[str], None]) -> Path:
-    """The newest whole checkpoint of a run directory or of its `checkpoints`, or `place` itself if it is one."""
+    """Return the newest complete checkpoint of a run directory or its `checkpoints`, or `place` itself if it is one."""
     if NAME.search(place.name):
         candidates = [place]
     else:

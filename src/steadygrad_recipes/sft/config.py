@@ -1,7 +1,7 @@
 """SftConfig: every setting of the supervised fine-tuning, checked before anything is loaded. Imports no torch.
 
-What the training that this follows names keeps its name and default: `learning_rate`, `max_grad_norm`, `warmup_steps`,
-bf16 before fp16. Folders and files are looked at by those who read them, not here.
+Settings of the training that this follows keep their names and defaults: `learning_rate`, `max_grad_norm`,
+`warmup_steps`, bf16 before fp16. Folders and files are checked by the code that reads them, not here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from steadygrad.errors import ConfigError
 from steadygrad_recipes.settings import BatchSettings, require_below_1, require_numbers
 
 LEARNING_RATE = 2e-4
-"""For a model that has been trained before."""
+"""For a model that is already trained."""
 TINY_LEARNING_RATE = 5e-3
-"""For the model that is made here, which starts from random weights."""
+"""For the model that is built here, which starts from random weights."""
 
 
 class LongPrompts(enum.StrEnum):
-    """What becomes of a row that is longer than `max_length`."""
+    """What to do with a row that is longer than `max_length`."""
 
     CUT_START = "cut_start"
     """The prompt loses its start; the completion, which is what is learned, stays."""
@@ -31,7 +31,7 @@ class LongPrompts(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:
-    """The model that is made when no folder is given: a Llama with random weights."""
+    """The model that is built when no folder is given: a Llama with random weights."""
 
     width: int = 64
     """Size of the hidden states; a multiple of `num_heads`."""
@@ -40,7 +40,7 @@ class TinyModel:
     num_heads: int = 4
     """Attention heads."""
     vocab_size: int = 384
-    """Tokens that its tokenizer may learn; all 256 bytes are among them, so that no text is unknown."""
+    """Number of tokens its tokenizer may learn; all 256 bytes are included, so that no text is unknown."""
 
     def __post_init__(self) -> None:
         require_numbers(self)
@@ -54,25 +54,25 @@ class SftConfig(BatchSettings):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
     data: str | None = None
-    """File of JSON lines with `prompt` and `completion`; None: questions about units are made."""
+    """File of JSON lines with `prompt` and `completion`; None: questions about units are generated."""
     validation: str | None = None
-    """The same, to validate on; None: a share of `data` is held out."""
+    """The same, for validation; None: a share of `data` is held out."""
     validation_share: float = 0.1
-    """Share of the rows that is held out when `validation` is None."""
+    """Share of the rows to hold out when `validation` is None."""
     skip_bad_rows: bool = False
-    """Leave out rows of the files that cannot be used, and say so; False: they are an error."""
+    """Leave out rows that cannot be used, and report them; False: they are an error."""
     num_synthetic: int = 4000
-    """Questions that are made when `data` is None."""
+    """Number of questions to generate when `data` is None."""
     largest_amount: int = 999
-    """The largest number in them: 99 is learned sooner than 999."""
+    """Largest number in them: 99 is learned sooner than 999."""
     model: str | None = None
-    """Folder of a causal language model with its tokenizer, as transformers saves it; None: `tiny` is made."""
+    """Folder of a causal language model with its tokenizer, as transformers saves it; None: `tiny` is built."""
     tiny: TinyModel = field(default_factory=TinyModel)
-    """Sizes of the model that is made when `model` is None."""
+    """Sizes of the model that is built when `model` is None."""
     max_length: int = 256
-    """Tokens of a row at most."""
+    """Maximum number of tokens in a row."""
     long_prompts: LongPrompts = LongPrompts.CUT_START
-    """What becomes of a longer row: cut_start, cut_end."""
+    """What to do with a longer row: cut_start, cut_end."""
     group_by_length: bool = True
     """Put rows of about the same length into one batch: less padding."""
 
@@ -81,49 +81,49 @@ class SftConfig(BatchSettings):
     lora_alpha: float = 32.0
     """Their output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    """Share of their inputs that is dropped in training."""
+    """Share of their inputs that is dropped during training."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Names of the layers that get them; "all-linear": every linear layer but the head."""
+    """Names of the layers that get LoRA; "all-linear": every linear layer except the head."""
 
     epochs: int = 3
     """Passes over the rows."""
     max_steps: int = 0
-    """Optimizer steps at most; 0: as many as the epochs have."""
+    """Maximum number of optimizer steps; 0: as many as the epochs have."""
     batch_size: int = 16
-    """Rows in a forward pass, on each device."""
+    """Rows per forward pass, on each device."""
     learning_rate: float | None = None
-    """The highest learning rate; None: 2e-4, and 5e-3 for the model that is made here."""
+    """Peak learning rate; None: 2e-4, and 5e-3 for the model that is built here."""
     warmup_steps: int = 50
-    """Steps in which the learning rate rises to it; then it falls to 0."""
+    """Steps in which the learning rate rises to its peak; after that it falls to 0."""
     schedule: str = "linear"
-    """The shape of that fall, by transformers' names: linear, cosine, constant_with_warmup."""
+    """Shape of that fall, by transformers' names: linear, cosine, constant_with_warmup."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
     precision: Precision | None = None
     """Number format of the forward pass: bf16, fp16, fp32; None: bf16 if the GPU has it, else fp16; fp32 on a CPU."""
     base_precision: Precision | None = None
-    """Number format in which the model's own weights are held; None: as saved with LoRA, fp32 without."""
+    """Number format in which the model's own weights are stored; None: as saved with LoRA, fp32 without."""
     gradient_checkpointing: bool = False
-    """Compute activations again in backward instead of keeping them."""
+    """Recompute activations in backward instead of keeping them."""
     use_cpu: bool = False
     """Train on the CPU even where there is a GPU."""
 
     log_every: int = 10
-    """Steps between two lines of the log."""
+    """Steps between two log lines."""
     keep_last: int = 3
-    """Checkpoints that are kept; at least 2, since the newest may be cut short by a crash."""
+    """Number of checkpoints to keep; at least 2, since a crash may truncate the newest."""
     patience: int = 0
     """Validations without a better loss after which training stops; 0: never."""
     num_answers: int = 200
-    """Held-out prompts that the trained model answers for accuracy and answer rate."""
+    """Number of held-out prompts that the trained model answers for accuracy and answer rate."""
     max_new_tokens: int = 64
-    """Tokens of an answer at most."""
+    """Maximum number of tokens in an answer."""
     tolerance: float = 0.05
     """How far from the right number an answer may be, as a share of it."""
     protect: bool = True
-    """False: transformers' plain Trainer, without callback and safe loss."""
+    """False: transformers' plain Trainer, without the callback and the safe loss."""
     safe_loss: bool = True
-    """Replace a loss that cannot be used by a small one; False: leave it to the guard, which skips the step."""
+    """Replace an unusable loss by a small one; False: leave it to the guard, which skips the step."""
 
     def __post_init__(self) -> None:
         zero = "lora_rank", "lora_dropout", "max_steps", "warmup_steps", "weight_decay", "patience", "seed"
@@ -151,7 +151,7 @@ class SftConfig(BatchSettings):
 
     @property
     def rate(self) -> float:
-        """The highest learning rate of this training."""
+        """Peak learning rate of this training."""
         if self.learning_rate is not None:
             return self.learning_rate
         return TINY_LEARNING_RATE if self.model is None else LEARNING_RATE

@@ -1,8 +1,8 @@
-"""A file of JSON lines, or questions that are made here -> Examples: what is asked, and what is to be answered.
+"""A file of JSON lines, or questions generated here -> Examples: prompts and the completions to learn.
 
 A row is `{"prompt": ..., "completion": ...}`, both text, or the prompt a list of chat messages (`role`, `content`) and
 the completion text or one message. No row is lost silently: those that cannot be used are named, all in one error, or
-left out and counted when that is asked for. Imports no torch.
+left out and counted on request. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from steadygrad.words import spell_count
 Message = Mapping[str, str]
 
 NUM_NAMED = 5
-"""Bad rows that an error names; the others are counted."""
+"""Number of bad rows that an error names; the others are counted."""
 UNITS = (
     ("km", "m", 3),
     ("m", "cm", 2),
@@ -63,7 +63,7 @@ def read_examples(
     seed: int = 0,
     skip_bad_rows: bool = False,
 ) -> Examples:
-    """The rows to train and to validate on; a `share` of them is held out where no file for validation is given."""
+    """Return rows for training and validation; without a validation file, a `share` of them is held out."""
     left_out: list[str] = []
     if data is None:
         rows = make_examples(num_synthetic, largest_amount, seed)
@@ -86,7 +86,7 @@ def read_examples(
 
 
 def read_file(path: Path, left_out: list[str] | None = None) -> list[Example]:
-    """The rows of one file. Those that cannot be used are an error, or are added to `left_out` where that is a list."""
+    """Read the rows of one file. Unusable rows raise an error, or are added to `left_out` where that is a list."""
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"{path} {what}. Give a file of JSON lines, each with `prompt` and `completion`.")
@@ -113,13 +113,13 @@ def read_file(path: Path, left_out: list[str] | None = None) -> list[Example]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of those that are not empty; as bytes, so that one which is no UTF-8 spoils no other."""
+    """Yield (number, line) of non-empty lines, as bytes, so that one that is not UTF-8 does not affect the others."""
     with path.open("rb") as file:
         yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
 
 
 def parse_row(line: bytes) -> Example:
-    """ValueError, with the reason, for a line that is no row."""
+    """Parse one row; raises ValueError, with the reason, for a line that is not a row."""
     try:
         row = json.loads(line)
     except UnicodeDecodeError:
@@ -163,11 +163,11 @@ def _name(value: Any) -> str:
     return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
 
 
-# --- made here ------------------------------------------------------------------------------------------------------
+# --- generated here -------------------------------------------------------------------------------------------------
 
 
 def make_examples(count: int, largest_amount: int = 999, seed: int = 0) -> list[Example]:
-    """Questions about units, no two alike: 'How many cm are in 3 m?' -> '<answer>300</answer>'."""
+    """Generate questions about units, no two alike: 'How many cm are in 3 m?' -> '<answer>300</answer>'."""
     possible = [(unit, amount) for unit in UNITS for amount in range(1, largest_amount + 1)]
     if count > len(possible):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """SftConfig -> a fine-tuned model in the run directory, trained by transformers' Trainer under our callback.
 
-`train_model` puts together what exists: `stable_training_arguments`, `GradientMonitoringCallback`, `safe_compute_loss`,
-sealed checkpoints, and a Trainer whose order of rows depends on seed and epoch only. `protect=False` and STEADYGRAD=off
-are the plain Trainer. Nothing is written outside of the run directory.
+`train_model` combines what exists: `stable_training_arguments`, `GradientMonitoringCallback`, `safe_compute_loss`,
+sealed checkpoints, and a Trainer whose row order depends only on seed and epoch. `protect=False` and STEADYGRAD=off
+give the plain Trainer. Nothing is written outside the run directory.
 """
 
 # ruff: noqa: ARG002 - the arguments of an event are the Trainer's
@@ -41,13 +41,13 @@ _Trainer: Any = _transformers.Trainer
 _TrainerCallback: Any = _transformers.TrainerCallback
 
 MODEL = "model"
-"""Where the trained weights lie, inside of the run directory."""
+"""Folder of the trained weights, inside the run directory."""
 SCORES = "scores.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a training has left."""
+    """The results of a training."""
 
     trainer: Any
     scores: Scores
@@ -57,7 +57,7 @@ class Trained:
 
 
 class SftTrainer(_Trainer):  # type: ignore[misc]
-    """transformers' Trainer, with an order of rows that does not depend on what was drawn before."""
+    """transformers' Trainer, with a row order that does not depend on earlier random draws."""
 
     def __init__(self, *args: Any, group_by_length: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,17 +71,17 @@ class SftTrainer(_Trainer):  # type: ignore[misc]
 
 
 class EpochEvents(_TrainerCallback):  # type: ignore[misc]
-    """Validate and save at the end of each epoch as well as every so many steps, but not twice at one step."""
+    """Validate and save at the end of each epoch in addition to every so many steps, but not twice at one step."""
 
     def __init__(self) -> None:
         self._validated = self._saved = -1
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Validated at this step."""
+        """Note that this step was validated."""
         self._validated = state.global_step
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Saved at this step."""
+        """Note that this step was saved."""
         self._saved = state.global_step
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ def build_trainer(
     run_dir: Path,
     console: Console,
 ) -> tuple[SftTrainer, GradientMonitoringCallback | None, SafeLoss | None, TrainingVoice]:
-    """A Trainer with everything tied to it that the config asks for."""
+    """Build a Trainer with everything attached that the config asks for."""
     protected = config.protect and not is_switched_off()
     norms = NormKeeper()
     voice = TrainingVoice(console, norms, guarded=protected)
@@ -174,13 +174,13 @@ def build_trainer(
 
 
 def make_guard_config(config: SftConfig) -> GuardConfig:
-    """The settings of the guard: the same clipping as the plain Trainer's."""
+    """Return the guard's settings: the same clipping as the plain Trainer's."""
     policy = Policy(early_stopping_patience=config.patience or None)
     return GuardConfig(clip=FixedNorm(max_norm=config.max_grad_norm), policy=policy)
 
 
 def make_arguments(config: SftConfig, run_dir: Path, *, validates: bool = True) -> Any:
-    """TrainingArguments; what the config leaves open is chosen by `stable_training_arguments`."""
+    """Return TrainingArguments; `stable_training_arguments` chooses what the config leaves open."""
     return stable_training_arguments(
         output_dir=str(run_dir / "checkpoints"),
         num_train_epochs=config.epochs,
@@ -211,7 +211,7 @@ def make_arguments(config: SftConfig, run_dir: Path, *, validates: bool = True) 
 
 
 def _choose_formats(config: SftConfig) -> dict[str, bool]:
-    """The Trainer's two switches; empty where the machine decides."""
+    """Return the Trainer's two precision switches; empty where the machine decides."""
     if config.precision is None:
         return {}
     on_cpu = config.use_cpu or not torch.cuda.is_available()
@@ -224,7 +224,7 @@ def _choose_formats(config: SftConfig) -> dict[str, bool]:
 
 
 def describe_data(examples: Examples, training: Encoded, validation: Encoded, config: SftConfig) -> Iterator[str]:
-    """What there is to learn from, and every row that is not as it came."""
+    """Yield lines on how much data there is, and on rows that were left out, were cut, or have no label."""
     yield f"{spell_count(len(training.rows), 'row')} to train on, {len(validation.rows)} to validate on."
     if examples.left_out:
         yield f"{spell_count(len(examples.left_out), 'row')} left out, the first: {examples.left_out[0]}"

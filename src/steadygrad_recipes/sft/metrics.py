@@ -1,7 +1,7 @@
-"""Answers of a model -> accuracy and answer rate, on prompts that it has not been trained on.
+"""Answers of a model -> accuracy and answer rate, on prompts that it was not trained on.
 
-An answer is what stands between `<answer>` and `</answer>`, or the whole text where the right completion has no such
-mark. Numbers are right within a tolerance, other text when it is the same. Models answer greedily, so that the same
+An answer is the text between `<answer>` and `</answer>`, or the whole text if the correct completion has no such
+mark. Numbers are correct within a tolerance, other text when it is equal. Models answer greedily, so that the same
 weights always score the same. Nothing here changes the model.
 """
 
@@ -23,7 +23,7 @@ OPEN, CLOSE = "<answer>", "</answer>"
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of so many prompts, the share answered rightly, and the share answered at all."""
+    """Number of prompts, the share answered correctly, and the share answered at all."""
 
     accuracy: float
     answer_rate: float
@@ -34,7 +34,7 @@ class Scores:
 
 
 def parse_answer(text: str, *, marked: bool = True) -> str | None:
-    """What was answered; None when nothing was."""
+    """Return the answer; None when there is none."""
     if marked:
         _, found, after = text.partition(OPEN)
         text, closed, _ = after.partition(CLOSE)
@@ -44,7 +44,7 @@ def parse_answer(text: str, *, marked: bool = True) -> str | None:
 
 
 def is_right(given: str | None, expected: str | None, tolerance: float = 0.05) -> bool:
-    """Numbers within `tolerance` of the right one, as a share of it; other text alike."""
+    """Return whether numbers agree within the relative `tolerance`; other text must be equal."""
     if given is None or expected is None:
         return False
     try:
@@ -55,7 +55,7 @@ def is_right(given: str | None, expected: str | None, tolerance: float = 0.05) -
 
 
 def score(texts: Sequence[str], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
-    """How good these answers to the examples are, whoever gave them."""
+    """Score these answers to the examples, whatever produced them."""
     num_right = num_answered = 0
     for text, example in zip(texts, examples, strict=True):
         marked = OPEN in example.completion
@@ -67,7 +67,7 @@ def score(texts: Sequence[str], examples: Sequence[Example], tolerance: float = 
 
 
 def score_commonest(training: Sequence[Example], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
-    """The trivial baseline: to every prompt the completion that is commonest in training."""
+    """Return the trivial baseline: the commonest training completion for every prompt."""
     ((commonest, _),) = Counter(example.completion for example in training).most_common(1)
     return score([commonest] * len(examples), examples, tolerance)
 
@@ -76,7 +76,7 @@ def score_commonest(training: Sequence[Example], examples: Sequence[Example], to
 def answer(
     model: Any, tokenizer: Any, examples: Sequence[Example], *, max_new_tokens: int, batch_size: int = 32
 ) -> list[str]:
-    """What the model says to each prompt. Prompts of one length share a batch, so that nothing is padded."""
+    """Return the model's answer to each prompt. Prompts of equal length share a batch, so that nothing is padded."""
     was_training = model.training
     model.eval()
     prompts = [encode_prompt(tokenizer, example) for example in examples]

@@ -1,8 +1,8 @@
 """A model folder, or nothing -> a causal language model with LoRA and its tokenizer. Nothing is downloaded.
 
-A folder is read with transformers, its weights from safetensors only: no pickle, no code of the folder's own. Without
-one, a small Llama with random weights and a byte-level tokenizer, trained on the rows, are made and kept in the run
-directory, so that a resumed run and an answer later use the very same.
+A folder is read with transformers, weights from safetensors only: no pickle, and no code from the folder. Without one,
+a small Llama with random weights and a byte-level tokenizer, trained on the rows, are built and kept in the run
+directory, so that a resumed run and a later answer use exactly the same ones.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from steadygrad.extras import import_extra
 from steadygrad_recipes.sft.config import SftConfig, TinyModel
 from steadygrad_recipes.sft.data import Example
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries below are loaded: nothing is fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the libraries below are imported: nothing is fetched
 _transformers = import_extra("transformers", "transformers", what="the recipe sft")
 
 BASE = "base"
-"""The folder of the made model, inside of the run directory."""
+"""Folder of the built model, inside the run directory."""
 PAD, EOS = "<pad>", "<eos>"
 TINY_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head")
-"""Every matrix of the made model: nothing in it has been learned, so nothing in it can stay as it is."""
+"""Every matrix of the built model: nothing in it has been learned yet, so every one must be adapted."""
 
 
 def open_model(config: SftConfig, run_dir: Path, examples: Iterable[Example]) -> tuple[Any, Any]:
-    """(model without LoRA, tokenizer): from the folder, from an earlier start of this run, or made now."""
+    """Return (model without LoRA, tokenizer): from the folder, from an earlier start of this run, or built now."""
     if config.model is not None:
         return load_folder(Path(config.model), choose_base_dtype(config))
     folder = run_dir / BASE
     if not (folder / "config.json").is_file():
         tokenizer = make_tokenizer(examples, config.tiny.vocab_size)
         model = make_model(config.tiny, tokenizer, config.max_length + config.max_new_tokens, config.seed)
-        aside = run_dir / f"{BASE}.tmp"  # renamed when it is whole: a process killed meanwhile leaves no half model
+        aside = run_dir / f"{BASE}.tmp"  # renamed once complete: a process killed meanwhile leaves no half model
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         aside.replace(folder)
@@ -47,14 +47,14 @@ def open_model(config: SftConfig, run_dir: Path, examples: Iterable[Example]) ->
 
 
 def choose_base_dtype(config: SftConfig) -> torch.dtype | str:
-    """As asked; else as saved where the weights are frozen, and fp32 where they are trained."""
+    """Return the dtype asked for; else as saved where the weights are frozen, and fp32 where they are trained."""
     if config.base_precision is not None:
         return DTYPES[config.base_precision]
     return "auto" if config.lora_rank else DTYPES[Precision.FP32]
 
 
 def load_folder(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
-    """Model and tokenizer of a folder as transformers saves it."""
+    """Load model and tokenizer from a folder as transformers saves it."""
     if not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is no folder"
         raise ConfigError(f"SftConfig.model: {folder} {what}. Give the folder of a model saved by save_pretrained.")
@@ -79,7 +79,7 @@ def load_folder(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, A
 
 
 def add_lora(model: Any, config: SftConfig) -> Any:
-    """The model with LoRA matrices, all else frozen; the model itself with `lora_rank=0`."""
+    """Return the model with LoRA matrices, all else frozen; the model itself with `lora_rank=0`."""
     if config.lora_rank == 0:
         return model
     peft = import_extra("transformers", "peft", what="LoRA")
@@ -106,7 +106,7 @@ def add_lora(model: Any, config: SftConfig) -> Any:
 
 
 def load_trained(folder: Path, config: SftConfig, run_dir: Path) -> tuple[Any, Any]:
-    """What `train` has left in `folder`: all weights, or LoRA matrices on the model that they were trained on."""
+    """Load what `train` left in `folder`: all weights, or LoRA matrices on the model that they were trained on."""
     if not (folder / "adapter_config.json").is_file():
         return load_folder(folder)
     base = Path(config.model) if config.model is not None else run_dir / BASE
@@ -115,11 +115,11 @@ def load_trained(folder: Path, config: SftConfig, run_dir: Path) -> tuple[Any, A
     return peft.PeftModel.from_pretrained(model, folder), tokenizer
 
 
-# --- made here ------------------------------------------------------------------------------------------------------
+# --- built here -----------------------------------------------------------------------------------------------------
 
 
 def make_tokenizer(examples: Iterable[Example], vocab_size: int) -> Any:
-    """Byte-level BPE, learned from the rows: no text is unknown to it, and each digit is a token."""
+    """Train a byte-level BPE on the rows: no text is unknown to it, and each digit is a token."""
     tokenizers = import_extra("transformers", "tokenizers", what="the recipe sft")
     parts = tokenizers.pre_tokenizers
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -139,7 +139,7 @@ def _texts_of(example: Example) -> list[str]:
 
 
 def make_model(sizes: TinyModel, tokenizer: Any, max_length: int, seed: int) -> Any:
-    """A Llama of these sizes with random weights."""
+    """Build a Llama of these sizes with random weights."""
     torch.manual_seed(seed)
     return _transformers.LlamaForCausalLM(
         _transformers.LlamaConfig(

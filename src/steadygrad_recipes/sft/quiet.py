@@ -1,7 +1,7 @@
-"""What the libraries do around a small training, put off while it runs, and put back after it.
+"""Suppresses what the libraries do around a small training while it runs, and restores it afterwards.
 
-transformers and peft speak of things that are as they should be here; on a CPU, threads of a model this small only wait
-for each other.
+transformers and peft warn about things that are intended here; on a CPU, threads of a model this small only wait for
+each other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from steadygrad_recipes.sft.config import SftConfig
 _logging = import_extra("transformers", "transformers.utils.logging", what="the recipe sft")
 
 EXPECTED = ("Setting `save_embedding_layers` to `True`",)  # the made model's, which are trained
-"""Warnings about what is meant to be so."""
+"""Warnings about things that are intended."""
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Without transformers' own bars and advice between our lines."""
+    """Turn off transformers' own progress bars and advice between our lines."""
     log = logging.getLogger("transformers")
     level, bars = log.level, _logging.is_progress_bar_enabled()
     log.setLevel(logging.ERROR)
@@ -42,7 +42,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def use_few_threads(config: SftConfig) -> Iterator[None]:
-    """One thread for the made model; a folder's model gets what torch would take."""
+    """Use one thread for the built model; a model from a folder gets torch's default."""
     before = torch.get_num_threads()
     if config.model is None:
         torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Examples -> what the model reads: token ids, and labels in which every token of the prompt is masked.
+"""Examples -> model inputs: token ids, and labels in which every token of the prompt is masked.
 
-Prompt and completion are tokenized apart, so that the mask ends exactly where the completion begins, and so that the
-model sees the same prompt when it is asked. `EpochSampler` gives the order of the rows: the same for the same seed and
-epoch, whatever happened before, which is what an exact resume needs.
+Prompt and completion are tokenized separately, so that the mask ends exactly where the completion begins, and so that
+the model sees the same prompt when it answers. `EpochSampler` gives the order of the rows: the same for the same seed
+and epoch, whatever happened before, which an exact resume requires.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from steadygrad_recipes.sft.data import Example
 
 Row = dict[str, list[int]]
 MEGABATCH = 50
-"""Groups whose rows are sorted together when rows of one length share a batch."""
+"""Number of groups whose rows are sorted together when rows of similar length share a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Encoded:
     num_unlabelled: int
 
     def drop_unlabelled(self) -> list[Row]:
-        """For validation: a batch without labels has no loss."""
+        """Return the rows with labels, for validation: a batch without labels has no loss."""
         return [row for row in self.rows if has_labels(row)]
 
 
 def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
-    """The tokens of what is asked, as in training so when answering."""
+    """Return the tokens of the prompt, the same in training and when answering."""
     if isinstance(example.prompt, str):
         return list(tokenizer(example.prompt)["input_ids"])
     if not getattr(tokenizer, "chat_template", None):
@@ -52,31 +52,31 @@ def encode_prompt(tokenizer: Any, example: Example) -> list[int]:
 
 
 def encode(tokenizer: Any, example: Example, max_length: int, long_prompts: LongPrompts) -> tuple[Row, bool]:
-    """The row, and whether it was cut."""
+    """Return the row, and whether it was cut."""
     prompt = encode_prompt(tokenizer, example)
     completion = [*tokenizer(example.completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     excess = len(prompt) + len(completion) - max_length
     if excess > 0 and long_prompts is LongPrompts.CUT_START:
-        prompt = prompt[min(excess, len(prompt) - 1) :]  # one token is left: the completion follows something
+        prompt = prompt[min(excess, len(prompt) - 1) :]  # one token is kept: the completion must follow something
     ids = [*prompt, *completion][:max_length]
     labels = [*[IGNORE_INDEX] * len(prompt), *completion][:max_length]
     return {"input_ids": ids, "labels": labels}, excess > 0
 
 
 def encode_all(tokenizer: Any, examples: Sequence[Example], max_length: int, long_prompts: LongPrompts) -> Encoded:
-    """Every row, none left out."""
+    """Encode every row; none is left out."""
     pairs = [encode(tokenizer, example, max_length, long_prompts) for example in examples]
     rows = [row for row, _ in pairs]
     return Encoded(rows, sum(cut for _, cut in pairs), sum(not has_labels(row) for row in rows))
 
 
 def has_labels(row: Row) -> bool:
-    """Whether anything is to be learned from it. A first token is predicted from nothing, so it does not count."""
+    """Return whether anything can be learned from the row. The first token does not count: nothing precedes it."""
     return any(label != IGNORE_INDEX for label in row["labels"][1:])
 
 
 class Padder:
-    """Rows -> a batch, filled up at the right; what is filled up is neither attended to nor learned."""
+    """Collate rows into a batch, padded on the right; padding is neither attended to nor learned."""
 
     def __init__(self, pad_token_id: int) -> None:
         self._pad = pad_token_id

@@ -1,7 +1,7 @@
-"""Events of the training -> what a person reads meanwhile: a bar, a line of the log, the norms of each epoch.
+"""Training events -> what is shown meanwhile: a bar, a log line, the norms of each epoch.
 
-Lines of the log are the Trainer's dictionaries with true numbers; one whose loss is 0 or not finite, or whose norm is
-not finite, is followed by a warning. Nothing here changes the training.
+Log lines are the Trainer's dictionaries with true numbers; one whose loss is 0 or not finite, or whose norm is not
+finite, is followed by a warning. Nothing here changes the training.
 """
 
 # ruff: noqa: ARG002 - the arguments of an event and of a sink are theirs
@@ -24,19 +24,19 @@ VALIDATION = ("eval_loss", "epoch")
 
 
 class Console(Protocol):
-    """Where a recipe writes to."""
+    """Where a recipe prints."""
 
     def say(self, text: str = "", style: str = "") -> None:
-        """One line."""
+        """Print one line."""
         ...
 
     def track(self, title: str, total: int) -> contextlib.AbstractContextManager[Callable[[int, str], None]]:
-        """A progress bar."""
+        """Return a progress bar."""
         ...
 
 
 class NormKeeper(Sink):
-    """A Sink that gathers the norms of an epoch's steps, skipped ones apart."""
+    """A Sink that collects the norms of an epoch's steps, with skipped steps counted separately."""
 
     def __init__(self) -> None:
         self._norms: list[float] = []
@@ -44,18 +44,18 @@ class NormKeeper(Sink):
         self.last: StepRecord | None = None
 
     def write_step(self, record: StepRecord) -> None:
-        """One step was judged."""
+        """Add one judged step."""
         self.last = record
         self.add(record.grad_norm, skipped=record.skipped)
 
     def add(self, norm: float, *, skipped: bool = False) -> None:
-        """The norm of a step; one that is not finite counts as no number, and is told as such."""
+        """Add the norm of a step. One that is not finite is kept, so that the average and the maximum show it."""
         self._num_skipped += skipped
         if not skipped:
             self._norms.append(norm)
 
     def take(self) -> str:
-        """The epoch in words; the next one begins."""
+        """Format the epoch's norms and start the next one."""
         norms, num_skipped = self._norms, self._num_skipped
         self._norms, self._num_skipped = [], 0
         if not norms:
@@ -66,7 +66,7 @@ class NormKeeper(Sink):
 
 
 class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
-    """Speaks on the first process only. `norms` is fed by the guard, or from the log where there is none."""
+    """Prints on the first process only. `norms` is fed by the guard, or from the log where there is none."""
 
     def __init__(self, console: Console, norms: NormKeeper, *, guarded: bool) -> None:
         self._console, self._norms, self._guarded = console, norms, guarded
@@ -75,19 +75,19 @@ class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
         self._beside_bar = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The bar appears, on a terminal."""
+        """Show the bar, on a terminal."""
         if state.is_world_process_zero:
             self._advance = self._bar.enter_context(self._console.track("sft", state.max_steps))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The bar moves."""
+        """Advance the bar."""
         last = self._norms.last
         if last is not None:
             self._beside_bar = describe_step(last.loss, last.grad_norm)
         self._advance(state.global_step, self._beside_bar)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """A line; and a warning, if its numbers cannot be."""
+        """Print a log line, and a warning if its numbers cannot be right."""
         if not state.is_world_process_zero or not logs:
             return
         if "loss" in logs:
@@ -101,17 +101,17 @@ class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
             self._console.say(spell_logs(logs, VALIDATION))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The averages and the maxima of the norm."""
+        """Print the average and the maximum norm."""
         if state.is_world_process_zero:
             self._console.say(f"epoch {round(state.epoch)}: {self._norms.take()}", "bold")
 
     def close(self) -> None:
-        """The bar disappears, also when the training ended in an error."""
+        """Remove the bar, even when the training ended in an error."""
         self._bar.close()
 
 
 def describe_step(loss: float | None, norm: float) -> str:
-    """Beside the bar: 'loss=2.37, grad=0.423'."""
+    """Format the text next to the bar: 'loss=2.37, grad=0.423'."""
     return f"loss={spell_number(loss, 3)}, grad={spell_number(norm, 3)}"
 
 
@@ -122,7 +122,7 @@ def spell_logs(logs: dict[str, Any], names: tuple[str, ...]) -> str:
 
 
 def find_warnings(logs: dict[str, Any]) -> list[str]:
-    """What is wrong with the numbers of one line."""
+    """Return what is wrong with the numbers of one line."""
     loss, norm = float(logs["loss"]), float(logs.get("grad_norm", 0.0))
     warnings = []
     if not math.isfinite(norm):
