@@ -371,6 +371,7 @@ def test_the_page_has_every_field_with_its_default() -> None:
     fields |= {f"model.{f.name}": getattr(config.model, f.name) for f in dataclasses.fields(config.model)}
     flags = {name.replace("_", "-"): value for name, value in fields.items()}
     for name, value in flags.items():
-        text = ",".join(value) if isinstance(value, tuple) else "none" if value is None else str(value)
+        plain = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+        text = ",".join(value) if isinstance(value, tuple) else plain
         assert shown[name] == text or float(shown[name]) == value
     assert shown.keys() == flags.keys()
