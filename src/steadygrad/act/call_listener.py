@@ -34,8 +34,8 @@ def listeners_muted() -> Iterator[None]:
 class CallListener:
     """Calls `hear` of an object, which it does not keep alive, with the hook's arguments: a model, and more.
 
-    A copied or pickled model gets a silent stand-in that does not need this package: it formats each argument to zero
-    characters. While torch compiles, it does nothing.
+    A copied or pickled model gets a silent stand-in that does not need this package: it logs at debug level, with each
+    argument formatted to zero characters. While torch compiles, it does nothing.
     """
 
     def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:

@@ -41,7 +41,8 @@ class OtherGradients:
     def settle(self, step: int, *, is_loss: bool) -> Finding | None:
         """Drop gradients of another training, just before the guard runs a step's first backward. Reported once.
 
-        `is_loss`: the caller passed a loss, so its forward has already run; a function's forward is still to come.
+        `is_loss`: the caller passed a loss, so its forward has already run; a function's is still to come, and only its
+        gradients count.
         """
         found = self._find()
         is_own = self._was_called and self._began_clean and not self._is_anothers

@@ -68,7 +68,7 @@ class _Knob:
             yield _Held(group, self.key, self.factor, own, group[self.key], _version(group[self.key]))
 
     def numbers(self) -> dict[str, float]:
-        """Return the next step's rates for the record: one number if all groups agree. Reads tensor rates to the host."""
+        """Return the next step's rates for the record: one number if all groups agree. Tensor rates are read."""
         values = [float(group[self.key] * self.factor) for group in self.groups()]
         if len(set(values)) <= 1:
             return dict.fromkeys([self.key], values[0]) if values else {}

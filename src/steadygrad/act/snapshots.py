@@ -120,7 +120,7 @@ class Snapshots:
         return max(min(self._config.every, max(MIN_EVERY, step // 5)), min(self._config.every, patience))
 
     def effective_skip(self, step: int) -> int:
-        """Return how many batches to skip after a rollback at `step`: a twentieth of the steps, up to `skip_batches`."""
+        """Return the batches to skip after a rollback at `step`: a twentieth of the steps, at most `skip_batches`."""
         return min(self._config.skip_batches, max(1, step // 20))
 
     def due(self, step: int) -> bool:
