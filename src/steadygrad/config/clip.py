@@ -39,8 +39,7 @@ class OutlierClip:
     kind: ClassVar[str] = "outliers"
 
     ratio: float = 10.0
-    """Multiple of the usual norm above which a step is clipped, down to that multiple. Usual: all but 1 in 32 norms were
-    smaller."""
+    """Multiple of the usual norm that a step is clipped to when above it. Usual: all but 1 in 32 norms were smaller."""
     window: int = 128
     """Healthy steps whose norms define what is usual."""
     warmup: int = 32

@@ -37,8 +37,8 @@ class LossThresholds:
     explosion_patience: int = 8
     """Steps in a row that must be that high: single batches of one sample can reach it by chance."""
     recovery_steps: int = 16
-    """Steps after a reported explosion within which the loss must recover; below `SnapshotConfig.good_after`, so that no
-    snapshot of the broken state counts as good."""
+    """Steps after a reported explosion within which the loss must recover; below `SnapshotConfig.good_after`, so that
+    no snapshot of the broken state counts as good."""
     recovery_ratio: float = 3.0
     """Multiple of the loss before the explosion above which it has not recovered."""
     block: int = 16

@@ -72,8 +72,8 @@ class SnapshotConfig:
     good_after: int = 20
     """Healthy steps beyond a snapshot before it counts as good."""
     max_bytes: int | None = None
-    """Host memory for all of them; None: a quarter of what is free when the Guard is created, shared by the ranks of the
-    machine. If not even one fits, a rollback goes to the newest good checkpoint of the run directory."""
+    """Host memory for all of them; None: a quarter of what is free when the Guard is created, shared by the ranks of
+    the machine. If not even one fits, a rollback goes to the newest good checkpoint of the run directory."""
     skip_batches: int = 200
     """Batches skipped after a rollback; fewer early in a run."""
     enabled: bool = True

@@ -31,8 +31,8 @@ class Policy:
     act: bool = True
     """False: only watch. Non-finite steps are still kept from the weights, as `GuardConfig.on_nonfinite` says."""
     require_proof: bool = True
-    """True: act on finite numbers only after the paired test has shown that the weights were harmed. False: act at once,
-    by the table of `Policy.eager()`. Your own answers in `actions` need no proof."""
+    """True: act on finite numbers only after the paired test has shown that the weights were harmed. False: act at
+    once, by the table of `Policy.eager()`. Your own answers in `actions` need no proof."""
     change_hyperparameters: bool = True
     """Whether learning rate and weight decay may be changed; if not, the next action is taken instead."""
     halt_at: Severity | None = None
@@ -48,8 +48,8 @@ class Policy:
     explosion_lr_factor: float = 0.1
     """... and after a loss explosion."""
     start_lr_factor: float = 0.05
-    """... and when it is too high from the first steps on, which also rolls back to the start. Where weights ran away, the
-    factor depends on how far: `StartThresholds.usual_move` or `adam_move`."""
+    """... and when it is too high from the first steps on, which also rolls back to the start. Where weights ran away,
+    the factor depends on how far: `StartThresholds.usual_move` or `adam_move`."""
     weight_decay_factor: float = 1.5
     """What the weight decay is multiplied by on overfitting."""
     clip_factor: float = 0.5

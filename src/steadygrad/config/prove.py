@@ -27,8 +27,8 @@ class ProveConfig:
     excess: float = 0.2
     """Where only the initial weights are available: by what share of their loss the present ones must be worse."""
     lead: float = 0.1
-    """Where a learning rate looks too high: by what share of the run's loss a lower one must be ahead. Where the data has
-    changed: the share of what earlier weights learnt on it that the run must lack."""
+    """Where a learning rate looks too high: by what share of the run's loss a lower one must be ahead. Where the data
+    has changed: the share of what earlier weights learnt on it that the run must lack."""
     rate_steps: int = 40
     """... and for how many steps the lower one is tried."""
     fresh_ratio: float = 1.5

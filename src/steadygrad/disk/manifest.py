@@ -184,7 +184,7 @@ def _hash_at(read: Callable[[int, int, int], bytes | memoryview], descriptor: in
 
 
 def run_soon(pool: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> Callable[[], T]:
-    """Run it in the pool, or now if the interpreter is exiting and pools take no more work; return the result getter."""
+    """Run it in the pool, or now if the interpreter is exiting and pools take no more work; return a result getter."""
     try:
         return pool.submit(call, *arguments).result
     except RuntimeError:
