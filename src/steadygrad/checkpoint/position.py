@@ -157,7 +157,7 @@ class DataPositions:
         yield from source.draw(iter(source.loader), now)
 
     def end_epoch(self) -> None:
-        """End the epoch: every loader's next pass starts from the beginning; loaders not used in this epoch are forgotten."""
+        """End the epoch: every loader's next pass starts from the beginning; forget loaders not used in this epoch."""
         self._sources = {id(source.original): source for source in self._order}
         self._order, self._passes, self._resumed, self._rested = [], {}, {}, {}
 

@@ -118,7 +118,7 @@ class ShardedStore:
             raise NonFiniteStateError(f"the state before step {step}", bad)
 
     def _agree_on_folder(self, step: int) -> tuple[Path, Path, int]:
-        """Have rank 0 create the folder to write into; return its path, the final path, and the save's serial number."""
+        """Have rank 0 create the folder to write into; return its path, the final path and the serial number."""
 
         def prepare() -> tuple[str, str, int]:
             if not self._opened:
@@ -283,7 +283,7 @@ def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
 
 
 def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:
-    """Read one checkpoint on any number of ranks; a rank that did not exist when it was saved gets rank 0's own part."""
+    """Read one checkpoint on any number of ranks; a rank that did not exist at the save gets rank 0's own part."""
 
     _, live_shared, _ = split_state(live)
     own_file = info.path / _name_own(ranks.rank)

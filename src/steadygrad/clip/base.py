@@ -20,7 +20,7 @@ class Clipper(Protocol):
 
     edits_gradients: bool
     """False: `clip` returns a factor for all gradients, which the caller applies (a fused optimizer does it in its own
-    pass). True: `clip` changes the gradients itself, which must be unscaled by then, and returns the ratio to report."""
+    pass). True: `clip` changes the gradients itself, which must be unscaled by then, and returns a ratio to report."""
 
     constant_norm: float | None
     """A constant threshold on the global norm. The Meter then computes the coefficient in its own launch, by the

@@ -29,7 +29,7 @@ NO_LIMIT = 3e38
 """Above every norm, and still a float32: infinity would make the coefficient of an infinite norm NaN."""
 
 RARE = 32
-"""One in this many norms is left out of "usual"; so an actor-critic, with norms up to 100 times the median, has none."""
+"""One in this many norms may be an outlier. Actor-critics, with norms up to 100 times the median, then have none."""
 
 
 class OutlierClipper:
