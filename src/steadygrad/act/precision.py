@@ -48,7 +48,7 @@ def half_matmul_works(precision: Precision) -> bool:
 
 
 def conservative_scaler(device: str = "cuda", *, enabled: bool = True) -> torch.amp.GradScaler:
-    """Make a GradScaler for fine-tuning: starts at 2**10, not 2**16; grows 1.5x every 1000 steps; halves on overflow."""
+    """Make a GradScaler for fine-tuning: it starts at 2**10, grows 1.5x every 1000 steps, and halves on overflow."""
     return torch.amp.GradScaler(
         device, init_scale=2.0**10, growth_factor=1.5, backoff_factor=0.5, growth_interval=1000, enabled=enabled
     )

@@ -47,7 +47,7 @@ class EnhancedTrainingMixin:
         log_frequency: int = 100,
         enable_detailed_logging: bool = False,
     ) -> None:
-        """Set up monitoring. Call it in `__init__`; for activations, after creating the layers, since each gets a hook."""
+        """Set up monitoring. Call it in `__init__`; for activations, after creating the layers: each gets a hook."""
         self.enable_gradient_monitoring = enable_gradient_monitoring
         self.enable_activation_monitoring = enable_activation_monitoring
         self._monitor_settings: dict[str, Any] = {
@@ -76,7 +76,7 @@ class EnhancedTrainingMixin:
         if not self.enable_gradient_monitoring:
             return {}
         module = _as_module(self)
-        if self.gradient_monitor is None:  # created late: the layers may have been added after setup_gradient_monitoring
+        if self.gradient_monitor is None:  # only now: layers may have been added after the setup
             self.gradient_monitor = GradientHealthMonitor(module, **self._monitor_settings)
         limit = self.gradient_monitor.grad_clip_threshold if max_grad_norm is None else max_grad_norm
         stats = _check(module, self.gradient_monitor, step, limit if apply_clipping else None)

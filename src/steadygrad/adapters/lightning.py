@@ -210,7 +210,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
             self._begin(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Receive a loss, divided for accumulation and scaled. With several optimizers it belongs to the next to step."""
+        """Receive a loss, divided for accumulation and scaled. It belongs to the optimizer that steps next."""
         if not self._seats:
             return
         scale = getattr(trainer.precision_plugin, "scaler", None)

@@ -163,7 +163,7 @@ class CheckpointStore:
         return save
 
     def _start_writing(self, save: Save, plain: bytes, manifest: Manifest) -> bool:
-        """Start a thread to write it. Not a daemon, so a program that ends without close() finishes its last checkpoint."""
+        """Start a thread to write it. Not a daemon: a program that ends without close() finishes its last save."""
         arguments = (save, plain, manifest, self._thread)
         thread = threading.Thread(target=self._write, args=arguments, name="steadygrad-checkpoint")
         try:

@@ -156,7 +156,7 @@ class _Hosts:
         return {key: self.number(value, place(key, value)) for key, value in state.items()}
 
     def _find_device(self, loaded: Tensor) -> torch.device:
-        """Find where a tensor belongs: on the host it stays there; on a device that training has left, it moves along."""
+        """Find where a tensor belongs: the host if it was there; it moves along if the training left its device."""
         saved = self.name_device(loaded)
         return find_device(saved) if saved == "cpu" else self._moved.get(saved) or find_device(saved)
 

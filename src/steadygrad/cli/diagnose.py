@@ -161,7 +161,7 @@ def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
 
 @contextlib.contextmanager
 def _telling(what: str) -> Iterator[None]:
-    """Turn an exception from the user's code into an error with its location; SystemExit too, which would set the code."""
+    """Turn the user code's exception into an error with its location; SystemExit too, which would set the code."""
     from steadygrad.errors import UsageError
 
     try:

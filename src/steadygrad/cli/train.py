@@ -110,7 +110,7 @@ class RecipeCommand(FieldCommand):
 
 
 def make_options(name: str, package: Any) -> list[click.Option]:
-    """Return the options besides the fields. One that the recipe has no function for is hidden, and refused if given."""
+    """Return the options besides the fields. One that the recipe does not support is hidden, and refused if given."""
     quick = ", ".join(f"{name}={spell_value(value)}" for name, value in package.QUICK.items())
     predict = getattr(package, "PREDICT", "use the trained model of a run on PATH")
     resume = "go on exactly: latest, best, a run directory, or one of its checkpoints"

@@ -15,7 +15,7 @@ from steadygrad.facts import Action, ActionTaken, Fact, Finding, Reading, Severi
 
 
 class FrequentClipping(Remembering):
-    """More than half of the steps are clipped (info): large models train well so, but the threshold sets the step."""
+    """More than half of the steps are clipped (info): large models train well like this, but the threshold sets the step."""
 
     name = "frequent_clipping"
     memory = ("_recent", "_episode")
@@ -44,7 +44,7 @@ class FrequentClipping(Remembering):
 
 
 class ManySkips(Remembering):
-    """Many steps were not finite and left out. The search for a loss scale before the first good step is none."""
+    """Many steps were not finite and skipped. The search for a loss scale before the first good step does not count."""
 
     name = "many_skips"
     memory = ("_skips", "_began", "_episode")

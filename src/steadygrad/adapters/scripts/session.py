@@ -84,7 +84,7 @@ class Session:
             self._terminal.say("the script made no optimizer, so nothing was guarded and nothing is recorded")
 
     def _keep_log_to_itself(self) -> None:
-        """Let only errors through to the script's logging, which may go to standard output; incidents are printed here."""
+        """Log only errors, since the script's logging may go to standard output; incidents are printed here."""
         handler = logging.StreamHandler(sys.stderr)
         handler.setLevel(logging.ERROR)
         logger.addHandler(handler)
@@ -336,8 +336,8 @@ def _is_sharded(optimizer: Optimizer) -> bool:
 # --- calls --------------------------------------------------------------------------------------------------------
 # Listen for calls of a module without leaving a trace in what the script saves.
 #
-# A forward pre-hook lives in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold ours
-# pickle and copy themselves as the plain ones they would be without it. Inside a compiled graph the hook does nothing.
+# A forward pre-hook lives in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold
+# ours pickle and copy themselves as the plain ones they would be without it. In a compiled graph the hook does nothing.
 
 
 OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
@@ -352,7 +352,7 @@ class _Hooks(OrderedDict[int, Any]):
         self.listeners: list[OnCall] = []
 
     def values(self) -> Any:
-        """Return the hooks without ours: torch.jit.script compiles these, and ours is plain Python. Calls use `items()`."""
+        """Return the hooks without ours: torch.jit.script compiles these, and ours is Python. Calls use `items()`."""
         return {key: hook for key, hook in self.items() if key != self.ours}.values()
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
