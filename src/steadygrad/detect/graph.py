@@ -29,7 +29,7 @@ class UnregisteredLayers(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told once."""
+        """Report once."""
         if not isinstance(fact, GraphScan) or self._told or not (fact.hidden or fact.unoptimized):
             return
         self._told = True
@@ -121,7 +121,7 @@ class AnomalyMode(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told once."""
+        """Report once."""
         if not isinstance(fact, GraphScan) or self._told or not fact.anomaly_mode:
             return
         self._told = True

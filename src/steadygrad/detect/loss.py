@@ -51,7 +51,7 @@ class Restarts(Remembering):
         return reading.step < self._until
 
     def forgive(self, loss: float, in_grace: bool) -> bool:
-        """Whether a loss is harmless however far it jumped: below the first ones in the grace period, else near zero."""
+        """Whether a loss is harmless however far it jumped: in the grace period below the first ones, else near 0."""
         return loss <= self.began_at if in_grace else 0.0 <= loss <= SMALL * self.began_at
 
 

@@ -146,7 +146,7 @@ class LossExplosion(Remembering):
             self._streak.feed(reading.step, False)
 
     def _is_ordinary(self, loss: float) -> bool:
-        """Whether nothing is going on, and the loss is not even ten times the lowest: nearly every step. Saves sorting."""
+        """Whether nothing is going on and the loss is below ten times the lowest, as at most steps. Saves sorting."""
         if self._high or not self._history or not math.isfinite(loss):
             return False
         return loss <= self._ratio * min(self._history)

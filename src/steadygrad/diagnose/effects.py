@@ -105,7 +105,7 @@ class Effects:
 
     def undo(self) -> bool:
         """Restore every container, attribute and generator; return whether a container had changed."""
-        changed = [put_back() is True for put_back in self._undo]  # run all of them: any() alone would stop at the first
+        changed = [put_back() is True for put_back in self._undo]  # a list: any() alone would stop at the first
         return any(changed)
 
     # --- the walk ---------------------------------------------------------------------------------------------------
