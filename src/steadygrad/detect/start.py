@@ -78,7 +78,7 @@ class RateTooHigh(Remembering):
                 yield dataclasses.replace(found, evidence={**found.evidence, **proof})
 
     def _weigh(self, norms: Mapping[str, float], *, is_first: bool) -> None:
-        """Measure the weights' growth, except those that begin at zero, which must grow, or a single trained layer."""
+        """Measure the weights' growth. Ignore those that begin at zero, which must grow, and a single trained layer."""
         if is_first and self._losses:
             return  # a resumed run looks at the weights it was given; they are not the run's first ones
         if not self._losses:
