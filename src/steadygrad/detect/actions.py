@@ -15,7 +15,7 @@ from steadygrad.facts import Action, ActionTaken, Fact, Finding, Reading, Severi
 
 
 class FrequentClipping(Remembering):
-    """More than half of the steps are clipped (info): large models train well so, but the threshold sets the step size."""
+    """More than half of the steps are clipped (info): large models train well so, but the threshold sets the step."""
 
     name = "frequent_clipping"
     memory = ("_recent", "_episode")
