@@ -1,8 +1,8 @@
-"""AcceleratorDrive: what a Guard needs of a loop that Hugging Face's accelerate drives.
+"""AcceleratorDrive: lets a Guard work inside a loop that Hugging Face's accelerate drives.
 
-accelerate divides the loss for accumulation, scales it, runs backward, and says when gradients are complete; all that
-stays. Its optimizers' `step()` goes through the Guard, which is told every loss, sees the batch through a hook on the
-model, and answers whether the step was skipped. accelerate itself is never imported: its objects are asked by name.
+accelerate still divides the loss for accumulation, scales it, runs backward and knows when gradients are complete. Its
+optimizers' `step()` goes through the Guard, which receives every loss, sees the batch through a hook on the model and
+reports whether the step was skipped. accelerate itself is never imported: its objects are recognized by name.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Driven(Protocol):
 
 
 class WasSkipped:
-    """True if the guard's last step was skipped. Asked for its truth it waits for the numbers; before that it does not.
+    """True if the guard's last step was skipped. Waits for the step's numbers only when its truth value is used.
 
-    Stands where accelerate keeps a bool, so that a scheduler that asks waits and a loop that does not ask never does.
+    It replaces the bool that accelerate keeps, so only a loop or scheduler that checks it has to wait.
     """
 
     def __init__(self, guard: Driven) -> None:
@@ -54,7 +54,7 @@ class WasSkipped:
 
 
 class AcceleratorDrive:
-    """The objects inside accelerate's wrappers, and the ties between them and a Guard."""
+    """The objects inside accelerate's wrappers, and their connection to a Guard."""
 
     def __init__(self, accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
         for name in ("backward", "sync_gradients", "gradient_accumulation_steps"):
@@ -74,16 +74,16 @@ class AcceleratorDrive:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether more microbatches of this step are to come."""
+        """Whether more microbatches of this step will follow."""
         return not self._accelerator.sync_gradients
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """The loss as `accelerator.backward` runs from it, loss scale aside."""
+        """Return the loss that `accelerator.backward` would start from, without the loss scale."""
         share = self._accelerator.gradient_accumulation_steps
         return loss if share == 1 else loss / share
 
     def attach(self, guard: Driven) -> None:
-        """Tie accelerate's objects to `guard`, until `detach()`."""
+        """Connect accelerate's objects to `guard` until `detach()`."""
         if guard.config.drop_bad_microbatches:
             refuse_dropping("accelerator.backward")
         run_backward: Callable[..., None] = self._accelerator.backward
@@ -93,7 +93,7 @@ class AcceleratorDrive:
             run_backward(loss, **kwargs)
 
         def step(wrapped: Any, closure: Callable[[], Any] | None = None) -> None:
-            wrapped._opt_called = True  # what a scheduler's wrapper around `step` notes, lest it warn
+            wrapped._opt_called = True  # torch's schedulers check this flag and warn without it
             if closure is not None:
                 closure()
             if guard.num_microbatches:  # none: guard.step() has already been called for these gradients
@@ -125,14 +125,14 @@ class AcceleratorDrive:
         self._hooks.append(self.model.register_forward_hook(after, always_call=True))
 
     def detach(self) -> None:
-        """Untie: accelerate's objects are as they were."""
+        """Disconnect, leaving accelerate's objects as they were."""
         self._patches.undo()
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def refuse_dropping(runner: str) -> None:
-    """A microbatch can be left out only by whoever runs its backward."""
+    """Raise: a microbatch can be dropped only by the code that runs its backward."""
     raise ConfigError(
         f"GuardConfig.drop_bad_microbatches is True, but {runner} runs backward here, so one microbatch cannot be "
         "taken out of the sum. Leave it False: the whole step is skipped then."
@@ -140,10 +140,10 @@ def refuse_dropping(runner: str) -> None:
 
 
 def _is_wrapper(thing: Any) -> bool:
-    """Whether this is accelerate's own wrapper: its classes are known by where they come from."""
+    """Whether this is one of accelerate's own wrappers, recognized by the module that defines its class."""
     return any(base.__module__.partition(".")[0] == "accelerate" for base in type(thing).__mro__)
 
 
 def _open(thing: Any, attribute: str) -> Any:
-    """What accelerate's wrapper holds; anything else as it is."""
+    """Return the object inside accelerate's wrapper; return anything else unchanged."""
     return getattr(thing, attribute) if _is_wrapper(thing) else thing

@@ -1,7 +1,7 @@
 """Actor: Verdict -> Outcome, for what goes beyond the reflex: learning rate, weight decay, clip threshold, rollback.
 
-A rollback puts the newest good snapshot back and then leaves out a window of data: the batches between the snapshot
-and now are not seen again, and the next few are refused, because what broke the run often lies in neighbouring data
+A rollback restores the newest good snapshot and then skips a window of data: the batches between the snapshot and now
+are not seen again, and the next few are refused, because what broke the run is often in neighbouring data
 (PaLM went back about 100 steps and skipped 200 to 500 batches).
 """
 
@@ -31,13 +31,13 @@ class Actor:
         clipper: Clipper | None = None,
         window: Window | None = None,
     ) -> None:
-        """`window` is opened by a rollback."""
+        """Store the parts. A rollback opens `window`."""
         self._rates, self._snapshots, self._clipper = rates, snapshots, clipper
         self._window = window if window is not None else Window()
         rates.ramp_back(policy.ramp_back_steps)
 
     def carry_out(self, verdict: Verdict, reading: Reading | None, *, step: int) -> Outcome:
-        """Do it, and say what was before and after; `step` is the last one that was made."""
+        """Carry out `verdict` and return the values before and after; `step` is the last step taken."""
         if verdict.action is Action.SCALE_LR and verdict.factor is not None:
             return self._rates.scale_lr(verdict.factor)
         if verdict.action is Action.SCALE_WEIGHT_DECAY and verdict.factor is not None:
@@ -67,15 +67,15 @@ class Actor:
         )
 
     def _roll_back(self, now: int, factor: float | None) -> Outcome:
-        """`factor`: None keeps what was decided about the rates, 1 takes it back, less lowers the learning rate too."""
+        """Roll back. `factor`: None keeps changes made to the rates, 1 undoes them, less also lowers the LR."""
         if self._window.is_new:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
         lower = factor if factor is not None and factor < 1.0 else None
         if not self._snapshots.can_restore:
             if lower is not None:
-                return self._rates.scale_lr(lower)  # all that is left to do
+                return self._rates.scale_lr(lower)  # the only thing left to try
             return Outcome(action=Action.NONE, message=f"could not roll back: {self._snapshots.describe()}")
-        # The schedule goes back; what was decided about the rates since does so only when it was a part of the trouble.
+        # The schedule always goes back; rate changes made since then are undone only if they were part of the trouble.
         with contextlib.nullcontext() if factor == 1.0 else self._rates.keep_factors():
             then = self._snapshots.restore()
         self._window.open(self._snapshots.effective_skip(now))
@@ -101,7 +101,7 @@ class Actor:
         )
 
     def after_step(self, step: int, *, healthy: bool) -> list[str]:
-        """Tell rates and snapshots how the step went; returns why snapshots were dropped."""
+        """Update rates and snapshots with how the step went; return why snapshots were dropped, if any were."""
         if not healthy:
             self._snapshots.unhealthy(step)
             return []
@@ -109,24 +109,24 @@ class Actor:
         return self._snapshots.healthy_step(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Factors, and how much of the window is left."""
+        """Return the rate factors and how much of the window is left."""
         return {"rates": self._rates.state_dict(), "num_to_refuse": self._window.num_left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of `state_dict()`."""
+        """Load what `state_dict()` returned."""
         self._rates.load_state_dict(state["rates"])
         self._window.num_left = int(state["num_to_refuse"])
 
 
 # --- outcomes -----------------------------------------------------------------------------------------------------
-# What the reflex did to a step, in words: the Outcome that goes into the record beside the Verdict.
+# What the reflex did to a step: the Outcome that is recorded next to the Verdict.
 
 
 UNTOUCHED = Outcome(action=Action.NONE, message="nothing was changed")
 
 
 def tell_reflex(action: Action, reading: Reading) -> Outcome:
-    """The Outcome of an action that the step itself has already carried out."""
+    """Return the Outcome of an action that the step itself has already carried out."""
     if action in (Action.SKIP, Action.HALT) and reading.skipped:
         return Outcome(action=action, message="the step was skipped, no weight was touched")
     if action is Action.HALT:

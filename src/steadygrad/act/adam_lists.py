@@ -1,9 +1,9 @@
-"""What fused Adam gathers before every step (gradients, moments, counters), gathered at C speed.
+"""Gather what fused Adam needs before every step (gradients, moments, counters) at C speed.
 
-`Adam._init_group` walks the parameters in Python, 2 µs each: with a thousand tensors that is most of the step's host
-time, more than measuring and judging together. `QuickLists` lends the optimizer a version that gives the very same
-lists, read from the same state at the same moment, for the length of one step. Whatever is not the plain case
-(a missing or sparse gradient, a state not made yet, AMSGrad, another torch) goes through torch's own.
+`Adam._init_group` walks the parameters in Python at 2 µs each: with a thousand tensors that is most of the step's host
+time, more than measuring and judging together. For the length of one step, `QuickLists` replaces it with a version that
+builds exactly the same lists from the same state at the same moment. Anything but the plain case (a missing or sparse
+gradient, state not created yet, AMSGrad, another torch) goes through torch's own method.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 KNOWN = ("self", "group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
-"""The signature that this module was written for."""
+"""The signature of `_init_group` that this module was written for."""
 _gradient, _is_sparse = operator.attrgetter("grad"), operator.attrgetter("is_sparse")
 _is_not, _NOTHING = operator.is_not, itertools.repeat(None)
 _first, _second, _step = (operator.itemgetter(name) for name in ("exp_avg", "exp_avg_sq", "step"))
 
 
 def can_gather_quickly(optimizer: Any) -> bool:
-    """Whether this is torch's own Adam or AdamW, in the form that is known here, and nobody has compiled its step."""
+    """Whether this is torch's own Adam or AdamW with the known signature and a step that was not compiled."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or "_init_group" in vars(optimizer):
         return False
     if hasattr(optimizer.step, "_torchdynamo_orig_callable"):
@@ -35,10 +35,10 @@ def can_gather_quickly(optimizer: Any) -> bool:
 
 
 class QuickLists:
-    """Lends one optimizer its lists.
+    """Gathers the lists for one optimizer.
 
-    Looking a parameter's state up costs a hash in Python, so the states found once are kept, and used only while the
-    optimizer holds the very same objects, which is seen at C speed.
+    Looking up a parameter's state costs a hash in Python, so states are cached once found. The cache is used only while
+    the optimizer still holds the same objects, which is checked at C speed.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -65,7 +65,7 @@ class QuickLists:
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """As `Adam._init_group`: fills the lists, and says whether a parameter is complex."""
+        """Like `Adam._init_group`: fill the lists and return whether any parameter is complex."""
         params = group["params"]
         gradients = list(map(_gradient, params))
         states = self._find_states(group)
@@ -81,7 +81,7 @@ class QuickLists:
         return any(map(torch.is_complex, params))
 
     def _find_states(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """The state of each parameter of `group`, empty where there is none yet."""
+        """Return the state of each parameter of `group`, empty where there is none yet."""
         state, params = self._optimizer.state, group["params"]
         if len(state) != len(self._held) or not all(map(operator.is_, state.values(), self._held)):
             self._held, self._found = list(state.values()), {}

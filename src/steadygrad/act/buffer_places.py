@@ -1,8 +1,8 @@
-"""Buffers of a model, one by one and in packs: what stood in a place, a copy of it, and how it is put back.
+"""A model's buffers, one by one and in packs: the original tensor, a copy of its values, and how to restore them.
 
-What a forward wrote into is written back, what it replaced is replaced back: a tensor that came in meanwhile may be
-the user's own batch, and is never written to. Writes go through `.data`, so that no graph that is still alive sees a
-version change.
+A buffer that a forward wrote into is written back; one that it replaced gets the original tensor back: the replacement
+may be the user's own batch and is never written to. Writes go through `.data`, so that no live graph sees a version
+change.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from steadygrad.state.shards import is_dtensor
 
 Where = tuple[nn.Module, str]
 Key = tuple[int, str]
-"""A module's id, and the name of a buffer."""
+"""A module's id and a buffer's name."""
 find_kind = operator.attrgetter("shape", "dtype", "device")
 
 
 def walk(
     model: nn.Module, odd: Set[Key]
 ) -> tuple[set[nn.Module], list[Where], list[Tensor], list[tuple[Where, Tensor | None]]]:
-    """The modules of a model, and its buffers as they are now: where, which, and the `odd` or absent ones apart.
+    """Return a model's modules and its current buffers: places, tensors, and separately the `odd` or absent ones.
 
-    Runs at every step, and named_buffers() takes three times as long.
+    Runs at every step; `named_buffers()` would take three times as long.
     """
     where, tensors, apart = [], [], []
     stack: list[nn.Module | None] = [model]
@@ -50,13 +50,13 @@ def walk(
 
 
 def look_up(module: nn.Module, name: str) -> Tensor | None:
-    """The buffer of that name. The `_buffers` of a scripted module is no dict."""
+    """Return the buffer of that name. The `_buffers` of a scripted module is not a dict."""
     buffers = module._buffers
     return buffers[name] if name in buffers else None  # noqa: SIM401
 
 
 class Place(NamedTuple):
-    """One buffer: where it lives, what stood there, and a copy of that."""
+    """One buffer: where it lives, the tensor that was there, and a copy of its values."""
 
     module: nn.Module
     name: str
@@ -65,17 +65,17 @@ class Place(NamedTuple):
 
     @property
     def now(self) -> Tensor | None:
-        """What stands there now."""
+        """Return the tensor that is there now."""
         return look_up(self.module, self.name)
 
     @classmethod
     def of(cls, module: nn.Module, name: str) -> Place:
-        """The place as it is now."""
+        """Capture the place as it is now."""
         tensor = look_up(module, name)
         return cls(module, name, tensor, None if tensor is None else tensor.detach().clone())
 
     def put_back(self) -> None:
-        """As it was: by replacing where it was replaced, in place otherwise."""
+        """Restore the buffer: put the original tensor back if it was replaced, and write in place otherwise."""
         now, tensor, copy = self.now, self.tensor, self.copy
         if now is None or tensor is None or copy is None:
             setattr(self.module, self.name, tensor)
@@ -83,14 +83,14 @@ class Place(NamedTuple):
             if not (is_cache(self.module, self.name) and now.shape != copy.shape and is_finite(now)):
                 self.module._buffers[self.name] = tensor if are_equal(tensor, copy) else copy.clone()
         elif find_kind(tensor) != find_kind(copy):
-            tensor.data = copy.clone()  # resized, or its storage exchanged
+            tensor.data = copy.clone()  # resized, or given another storage
         elif is_writable(tensor):
             tensor.data.copy_(copy)
         elif not are_equal(tensor, copy):
             self.module._buffers[self.name] = copy.clone()
 
     def select(self, found: Tensor) -> None:
-        """The same when `found` is 1, decided on the device where that can be."""
+        """Restore the buffer if `found` is 1; decided on the device where possible."""
         now, tensor, copy = self.now, self.tensor, self.copy
         if now is None and tensor is None:
             return
@@ -112,7 +112,7 @@ class Place(NamedTuple):
 
 
 class Pack:
-    """Buffers of one device and dtype: copies are views into one flat tensor, so that a select is one launch."""
+    """Buffers of one device and dtype. Their copies are views into one flat tensor, so that a select is one launch."""
 
     def __init__(self, where: list[Where], tensors: list[Tensor]) -> None:
         self._where, self.tensors, self._shapes = where, tensors, [tensor.shape for tensor in tensors]
@@ -125,29 +125,29 @@ class Pack:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the same tensors stand there still, in the same shapes."""
+        """Whether the same tensors are still there, in the same shapes."""
         is_same = all(look_up(*at) is tensor for at, tensor in zip(self._where, self.tensors))
         return is_same and [tensor.shape for tensor in self.tensors] == self._shapes
 
     def read(self, into: list[Tensor]) -> None:
-        """Copy the buffers into these."""
+        """Copy the buffers into these tensors."""
         with torch.no_grad():
             torch._foreach_copy_(into, self.tensors)
 
     def is_finite(self) -> bool:
-        """Whether the same tensors stand there, and hold numbers only; waits for a device."""
+        """Whether the same tensors are still there and hold only finite numbers. Waits for the device."""
         if not self.is_whole:
             return False
         self.read(self.fresh_views)
         return bool(self.fresh.isfinite().all())
 
     def write(self, values: list[Tensor]) -> None:
-        """Write these into the buffers."""
+        """Write these values into the buffers."""
         torch._foreach_copy_([tensor.data for tensor in self.tensors], values)
 
 
 def drop_new(modules: Iterable[nn.Module], known: Set[Where], odd: Set[Key]) -> None:
-    """Take out buffers that a forward has registered; a cache with finite numbers may stay."""
+    """Remove buffers that a forward has registered; a cache of finite numbers may stay."""
     for module in modules:
         for name, buffer in list(module._buffers.items()):
             may_stay = buffer is None or (is_cache(module, name) and is_finite(buffer))
@@ -156,7 +156,7 @@ def drop_new(modules: Iterable[nn.Module], known: Set[Where], odd: Set[Key]) -> 
 
 
 def name_bad(model: nn.Module, places: Sequence[Place]) -> dict[str, int]:
-    """Those that were finite and are not now, by name, with the number of their bad elements. Host memory only."""
+    """Map the name of each buffer that was finite and no longer is to its number of bad elements. Host memory only."""
     bad = {(place.module, place.name): num for place in places if (num := _count_bad(place))}
     return {
         f"{prefix}.{name}" if prefix else name: num
@@ -167,7 +167,7 @@ def name_bad(model: nn.Module, places: Sequence[Place]) -> dict[str, int]:
 
 
 def _count_bad(place: Place) -> int:
-    """An infinity counts only among the statistics of a norm: elsewhere masks and log-priors are made of it."""
+    """Count bad elements. Inf counts only in the statistics of a norm: elsewhere masks and log-priors contain it."""
     now, before = place.now, place.copy
     if now is None or before is None or not now.is_floating_point() or now.device.type != "cpu":
         return 0
@@ -177,12 +177,12 @@ def _count_bad(place: Place) -> int:
 
 
 def is_cache(module: nn.Module, name: str) -> bool:
-    """Whether it is made again from other things: rotary tables that grow with the longest sequence."""
+    """Whether the buffer can be recomputed, such as rotary tables that grow with the longest sequence."""
     return name in module._non_persistent_buffers_set
 
 
 def is_writable(tensor: Tensor) -> bool:
-    """Whether its elements can be written one by one."""
+    """Whether each element can be written separately."""
     if is_lazy(tensor):
         return False
     plain = tensor.layout is torch.strided and not is_dtensor(tensor) and not tensor.is_meta
@@ -190,12 +190,12 @@ def is_writable(tensor: Tensor) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether every element is a number; waits for a device."""
+    """Whether every element is finite. Waits for the device."""
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether both are alike in kind and in every element; waits for a device."""
+    """Whether both have the same kind and the same elements. Waits for the device."""
     return (
         find_kind(left) == find_kind(right)
         and left.layout == right.layout == torch.strided
@@ -204,5 +204,5 @@ def are_equal(left: Tensor, right: Tensor) -> bool:
 
 
 def find_version(tensor: Tensor) -> int:
-    """How often it was changed, as far as torch counts; inference tensors do not."""
+    """Return how often the tensor was changed, as far as torch counts; inference tensors are not counted."""
     return -1 if tensor.is_inference() else tensor._version

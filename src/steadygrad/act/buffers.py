@@ -1,11 +1,10 @@
-"""BufferKeeper: the model's buffers as they were before the first forward of a step, to put back when the step is bad.
+"""BufferKeeper: the model's buffers as they were before the first forward of a step, to restore when the step is bad.
 
-BatchNorm statistics, spectral norm's vectors and the like change in the forward pass, before anybody can know that the
-step is bad. `begin` walks the model anew and copies every buffer: a hook calls it at the first forward after a step,
-the function form before it calls the function. Versions would say nothing: `F.batch_norm` changes its statistics
-without touching `_version`. Where no hook is heard (a compiled function, a part of the model called by itself) the
-copy is the state after the last step, or after the last `load_state_dict`. How a buffer is put back is written in
-`buffer_places.py`.
+BatchNorm statistics, spectral norm's vectors and the like change in the forward pass, before the step is known to be
+bad. `begin` walks the model again and copies every buffer: a hook calls it at the first forward after a step, and the
+function form calls it before the function. Versions would not help: `F.batch_norm` changes its statistics without
+touching `_version`. Where no hook fires (a compiled function, a part of the model called on its own), the copy is the
+state after the last step or the last `load_state_dict`. `buffer_places.py` defines how a buffer is restored.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from steadygrad.act.call_listener import CallListener, CallListeners
 from steadygrad.state.collect import has_values
 
 MOST_BYTES = 64 << 20
-"""Of large buffers that are copied before they were seen to move; above it are frozen tables and quantized weights."""
+"""Limit for copying large buffers not yet seen to change; beyond it they are frozen tables and quantized weights."""
 LARGE = 1 << 16
 """Elements from which a buffer counts as large."""
 _keepers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BufferKeeper]] = weakref.WeakKeyDictionary()
@@ -45,7 +44,7 @@ class BufferKeeper:
     """Keeps the buffers of `model` as they were when the step began."""
 
     def __init__(self, model: nn.Module, *, watch: bool = False, wrappers: Sequence[nn.Module] = ()) -> None:
-        """`watch`: hear the model being called, directly or through one of its `wrappers`."""
+        """Copy the buffers. `watch`: listen for calls of the model, directly or through one of its `wrappers`."""
         self._model, self._paused, self._may_have_begun = model, False, False
         self._modules: set[nn.Module] = set()
         self._where: list[Where] = []
@@ -53,10 +52,10 @@ class BufferKeeper:
         self._kinds: list[Any] = []
         self._packs: list[Pack] = []
         self._singles: list[Place] = []
-        self._odd: set[Key] = set()  # what fits no pack, or is replaced by a forward
-        self._unkept: dict[Key, tuple[int, int]] = {}  # large, and not seen to move: identity and version
+        self._odd: set[Key] = set()  # does not fit a pack, or is replaced by a forward
+        self._unkept: dict[Key, tuple[int, int]] = {}  # large and not seen to change: identity and version
         self.has_begun = False
-        """Whether a forward of the present step was seen."""
+        """Whether a forward of the current step was seen."""
         self._beside = _keepers.setdefault(model, weakref.WeakSet())
         self._beside.add(self)
         self._heard = (model, *wrappers)
@@ -67,7 +66,7 @@ class BufferKeeper:
         self._copy()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Stop listening to the model."""
         if self._listeners is not None and self._loads is not None:
             self._listeners.close()
             self._loads.remove()
@@ -75,7 +74,7 @@ class BufferKeeper:
     # --- before the forward -----------------------------------------------------------------------------------------
 
     def hear(self, model: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
-        """The model is called, by whomever. Without gradients it is a validation, `update_bn`, or a part of a step."""
+        """Called when the model is called. Without gradients that is a validation, `update_bn`, or part of a step."""
         if not any(model is one for one in self._heard):
             return
         if torch.is_grad_enabled():
@@ -85,20 +84,20 @@ class BufferKeeper:
             self._copy()
 
     def hear_load(self, model: nn.Module, _: Any) -> None:
-        """Another state was loaded, which the forward that comes may not tell."""
+        """Called when another state was loaded, which the next forward may not reveal."""
         if model is self._model and not (self.has_begun or self._may_have_begun or self._paused):
             self._copy()
 
     def begin(self, *, anew: bool = False) -> None:
-        """A forward comes: copy the buffers if it is the first since the last step, or `anew`."""
+        """Prepare for a forward: copy the buffers if it is the first since the last step, or if `anew`."""
         if (anew or not self.has_begun) and not self._paused:
             self.has_begun = True
-            # What became NaN in a forward without gradients (a target network's, of the same batch) is of this step.
+            # A NaN from a forward without gradients (a target network's, on the same batch) belongs to this step.
             if anew or not (self._may_have_begun and self.find_spoilt()):
                 self._copy()
 
     def forget(self) -> None:
-        """Another state was put in: what happened to the buffers before is over."""
+        """Forget what happened to the buffers before: another state was loaded."""
         self.has_begun = self._may_have_begun = False
         self._copy()
 
@@ -119,7 +118,7 @@ class BufferKeeper:
         self._singles = [Place.of(*at) for at, buffer in odd if self._counts(at, buffer)]
 
     def _sort_out(self, where: list[Where], tensors: list[Tensor]) -> None:
-        """Find the odd ones. A few other tensors than before were replaced by a forward; all of them, by `.to()`."""
+        """Find the odd ones: if a few tensors are new, a forward replaced them; if all are, `.to()` did."""
         before = dict(zip(self._where, self._tensors))
         replaced = [at for at, tensor in zip(where, tensors) if before.get(at, tensor) is not tensor]
         budget = MOST_BYTES
@@ -135,7 +134,7 @@ class BufferKeeper:
             self._odd |= {(id(module), name) for module, name in replaced}
 
     def _counts(self, at: Where, buffer: Tensor | None) -> bool:
-        """Whether there is something to copy; a large one is, once it was seen to move."""
+        """Whether this buffer must be copied; a large one only once it was seen to change."""
         if buffer is None or not has_values(buffer):
             return buffer is None
         key = (id(at[0]), at[1])
@@ -147,13 +146,13 @@ class BufferKeeper:
     # --- after the step ---------------------------------------------------------------------------------------------
 
     def _split(self) -> tuple[list[Pack], list[Place]]:
-        """The packs whose tensors all stand where they stood, and every other place."""
+        """Return the packs whose tensors are all still in place, and every other place."""
         whole = [pack for pack in self._packs if pack.is_whole]
         return whole, [*self._singles, *(p for pack in self._packs if pack not in whole for p in pack.places)]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Every buffer as it was before the forward; the step goes on."""
+        """Restore every buffer to its value before the forward; the step continues."""
         whole, single = self._split()
         for pack in whole:
             pack.write(pack.saved_views)
@@ -162,13 +161,13 @@ class BufferKeeper:
         drop_new(self._modules, {*self._where, *((p.module, p.name) for p in self._singles)}, self._odd)
 
     def restore(self) -> None:
-        """The step was bad, and the host knows it."""
+        """Undo the forward's changes after a step that the host knows to be bad."""
         self.put_back()
         self.accept()
 
     @torch.no_grad()
     def select(self, found: Tensor) -> None:
-        """The same on the device: keep the forward's values when `found` is 0, put the copies back when it is 1."""
+        """Decide on the device: keep the forward's values when `found` is 0, restore the copies when it is 1."""
         whole, single = self._split()
         for pack in whole:
             pack.read(pack.fresh_views)
@@ -179,8 +178,8 @@ class BufferKeeper:
         self.accept()
 
     def accept(self) -> None:
-        """The step is over, and the next forward begins one. Other guards on the same model go on from here too."""
-        if not self.has_begun:  # no hook was heard: the next step's forward will not be either
+        """End the step; the next forward begins a new one. Other guards on the same model continue from here too."""
+        if not self.has_begun:  # no hook fired, so none will fire in the next step's forward
             self._copy()
         if self._listeners is not None:
             self._listeners.follow()
@@ -194,8 +193,8 @@ class BufferKeeper:
 
     @contextlib.contextmanager
     def as_saved(self) -> Iterator[None]:
-        """Inside, the buffers are as before the forward that is under way; afterwards as they are now."""
-        paused, self._paused = self._paused, True  # a replay's forward begins no step
+        """Inside, the buffers hold their values from before the current forward; on exit the present ones return."""
+        paused, self._paused = self._paused, True  # a replay's forward does not begin a step
         whole, single = self._split() if self.has_begun and not paused else ([], [])
         present = [Place.of(place.module, place.name) for place in single]
         with torch.no_grad():
@@ -216,7 +215,7 @@ class BufferKeeper:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Whatever a replay does to the buffers inside, afterwards they are as they are now."""
+        """Restore the buffers' present values on exit, whatever a replay does to them inside."""
         present, paused, self._paused = BufferKeeper(self._model), self._paused, True
         try:
             yield
@@ -226,10 +225,11 @@ class BufferKeeper:
 
     @torch.no_grad()
     def find_spoilt(self) -> dict[str, int]:
-        """Buffers that were finite before this forward and are not now, with the number of their bad elements.
+        """Return the buffers that were finite before this forward and no longer are, with their number of bad elements.
 
         A loop that hides a NaN from its loss (`nan_to_num`, a skip of its own) still runs it through BatchNorm. Only
-        for buffers in host memory: on a device it would be a second host read a step, and the scan finds them there.
+        buffers in host memory are checked: on a device this would cost a second host read per step, and the periodic
+        scan finds them there.
         """
         suspects = list(self._singles)
         for pack in self._packs:

@@ -1,8 +1,8 @@
-"""CallListener: a forward hook that reports when a model is called, and that no copy or pickle of it takes along.
+"""CallListener: a forward hook that reports when a model is called, and is not carried into copies or pickles of it.
 
-torch traces the hooks of a compiled module into its graph, where a CallListener vanishes. So `CallListeners` also
-listens outside of the graph: on the wrapper that `torch.compile(model)` returned, if it was handed over, and before the
-call that `model.compile()` has put in the place of the module's own.
+torch traces the hooks of a compiled module into its graph, where a CallListener does nothing. So `CallListeners` also
+listens outside the graph: on the wrapper that `torch.compile(model)` returned, if it was passed in, and before the call
+that `model.compile()` substitutes for the module's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _num_muted = 0
 
 @contextlib.contextmanager
 def listeners_muted() -> Iterator[None]:
-    """Inside, no CallListener of any guard hears: the model is called by a replay."""
+    """Mute the CallListeners of all guards while a replay calls the model."""
     global _num_muted
     _num_muted += 1
     try:
@@ -32,10 +32,10 @@ def listeners_muted() -> Iterator[None]:
 
 
 class CallListener:
-    """Calls `hear` of an object that it does not keep alive, with what the hook is given: a model, and more.
+    """Calls `hear` of an object, which it does not keep alive, with the hook's arguments: a model, and more.
 
-    A copy of the model, or one that was pickled, gets a mute one that needs nothing of this package: it formats the
-    arguments with no characters each, at a level that is never shown. While torch compiles it does nothing.
+    A copied or pickled model gets a silent stand-in that does not need this package: it logs at debug level, with each
+    argument formatted to zero characters. While torch compiles, it does nothing.
     """
 
     def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:
@@ -53,7 +53,7 @@ class CallListener:
 
 
 class _Before:
-    """Calls a CallListener and then the compiled call of a module, whose own hooks are inside of the graph."""
+    """Calls a CallListener and then the compiled call of a module, whose own hooks are inside the graph."""
 
     def __init__(self, listener: CallListener, model: nn.Module, call: Callable[..., Any]) -> None:
         self.listener, self.model, self.call = listener, model, call
@@ -64,7 +64,7 @@ class _Before:
 
 
 class CallListeners:
-    """One CallListener on a model and on everything that it is called through."""
+    """One CallListener on a model and on every wrapper that it is called through."""
 
     def __init__(self, models: Sequence[nn.Module], hear: Callable[..., None]) -> None:
         self._listener, self._models = CallListener(hear), models
@@ -72,14 +72,14 @@ class CallListeners:
         self.follow()
 
     def follow(self) -> None:
-        """Listen to calls that were compiled since the last time."""
+        """Listen to calls that were compiled since the last `follow()`."""
         for model in self._models:
             call = model._compiled_call_impl
             if call is not None and not (isinstance(call, _Before) and call.listener is self._listener):
                 model._compiled_call_impl = _Before(self._listener, model, call)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for hook in self._hooks:
             hook.remove()
         for model in self._models:

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 FALLBACK = 32 << 30
-"""Bytes; where the system does not say."""
+"""Free bytes to assume where the system does not say."""
 
 
 def find_free_bytes() -> int:
-    """Memory that could be taken now without swapping."""
+    """Return how many bytes could be allocated now without swapping."""
     found = [size for size in (_read_meminfo(), _read_cgroup()) if size is not None]
     return min(found) if found else _read_pages() or FALLBACK
 
@@ -25,7 +25,7 @@ def _read_meminfo() -> int | None:
 
 
 def _read_cgroup() -> int | None:
-    """What is left of the container's limit, version 2 or 1; None without a limit. Page cache counts as free."""
+    """Return what is left of the container's limit (cgroup v2 or v1), None without one. Page cache counts as free."""
     for folder, limit, used in (
         (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -40,7 +40,7 @@ def _read_cgroup() -> int | None:
 
 
 def _read_pages() -> int | None:
-    """Half of all memory, where only that is known: macOS."""
+    """Return half of all memory, for systems that report only the total: macOS."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):

@@ -1,9 +1,9 @@
-"""Microbatches: what the backward calls between two steps have left, and how a bad one is kept out.
+"""Microbatches: what the backward calls between two steps accumulated, and how a bad one is kept out.
 
-By default gradients accumulate in `.grad`, as torch does it, and one bad microbatch makes the whole step bad. With
-`drop` each microbatch runs into fresh gradients, is measured (one host read), and is added to the others only when it
-is good: the second set of gradients is needed because a gradient can be bad when its loss is fine, and then it cannot
-be taken out of a sum again.
+By default gradients accumulate in `.grad`, as in plain torch, and one bad microbatch makes the whole step bad. With
+`drop`, each microbatch runs into fresh gradients, is measured (one host read), and is added to the others only if it is
+good. This needs a second set of gradients: a gradient can be bad while its loss is fine, and cannot be removed from a
+sum afterwards.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Accumulated:
     num: int = 0
     num_dropped: int = 0
     worst: tuple[Measurement, Sequence[float]] | None = None
-    """The last dropped one."""
+    """The numbers of the microbatch dropped last."""
     overflowed: bool = False
-    """Whether one was dropped because its gradients, not its loss, were not finite: a loss scale may be too high."""
+    """Whether one was dropped for non-finite gradients with a finite loss: the loss scale may be too high."""
 
     @property
     def all_dropped(self) -> bool:
@@ -41,14 +41,14 @@ class Accumulated:
 
     @property
     def loss(self) -> Tensor | None:
-        """Sum over the microbatches; None when the user ran backward alone."""
+        """Sum of the microbatches' losses; None when the user ran backward without the Guard."""
         if len(self.losses) < 2:
             return self.losses[0] if self.losses else None
         return torch.stack([loss.double() for loss in self.losses]).sum()
 
 
 class MicrobatchGate:
-    """Runs backward into fresh gradients, and lets only good ones in."""
+    """Runs backward into fresh gradients, and adds only good ones to the sum."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class MicrobatchGate:
         self._meter, self._transfer, self._scaler, self._buffers = meter, transfer, scaler, buffers
 
     def backward(self, loss: Tensor, batches: Accumulated) -> tuple[Measurement, Sequence[float]] | None:
-        """Backward of one microbatch; its numbers when it was dropped, None when it was added."""
+        """Run backward for one microbatch. Return its numbers if it was dropped, None if it was added."""
         kept = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -72,7 +72,7 @@ class MicrobatchGate:
         numbers = None if m is None else self._transfer.send(m.packed).wait()
         if m is None or numbers is None or numbers[FOUND] == 0:
             _add_gradients(self._parameters, kept)
-            self._buffers.begin(anew=True)  # the next microbatch goes back to here
+            self._buffers.begin(anew=True)  # a later bad microbatch returns to this state
             batches.losses.append(loss.detach())
             return None
         self._buffers.put_back()
@@ -84,7 +84,7 @@ class MicrobatchGate:
         return batches.worst
 
     def average_the_kept(self, batches: Accumulated) -> None:
-        """The user divides by the number of microbatches; some are missing, so the average must count the others."""
+        """Rescale the sum: the user divides by the number of all microbatches, but only the kept ones are in it."""
         factor = batches.num / (batches.num - batches.num_dropped)
         multiply([p.grad for p in self._parameters if p.grad is not None], factor)
         batches.losses = [loss * factor for loss in batches.losses]
@@ -92,7 +92,7 @@ class MicrobatchGate:
 
 @torch.no_grad()
 def _add_gradients(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) -> None:
-    """parameter.grad += kept, as autograd's own accumulation does it."""
+    """Compute `parameter.grad += kept` the way autograd accumulates."""
     for parameter, before in zip(parameters, kept):
         if before is None:
             continue
@@ -101,4 +101,4 @@ def _add_gradients(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) 
         elif before.layout is torch.strided:
             parameter.grad = before.add_(parameter.grad)
         else:
-            parameter.grad = parameter.grad + before  # what is dense first: sparse + dense is not supported
+            parameter.grad = parameter.grad + before  # dense operand first: sparse + dense is not supported

@@ -1,9 +1,9 @@
-"""OtherGradients: gradients that are there before a step whose backward is the guard's, and whose they are.
+"""OtherGradients: decides what happens to gradients that exist before the guard runs a step's first backward.
 
-A generator's loss fills the gradients of its discriminator: those belong to another training, and are dropped. An
-auxiliary loss of the same model that the program has run backward by itself belongs to the step, as in a plain loop.
-What tells them apart is seen at the model's calls: the first kind is called with what another model has made, the
-second with data and without gradients lying there from before.
+A generator's loss fills the gradients of its discriminator: those belong to another training and are dropped. An
+auxiliary loss of the same model whose backward the program ran itself belongs to the step, as in a plain loop. The
+model's calls tell them apart: in the first case the model is called with another model's output, in the second with
+data and while no earlier gradients are present.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from steadygrad.state.tree import find_tensors
 
 
 class OtherGradients:
-    """Hears the model being called from one step to the next."""
+    """Listens to the model's calls from one step to the next."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, watch: bool) -> None:
         self._optimizers = optimizers
@@ -30,7 +30,7 @@ class OtherGradients:
         )
 
     def hear(self, _model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model is called, by whomever."""
+        """Called when the model is called."""
         if self._is_anothers or not torch.is_grad_enabled():
             return
         if any(tensor.requires_grad for _, tensor in find_tensors(args, kwargs)):
@@ -39,9 +39,10 @@ class OtherGradients:
             self._was_called, self._began_clean = True, not self._find()
 
     def settle(self, step: int, *, is_loss: bool) -> Finding | None:
-        """The guard is about to run the first backward of a step: drop what is another's. Reported once.
+        """Drop gradients of another training, just before the guard runs a step's first backward. Reported once.
 
-        `is_loss`: a loss was given, whose forward is over; a function's is to come, and its gradients are all there is.
+        `is_loss`: the caller passed a loss, so its forward has already run; a function's is still to come, and only its
+        gradients count.
         """
         found = self._find()
         is_own = self._was_called and self._began_clean and not self._is_anothers
@@ -54,16 +55,16 @@ class OtherGradients:
         return _describe_added(step) if is_loss else _describe_dropped(step)
 
     def end_step(self) -> None:
-        """The step is over: the next call begins anew."""
+        """End the step: the next call of the model starts a new one."""
         self._is_anothers = self._was_called = self._began_clean = False
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Stop listening to the model."""
         if self._hook is not None:
             self._hook.remove()
 
     def _find(self) -> list[Tensor]:
-        """The parameters that have a gradient now."""
+        """Return the parameters that have a gradient now."""
         return [p for o in self._optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
 
 

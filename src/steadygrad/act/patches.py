@@ -1,7 +1,7 @@
-"""Patches: attributes replaced on single objects, and put back.
+"""Patches: replace attributes of single objects, and put the originals back.
 
-For frameworks that call a method of their own at the moment we need, and offer no hook there. Only instances are ever
-touched, never a class or a module: two trainers in one process do not see each other.
+For frameworks that call one of their own methods at the moment we need and offer no hook there. Only instances are
+patched, never a class or a module, so two trainers in one process do not affect each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ABSENT = object()
 
 
 class Patches:
-    """Remembers what stood there.
+    """Replaces attributes and remembers the originals.
 
     >>> class Loop:
     ...     def step(self): return "theirs"
@@ -30,7 +30,7 @@ class Patches:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Put `value` on the instance; what it had of its own under this name comes back with `undo()`."""
+        """Set `value` on the instance; `undo()` restores the instance's own attribute of this name, if it had one."""
         self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
@@ -40,11 +40,11 @@ class Patches:
         return not self._replaced
 
     def undo(self) -> None:
-        """Everything as it was, the last replaced first."""
+        """Restore everything, the last replacement first."""
         while self._replaced:
             owner, name, before = self._replaced.pop()
             if before is not _ABSENT:
                 setattr(owner, name, before)
             else:
-                with contextlib.suppress(AttributeError):  # somebody else has taken it off
+                with contextlib.suppress(AttributeError):  # already removed by other code
                     delattr(owner, name)

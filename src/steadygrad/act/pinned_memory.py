@@ -1,8 +1,9 @@
 """PinnedMemory: blocks of host memory that hold one copy of a state after another, so that memory is pinned once.
 
-Pinning 1.5 GB on the training thread costs 0.7 s. Here a thread maps the pages, touches them and registers them with
-CUDA, a block at a time, ahead of the snapshot that needs them: on an H200 0.2 s, and the slowest step meanwhile took
-1.2 times as long as usual. Many tensors share a block. Nothing is given out again before copies into it have arrived.
+Pinning 1.5 GB on the training thread costs 0.7 s. Here a background thread maps, touches and registers the pages with
+CUDA, one block at a time, ahead of the snapshot that needs them: on an H200 this took 0.2 s, and the slowest step
+meanwhile took 1.2 times as long as usual. Many tensors share a block. A block is reused only after pending copies into
+it have finished.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch import Tensor
 ALIGNMENT = 64
 """Bytes; a multiple of every element's size."""
 BLOCK = 64 << 20
-"""Bytes of a block that many tensors share; CUDA registers it in 1.5 ms, and a launch may have to wait so long."""
+"""Bytes of a block that many tensors share. CUDA registers it in 1.5 ms, which a launch may have to wait for."""
 PAGE = 2 << 20
-"""Bytes; huge pages where the system has them, which are touched and registered twice as fast."""
+"""Bytes of a huge page, used where the system has them: they are touched and registered twice as fast."""
 
 
 class PinnedMemory:
@@ -32,26 +33,26 @@ class PinnedMemory:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._blocks: list[Tensor] = []
-        self._sizes: list[int] = []  # of all blocks, those included that a thread is still pinning
+        self._sizes: list[int] = []  # of all blocks, including those a thread is still pinning
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._layout: list[object] = []  # what room was made for last
+        self._layout: list[object] = []  # the layout that `make_room` served last
         self._hosts: list[Tensor] = []
         self._places: list[tuple[int, int]] = []
         self.events: list[torch.cuda.Event] = []
-        """Copies into it that may be under way."""
+        """Events of copies into these blocks that may still be running."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it holds, or will in a moment."""
+        """Size in bytes of all blocks, including those being pinned."""
         return sum(self._sizes)
 
     def plan(self, sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-        """For each size its (block, offset), and the sizes of the blocks that would have to be added."""
+        """Return each size's (block, offset), and the sizes of the blocks that would have to be added."""
         return plan_blocks(tuple(self._sizes), tuple(sizes), self._pinned)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Have a thread make the blocks for tensors of these sizes, so that `make_room` need not wait for them."""
+        """Have a thread allocate the blocks for tensors of these sizes, so that `make_room` need not wait."""
         self._finish()
         added = self.plan(sizes)[1]
         if added:
@@ -60,9 +61,9 @@ class PinnedMemory:
             self._thread.start()
 
     def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A host tensor like each of these; raises RuntimeError or MemoryError where there is no memory for them."""
+        """Return a host tensor like each of these; raise RuntimeError or MemoryError if there is no memory for them."""
         for event in self.events:
-            if not event.query():  # a snapshot that was discarded at once may still be on its way in
+            if not event.query():  # a snapshot discarded at once may still be copying
                 event.synchronize()
         self.events = []
         self._finish()
@@ -80,9 +81,9 @@ class PinnedMemory:
         return list(self._hosts)
 
     def make_mirror(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-        """Blocks on the device like those here, and a view for each tensor that room was made for, in that order."""
+        """Return device blocks that mirror the host's, and a view per tensor that room was made for, in that order."""
         blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._sizes]
-        # One view a tensor, of the block in its dtype: half the time of cutting out the bytes first.
+        # Slice each tensor from a typed view of its block: takes half the time of slicing the bytes first.
         typed = {(b, d): blocks[b].view(d) for b, d in {(b, t.dtype) for (b, _), t in zip(self._places, tensors)}}
         views = [
             typed[block, host.dtype].as_strided(host.shape, host.stride(), offset // host.element_size())
@@ -99,7 +100,7 @@ class PinnedMemory:
         try:
             for size in sizes:
                 self._blocks.append(pin(size) if self._pinned else torch.empty(size, dtype=torch.uint8))
-        except (RuntimeError, MemoryError, OSError) as error:  # told by `make_room`, on the thread that asks for it
+        except (RuntimeError, MemoryError, OSError) as error:  # `make_room` raises it on the calling thread
             self._error = RuntimeError(str(error))
 
     def _finish(self) -> None:
@@ -112,7 +113,7 @@ class PinnedMemory:
 def plan_blocks(
     blocks: tuple[int, ...], sizes: tuple[int, ...], pinned: bool
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """For each size its (block, offset), the first that has room; and the sizes of the blocks that must be added."""
+    """Return each size's (block, offset), first fit, and the sizes of the blocks that must be added."""
     capacity, used = list(blocks), [0] * len(blocks)
     places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
     remaining = sum(map(_aligned, sizes))
@@ -131,19 +132,19 @@ def plan_blocks(
 
 
 def pin(size: int) -> Tensor:
-    """Pinned bytes; a multiple of `PAGE`. May run beside training, a CUDA graph that is being recorded included."""
+    """Return pinned bytes, a multiple of `PAGE`. Safe to run during training, even while a CUDA graph is recorded."""
     if not _relax_capture():
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    pages = mmap.mmap(-1, size, **private)  # shared pages are never huge ones
-    with contextlib.suppress(AttributeError, OSError):  # not on this system
+    pages = mmap.mmap(-1, size, **private)  # shared pages are never huge pages
+    with contextlib.suppress(AttributeError, OSError):  # not supported on this system
         pages.madvise(mmap.MADV_HUGEPAGE)
     block = torch.frombuffer(pages, dtype=torch.uint8)
-    block[:: mmap.PAGESIZE].fill_(0)  # CUDA would touch them one by one, and hold up every launch meanwhile
+    block[:: mmap.PAGESIZE].fill_(0)  # otherwise CUDA touches them one by one and blocks every launch meanwhile
     cudart = torch.cuda.cudart()
     if int(cudart.cudaHostRegister(block.data_ptr(), size, 0)) != 0:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    # `pages` is held by the finaliser, so that they are not unmapped while CUDA knows them; at exit all goes anyway.
+    # The finalizer holds `pages`, so that they stay mapped while registered with CUDA; at exit the process frees all.
     weakref.finalize(block.untyped_storage(), _unpin, cudart.cudaHostUnregister, block.data_ptr(), pages).atexit = False
     return block
 
@@ -171,11 +172,11 @@ def _aligned(size: int) -> int:
 
 
 def count_bytes(tensor: Tensor) -> int:
-    """Size in bytes of its elements."""
+    """Return the size in bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def make_view(block: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Memory of `block` in dtype, shape and, where it has no gaps, strides of `like`: the copy is then one memcpy."""
+    """View `block` with the dtype, shape and, if it has no gaps, strides of `like`, so that the copy is one memcpy."""
     strides = like.stride() if like.is_contiguous() else torch.empty_like(like, device="meta").stride()
     return block[offset : offset + count_bytes(like)].view(like.dtype).as_strided(like.shape, strides)

@@ -14,11 +14,11 @@ DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precisi
 
 
 def choose_precision(device: str | torch.device | None = None) -> Precision:
-    """bf16 where the device computes in it, else fp16, else fp32.
+    """Return bf16 where the device computes in it, else fp16, else fp32.
 
-    bf16 has fp32's range, so nothing overflows that did not before; fp16 needs a loss scaler. On a CPU only bf16 with
-    hardware support is worth it, and it is tried in a process of its own: some virtual machines advertise
-    instructions that kill the process.
+    bf16 has fp32's range, so nothing new overflows; fp16 needs a loss scaler. On a CPU only bf16 with hardware support
+    is worth it, and it is tried in a separate process: some virtual machines advertise instructions that kill the
+    process.
     """
     kind = torch.device(device).type if device is not None else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
@@ -40,7 +40,7 @@ def _cpu_has_bf16() -> bool:
 
 @functools.cache
 def half_matmul_works(precision: Precision) -> bool:
-    """Whether a half-precision matmul survives on this CPU, tried in a process of its own."""
+    """Whether a half-precision matmul works on this CPU, tried in a separate process because it may crash."""
     dtype = str(DTYPES[precision]).removeprefix("torch.")
     code = f"import torch; a = torch.ones(64, 64, dtype=torch.{dtype}); assert float((a @ a)[0, 0]) == 64.0"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
@@ -48,7 +48,7 @@ def half_matmul_works(precision: Precision) -> bool:
 
 
 def conservative_scaler(device: str = "cuda", *, enabled: bool = True) -> torch.amp.GradScaler:
-    """A GradScaler for fine-tuning: starts at 2**10, not 2**16; grows by 1.5 every 1000 steps; backs off by half."""
+    """Make a GradScaler for fine-tuning: it starts at 2**10, grows 1.5x every 1000 steps, and halves on overflow."""
     return torch.amp.GradScaler(
         device, init_scale=2.0**10, growth_factor=1.5, backoff_factor=0.5, growth_interval=1000, enabled=enabled
     )

@@ -1,7 +1,7 @@
-"""Rates: factors on learning rate and weight decay that are held only while the optimizer steps.
+"""Rates: factors on learning rate and weight decay that apply only while the optimizer steps.
 
-Just before `optimizer.step()` the rate of every group is multiplied; just after it, also when the step raises, the
-number that stood there is put back. So `param_groups` always shows the user's own numbers, and whoever changes them, a
+Just before `optimizer.step()` the rate of every group is multiplied; just after it, even if the step raises, the
+original number is restored. So `param_groups` always shows the user's own numbers, and code that changes them, a
 scheduler or `group["lr"] *= 0.999` by hand, never sees the factor. With a factor of 1 nothing is touched.
 """
 
@@ -34,7 +34,7 @@ class _Held:
     version: int
 
     def put_back(self) -> None:
-        """The user's own number, bit for bit. An optimizer that writes its own rate keeps what it wrote, unscaled."""
+        """Restore the user's number, bit for bit. If the optimizer wrote its own rate, keep that, unscaled."""
         now = self.group.get(self.key)
         if now is not self.scaled or _version(now) != self.version:
             _assign(self.group, self.key, None if now is None else now / self.factor)
@@ -44,19 +44,19 @@ class _Held:
 
 @dataclass(slots=True)
 class _Knob:
-    """One key of the groups, and what it is multiplied by."""
+    """One key of the groups and its factor."""
 
     key: str
     optimizers: Sequence[torch.optim.Optimizer]
     factor: float = 1.0
 
     def groups(self) -> list[dict[str, Any]]:
-        """Every group that has the key; an optimizer may find its rate itself."""
+        """Return every group that has the key; some optimizers choose their rate themselves."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [group for group in groups if group.get(self.key) is not None]
 
     def hold(self) -> Iterator[_Held]:
-        """Multiply the rates. A tensor stays the same tensor: a captured graph may know it, and groups may share it."""
+        """Multiply the rates. Tensors are changed in place: captured graphs may use them, and groups may share them."""
         seen: set[int] = set()
         for group in self.groups() if self.factor != 1.0 else ():
             rate = group[self.key]
@@ -68,14 +68,14 @@ class _Knob:
             yield _Held(group, self.key, self.factor, own, group[self.key], _version(group[self.key]))
 
     def numbers(self) -> dict[str, float]:
-        """The rates that the next step uses, for the record: one number when all groups agree. Reads tensor rates."""
+        """Return the next step's rates for the record: one number if all groups agree. Tensor rates are read."""
         values = [float(group[self.key] * self.factor) for group in self.groups()]
         if len(set(values)) <= 1:
             return dict.fromkeys([self.key], values[0]) if values else {}
         return {f"{self.key}.{i}": value for i, value in enumerate(values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the factor. Older checkpoints hold scaled groups, and the user's own numbers beside the factor."""
+        """Load the factor. Older checkpoints hold scaled groups, with the user's own numbers next to the factor."""
         own, groups = state.get("raw") or [], self.groups()
         if own and len(own) != len(groups):
             raise UsageError(
@@ -89,7 +89,7 @@ class _Knob:
 
 @dataclass(slots=True)
 class _Climb:
-    """A way back to a factor of 1 in equal strides."""
+    """A gradual return to a factor of 1 in equal increments."""
 
     num_steps: int
     start: float
@@ -97,7 +97,7 @@ class _Climb:
 
     @property
     def factor(self) -> float:
-        """Where the climb is now; exactly 1 at its end."""
+        """The current factor; exactly 1 at the end."""
         return 1.0 if self.done >= self.num_steps else self.start + (1.0 - self.start) * (self.done / self.num_steps)
 
 
@@ -135,7 +135,7 @@ class Rates:
         return self._decay.factor
 
     def learning_rates(self) -> tuple[float, ...]:
-        """The rates that the next step uses, of all groups; NaN for a group without one."""
+        """Learning rate of each group as the next step uses it; NaN for a group without one."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return tuple(math.nan if (rate := group.get("lr")) is None else float(rate * self.factor) for group in groups)
 
@@ -147,7 +147,7 @@ class Rates:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Around `optimizer.step()`: inside, the groups hold the user's numbers times the factors."""
+        """Wrap around `optimizer.step()`: inside, the groups hold the user's numbers times the factors."""
         held: list[_Held] = []
         try:
             with torch.no_grad():
@@ -166,15 +166,15 @@ class Rates:
                     one.put_back()
 
     def is_written_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer was seen to write its learning rate itself: then the rate is a part of its state."""
+        """Whether this optimizer was seen writing its own learning rate, which is then part of its state."""
         return id(optimizer) in self._own_writers
 
     def scale_lr(self, factor: float) -> Outcome:
-        """Multiply the learning rate, on top of the factor that holds already. A climb back starts anew from here."""
+        """Multiply the learning rate, on top of the current factor. A gradual return restarts from here."""
         return self.set_lr_factor(self._lr.factor * _check_factor(factor))
 
     def set_lr_factor(self, factor: float) -> Outcome:
-        """Make the learning rate `factor` times the user's, whatever held before."""
+        """Make the learning rate `factor` times the user's, whatever the factor was before."""
         before = self._lr.numbers()
         self._lr.factor = _check_factor(factor)
         self.ramp_back(self._ramp_steps)
@@ -192,19 +192,19 @@ class Rates:
         return Outcome(action=Action.SCALE_WEIGHT_DECAY, message=message, before=before, after=self._decay.numbers())
 
     def undo(self) -> None:
-        """Both factors back to 1."""
+        """Reset both factors to 1."""
         self._lr.factor = self._decay.factor = 1.0
         self._climb = None
 
     def ramp_back(self, num_steps: int | None) -> None:
-        """From now on a lowered learning rate climbs back over `num_steps` healthy steps; None: it stays."""
+        """Return a lowered learning rate to its schedule over the next `num_steps` healthy steps; None: keep it low."""
         if num_steps is not None and num_steps < 1:
             raise UsageError(f"ramp_back needs at least one step, got {num_steps}. Use None to keep the rate lowered.")
         self._ramp_steps = num_steps
         self._climb = None if num_steps is None or self.factor == 1.0 else _Climb(num_steps, self.factor)
 
     def healthy_step(self) -> None:
-        """A step went well: a climb goes one stride on, and ends exactly at 1."""
+        """Count a healthy step: a gradual return advances by one increment, and ends exactly at 1."""
         if self._climb is None:
             return
         self._climb.done += 1
@@ -214,13 +214,13 @@ class Rates:
 
     @contextlib.contextmanager
     def keep_factors(self) -> Iterator[None]:
-        """Around a rollback that loads an older state of these rates: the factors stay as they are."""
+        """Keep the factors across a rollback that loads an older state of these rates."""
         kept = self._lr.factor, self._decay.factor, self._climb
         yield
         self._lr.factor, self._decay.factor, self._climb = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """The factors, and how far a climb is."""
+        """Return the factors and the progress of a gradual return."""
         climb = self._climb
         return {
             "lr": {"factor": self._lr.factor},
@@ -229,7 +229,7 @@ class Rates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of `state_dict()`. Load the optimizers first."""
+        """Load what `state_dict()` returned. Load the optimizers first."""
         self._lr.load_state_dict(state["lr"])
         self._decay.load_state_dict(state["weight_decay"])
         self._climb = None if state["climb"] is None else _Climb(*state["climb"])

@@ -1,8 +1,8 @@
-"""Reflex: the optimizer step that a bad gradient cannot get through.
+"""Reflex: an optimizer step that no bad gradient can get through.
 
-With fused optimizers on CUDA, skipping and scaling go into the optimizer's own kernel (`found_inf`, `grad_scale`) and
-the host never learns in time, nor needs to. Every other optimizer costs one host read a step, and a bad step is
-skipped by not calling it. Either way skipping is a true select: weights, moments and counters stay as they are.
+With fused optimizers on CUDA, skipping and scaling happen in the optimizer's own kernel (`found_inf`, `grad_scale`), so
+the host does not have to know in time. Every other optimizer costs one host read per step, and a bad step is skipped by
+not calling it. Either way skipping is a true select: weights, moments and counters keep their values.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from steadygrad.state.shards import is_dtensor
 
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this optimizer takes `found_inf` and `grad_scale` in its kernel, for every group, on CUDA."""
+    """Whether this optimizer's kernel takes `found_inf` and `grad_scale`, for every group, on CUDA."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     groups = optimizer.param_groups
-    # Shards go through the host: the kernel's flag is one tensor here, and DTensors have no place for it.
+    # Shards go through the host: the flag is a plain tensor here, and DTensors cannot take it.
     fits = all(p.is_cuda and not is_dtensor(p) for g in groups for p in g["params"])
     return fits and all(group.get("fused") for group in groups)
 
@@ -43,7 +43,7 @@ class Reflex:
         self._folds_exactly = not any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
 
     def hint(self) -> None:
-        """Say once that `fused=True` would remove the host read."""
+        """Log once that `fused=True` would remove the host read."""
         slow = [type(o).__name__ for o in self._optimizers if not is_fused(o) and "fused" in o.defaults]
         if slow and any(p.is_cuda for o in self._optimizers for g in o.param_groups for p in g["params"]):
             warnings.warn(
@@ -54,7 +54,7 @@ class Reflex:
 
     @torch.no_grad()
     def clip(self, m: Measurement, scale: Tensor | None) -> Tensor | None:
-        """Write the coefficient into the header. The scale that the gradients still carry is returned."""
+        """Write the coefficient into the header; return the loss scale that the gradients still carry."""
         if self._clipper is None:
             return scale
         if self._clipper.edits_gradients and scale is not None:
@@ -69,12 +69,12 @@ class Reflex:
     def step_on_device(self, m: Measurement, scale: Tensor | None) -> None:
         """Queue the optimizers; a bad step passes through them without a trace. No host read.
 
-        A coefficient can go into the optimizer's kernel, which then writes every gradient back, or be applied before by
-        a kernel that does nothing when it is 1. The first costs 4 bytes an element always, the second 8 or nothing; so
-        the first is taken while the last step was clipped. When that is known depends on the device's speed, and may
-        make no difference to a bit: half-precision gradients, which the optimizer's kernel scales without rounding,
-        always take the first. Fused SGD always takes the second: in torch 2.11 a `grad_scale` of 1 changes the last bit
-        of its weights.
+        The coefficient either goes into the optimizer's kernel, which then writes every gradient back, or is applied
+        beforehand by a kernel that does nothing when it is 1. The first always costs 4 bytes per element, the second 8
+        or nothing, so the first is used while the last step was clipped. When that becomes known depends on the
+        device's speed, so the choice must not change a single bit: half-precision gradients, which the optimizer's
+        kernel scales without rounding, always take the first. Fused SGD always takes the second: in torch 2.11 a
+        `grad_scale` of 1 changes the last bit of its weights.
         """
         divisor: Tensor | None = None
         if self._clipper is not None and not self._clipper.edits_gradients:
@@ -99,7 +99,7 @@ class Reflex:
 
     @torch.no_grad()
     def step_on_host(self, m: Measurement, factor: float) -> None:
-        """The step is known to be good: scale the gradients where that changes anything, and step."""
+        """Take a step known to be good: scale the gradients if that changes anything, and step."""
         if self._clipper is not None and self._clipper.edits_gradients:
             factor = 1.0
         if factor != 1.0:
@@ -108,7 +108,7 @@ class Reflex:
             optimizer.step()
 
     def skip_on_host(self) -> None:
-        """The step is known to be bad: leave the optimizers alone, but let schedulers know that all is well."""
+        """Skip a step known to be bad: leave the optimizers alone, but keep schedulers from warning about it."""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # else the next scheduler.step() warns
 
@@ -119,7 +119,7 @@ class Reflex:
 
 
 def multiply(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply all gradients in place, dense ones in as few launches as there are dtypes and devices."""
+    """Multiply all gradients in place; dense ones take one launch per dtype and device."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = stored_values(gradient)
@@ -137,8 +137,8 @@ def _momentum_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _make_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Give fused SGD zeroed momentum before its first step.
 
-    Its own first step makes the buffer with `empty_like`, and a skip leaves it so: the next step then corrupts the
-    weights. Starting from zeros is bit-identical without dampening.
+    Its own first step creates the buffer with `empty_like`, and a skip leaves it uninitialized, so the next step would
+    corrupt the weights. Starting from zeros is bit-identical without dampening.
     """
     for group in _momentum_groups(optimizer):
         for parameter in group["params"]:
@@ -147,7 +147,7 @@ def _make_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lacks_damped_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """With dampening, zeros would change the first step: it goes through the host until the buffers are there."""
+    """Whether momentum is missing and dampening forbids starting from zeros; such a step goes through the host."""
     return any(
         group["dampening"] != 0
         and any(

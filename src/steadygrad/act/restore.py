@@ -1,8 +1,8 @@
 """Restorer: a captured state -> the live training, in place wherever a tensor still fits.
 
-So graphs, optimizers and users keep their objects. Everything is compared before the first byte is written: what no
-longer fits (a weight that was resized since) is left as it is and named. A rollback leaves the settings of the groups
-alone unless the scheduler that writes them goes back too: the user's own scheduler has moved on, and so must its rates.
+Graphs, optimizers and users keep their objects. Everything is compared before the first byte is written: what no longer
+fits (a weight that was resized since) is left unchanged and named. A rollback leaves the settings of the groups alone
+unless the scheduler that writes them goes back too: the user's own scheduler has moved on, and so must its rates.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from steadygrad.state.shards import MeshPlace, is_dtensor, take_local
 from steadygrad.state.tree import remake
 
 SETTINGS = ("lr", "weight_decay", "momentum", "betas")
-"""What users and their schedulers write into the groups of any optimizer, with names that end as `initial_lr` does."""
+"""Keys that users and schedulers write into the groups of any optimizer, and suffixes of keys such as `initial_lr`."""
 
 
 def is_setting(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """Whether `key` of the groups is the user's. torch's own optimizers never write into them; others count there."""
+    """Whether `key` of the groups is the user's. torch's optimizers never write there; others keep counts there."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return True
     return key in SETTINGS or key.endswith(("_lr", "_momentum"))
@@ -44,18 +44,18 @@ class Restorer:
         settings: Container[int] | None = None,
         strict: bool = False,
     ) -> None:
-        """`settings`: ids of the optimizers whose learning rates and the like go back too; None: of all.
+        """`settings`: ids of the optimizers whose learning rates and other settings go back too; None: all.
 
-        `strict`: what cannot load its state raises.
+        `strict`: raise if something cannot load its state.
         """
         self._state, self._hosts, self._devices = state, hosts, devices
         self._settings, self._strict = settings, strict
         self._memo: dict[int, Any] = {id(thing): thing for thing in shared}
 
     def restore(self, optimizers: Sequence[torch.optim.Optimizer], extras: Mapping[str, Any]) -> list[str]:
-        """Put everything back that fits; what does not is returned in a few words each.
+        """Restore everything that fits; return a short description of each thing that does not.
 
-        First what is somebody else's code and may raise, so that it cannot leave the weights half restored.
+        Code that is not ours and may raise runs first, so that it cannot leave the weights half restored.
         """
         pairs = [(parameter, self._hosts[slot.index]) for parameter, slot in self._state.parameters]
         resized = {id(parameter): parameter for parameter, host in pairs if take_local(parameter).shape != host.shape}
@@ -76,7 +76,7 @@ class Restorer:
     # --- trees ------------------------------------------------------------------------------------------------------
 
     def _put(self, live: Any, saved: Any) -> Any:
-        """What `saved` stands for; dicts and tensors of `live` are reused where they fit."""
+        """Return the value that `saved` describes, reusing dicts and tensors of `live` where they fit."""
         if isinstance(saved, Slot):
             host, device = self._hosts[saved.index], self._devices[saved.index]
             if saved.mesh is None:
@@ -112,8 +112,8 @@ class Restorer:
             return host.to(device, copy=True)
         assert isinstance(live, Tensor)
         if host.layout is not torch.strided:
-            return live.copy_(host)  # not through .data, whose indices are its own
-        if torch._debug_has_internal_overlap(live) == 1:  # expanded: cannot be written, and hardly ever changes
+            return live.copy_(host)  # not through .data, which has its own indices
+        if torch._debug_has_internal_overlap(live) == 1:  # expanded: cannot be written, and rarely changes
             return live if torch.equal(live.cpu(), host) else host.to(device, copy=True)
         live.data.copy_(host)
         return live
@@ -121,7 +121,7 @@ class Restorer:
     # --- optimizers -------------------------------------------------------------------------------------------------
 
     def _put_own(self, optimizer: torch.optim.Optimizer, own: Any) -> list[str]:
-        """Through its own load_state_dict, for what lies outside of groups and `state`."""
+        """Load state kept outside groups and `state` through the optimizer's own load_state_dict."""
         if own is None or not has_own_state(optimizer):
             return []
         tree = self._put(None, own)
@@ -132,7 +132,7 @@ class Restorer:
                 _keep_settings(optimizer, tree, live)
             _keep_later_groups(tree, live)
             optimizer.load_state_dict(tree)
-        except Exception as error:  # somebody's class; groups and `state` are still put back
+        except Exception as error:  # third-party class; groups and `state` are still restored
             if self._strict:
                 raise
             return [f"{type(optimizer).__name__} could not load its own state: {error}"]
@@ -143,7 +143,7 @@ class Restorer:
     def _put_optimizer(
         self, optimizer: torch.optim.Optimizer, kept: OptimizerState, resized: Mapping[int, Tensor]
     ) -> None:
-        """Not by torch's load_state_dict, which casts the state to the dtype of the parameters."""
+        """Restore groups and state without torch's load_state_dict, which casts state to the parameters' dtype."""
         for group, saved in zip(optimizer.param_groups, kept.groups):
             for key in [key for key in (group.keys() | saved.keys()) - {"params"} if self._goes_back(optimizer, key)]:
                 if key in saved:
@@ -175,7 +175,7 @@ class Restorer:
                 setattr(extra, field, self._put(getattr(extra, field), value))
             return []
         tree = self._fill(saved) if isinstance(extra, nn.Module) else self._put(None, saved)
-        if isinstance(extra, nn.Module):  # copies into its own tensors, so that the host's can be given as they are
+        if isinstance(extra, nn.Module):  # copies into its own tensors, so the host's can be passed directly
             if not self._strict and _shapes(extra.state_dict()) != _shapes(tree):
                 return [f"the {name} has other tensors now"]
             extra.load_state_dict(tree)
@@ -189,7 +189,7 @@ class Restorer:
         return []
 
     def _fill(self, saved: Any) -> Any:
-        """The tree with the host's own tensors in it."""
+        """Return the tree with the host's own tensors filled in."""
         if isinstance(saved, Slot):
             host = self._hosts[saved.index]
             return host if saved.mesh is None else saved.mesh.make_whole(host.to(self._devices[saved.index]))
@@ -209,13 +209,13 @@ Links = list[tuple[torch.optim.Optimizer, list[dict[str, Any]], list[dict[str, A
 
 
 def _link_groups(optimizer: torch.optim.Optimizer) -> Links:
-    """The groups of an optimizer, and of those inside it: a wrapper and its inner one share them, schedulers too."""
+    """Return the groups of an optimizer and of those it wraps: wrapper, inner optimizer and schedulers share them."""
     inner = [thing for thing in vars(optimizer).values() if isinstance(thing, torch.optim.Optimizer)]
     return [(one, one.param_groups, list(one.param_groups)) for one in (optimizer, *inner)]
 
 
 def _relink_groups(links: Links) -> None:
-    """Loading makes new group dicts, which parts a wrapper from its inner optimizer: the old ones take the contents."""
+    """Copy new groups into the old dicts: loading creates new ones, which a wrapper and its inner one don't share."""
     for optimizer, groups, known in links:
         loaded = optimizer.param_groups
         if len(loaded) != len(known):
@@ -244,7 +244,7 @@ def _keep_settings(optimizer: torch.optim.Optimizer, saved: Any, live: Any) -> N
 
 
 def _keep_later_groups(saved: Any, live: Any) -> None:
-    """Groups that were added since stay, without state: `load_state_dict` refuses another number of them."""
+    """Keep groups added since, without state: `load_state_dict` refuses a different number of groups."""
     if not isinstance(saved, dict) or not isinstance(live, Mapping):
         return
     for key in saved.keys() & live.keys():
@@ -255,12 +255,12 @@ def _keep_later_groups(saved: Any, live: Any) -> None:
 
 
 def _identify(key: Any) -> Any:
-    """Parameters are told apart by identity, every other key by value."""
+    """Return a comparable key: parameters compare by identity, every other key by value."""
     return id(key) if isinstance(key, Tensor) else ("key", key)
 
 
 def _cast(state: Any, then: torch.dtype, now: torch.dtype) -> Any:
-    """The state of a parameter whose dtype has changed since: what had its dtype then has it now."""
+    """Cast the state of a parameter whose dtype has changed: tensors that had its old dtype get its new one."""
     if not isinstance(state, dict):
         return state
     return {k: v.to(now) if isinstance(v, Tensor) and v.dtype == then else v for k, v in state.items()}

@@ -1,4 +1,4 @@
-"""Replace non-finite elements by a value: the whole of `Action.SANITIZE`, and a piece for people's own loops."""
+"""Replace non-finite elements by a value: what `Action.SANITIZE` does, usable in any loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def handle_nan_inf(tensor: Tensor, replacement_value: float = 0.0) -> Tensor:
-    """`tensor` with every NaN and Inf replaced; a true select, so that 0 * NaN never happens. No host read.
+    """Return `tensor` with every NaN and Inf replaced; a true select, so that 0 * NaN never happens. No host read.
 
-    A sparse COO tensor stays one. An element that it holds several times is their sum, so it is coalesced first, which
-    on a GPU waits once.
+    A sparse COO tensor stays sparse. Duplicate entries stand for their sum, so it is coalesced first, which waits once
+    on a GPU.
 
     >>> handle_nan_inf(torch.tensor([1.0, float("nan")])).tolist()
     [1.0, 0.0]

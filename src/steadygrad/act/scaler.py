@@ -1,9 +1,9 @@
-"""Driving a `torch.amp.GradScaler`: we unscale in our own pass and tell it what was found.
+"""Drive a `torch.amp.GradScaler`: unscale in our own pass and report to it what was found.
 
-`GradScaler.step` would overwrite the optimizer's `found_inf` with its own count, so its step is never called. After a
-step with overflowed gradients the scale backs off; after a non-finite *loss* the scaler does not hear of the step at
-all, since no scale would have helped. Guards may share a scaler: whichever steps first moves the scale while gradients
-of the others still carry the old one, so each divides by the scale that its own backward was multiplied by.
+`GradScaler.step` would overwrite the optimizer's `found_inf` with its own count, so it is never called. After a step
+with overflowed gradients the scale backs off; a step with a non-finite *loss* is not reported to the scaler at all,
+since no scale would have helped. Guards may share a scaler: the first to step changes the scale while the others'
+gradients still carry the old one, so each divides by the scale that its own backward was multiplied by.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _drivers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[Scaler
 
 
 class ScalerDriver:
-    """What Guard needs of a GradScaler that may be None or disabled."""
+    """What Guard needs from a GradScaler that may be None or disabled."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._optimizers = list(optimizers)
         self._carried: Tensor | None = None
-        self._waiting = UsedMark()  # gradients of the user's own backward, from before another guard moved the scale
+        self._waiting = UsedMark()  # the user's own backward ran before another guard changed the scale
         self._waiting_scale: Tensor | None = None
         if self._scaler is not None:
             _drivers.setdefault(self._scaler, weakref.WeakSet()).add(self)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to run backward from; all microbatches of a step carry the scale of the first."""
+        """Return the scaled loss to run backward from; all microbatches of a step use the scale of the first."""
         if self._scaler is None:
             return loss
         if self._carried is not None:
@@ -45,7 +45,7 @@ class ScalerDriver:
 
     @property
     def now(self) -> Tensor | None:
-        """The scale of the step under way; None without a scaler, or before it has scaled anything."""
+        """Return the scale of the current step; None without a scaler, or before it has scaled anything."""
         if self._scaler is None:
             return None
         if self._carried is not None:
@@ -54,7 +54,7 @@ class ScalerDriver:
 
     @property
     def factor(self) -> Tensor | None:
-        """The scale that the gradients carry now; None without a scaler, or when the user has unscaled them."""
+        """Return the scale that the gradients carry now; None without a scaler, or if the user has unscaled them."""
         if self._scaler is None:
             return None
         scaled = [optimizer for optimizer in self._optimizers if not self._is_unscaled(optimizer)]
@@ -70,7 +70,7 @@ class ScalerDriver:
         return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
 
     def end_step(self) -> None:
-        """The next gradients are scaled again. `GradScaler.update` says so too, but is not called after a bad loss."""
+        """Expect scaled gradients again. `GradScaler.update` does so too, but is not called after a bad loss."""
         self._carried = self._waiting_scale = None
         if self._scaler is not None:
             for optimizer in self._optimizers:
@@ -78,7 +78,7 @@ class ScalerDriver:
 
     @torch.no_grad()
     def update(self, *, bad_gradient: Tensor, bad_loss: Tensor | None) -> None:
-        """Tell the scaler how the step went; no host read. `bad_loss` None means that the loss is known to be good."""
+        """Report to the scaler how the step went; no host read. `bad_loss` None means the loss is known to be good."""
         scaler = self._scaler
         if scaler is None or scaler._get_scale_async() is None:
             return
@@ -97,7 +97,7 @@ class ScalerDriver:
             growth.copy_(torch.where(ignore, before[1], growth))
 
     def _note_waiting(self, scale: Tensor) -> None:
-        """Another guard is about to move the scale: gradients that wait for this one's step carry the present one."""
+        """Note the current scale for gradients that await this guard's step: another guard is about to change it."""
         if self._carried is None:
             held = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
             self._waiting.note([("", parameter) for parameter in held])

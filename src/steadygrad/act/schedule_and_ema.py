@@ -1,4 +1,4 @@
-"""ScheduleAndEma: scheduler and EMA, which move after a step that was applied and stay where they are after a skip."""
+"""ScheduleAndEma: scheduler and EMA, which advance after an applied step and stay put after a skipped one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steadygrad.errors import UsageError
 
 
 class ScheduleAndEma:
-    """Steps what was handed to Guard; what was not handed over stays the user's."""
+    """Steps the scheduler and EMA that were passed to Guard; others remain the user's."""
 
     def __init__(
         self, scheduler: Any, ema: Any, *, model: nn.Module, interval: Interval, buffers: BufferKeeper
@@ -27,9 +27,9 @@ class ScheduleAndEma:
         self._update_ema = _find_update(ema, model)
 
     def after_applied(self) -> None:
-        """The judged step was applied, and the weights are still those it left.
+        """Advance after the judged step was applied, while the weights are still those it left.
 
-        Judgement may come after the next forward has moved the buffers: the EMA copy sees them as the step left them.
+        Judgement may come after the next forward has changed the buffers: the EMA copy sees them as the step left them.
         """
         if self._scheduler is not None and self._interval is Interval.STEP and not self._needs_metric:
             self._scheduler.step()
@@ -38,7 +38,7 @@ class ScheduleAndEma:
                 self._update_ema()
 
     def after_epoch(self, validation_loss: float | None) -> None:
-        """The epoch is over; `validation_loss` is its last finite one."""
+        """Advance at the end of an epoch; `validation_loss` is its last finite one."""
         if self._scheduler is None:
             return
         if self._needs_metric:

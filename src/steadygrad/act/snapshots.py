@@ -1,12 +1,11 @@
 """Snapshots: the whole training state -> copies in host memory -> the same state again, bit for bit.
 
-A snapshot holds parameters, buffers, optimizer state and whatever else was handed over (scheduler, scaler, EMA, clip
-state). What the user keeps does not go back: the random generators, which would draw the same batches again, and the
-learning rates, unless their scheduler was handed over. Taking one never waits for the device: pinned blocks are
-reused, parameters and moments are copied on a side stream while the next forward runs, and whether all of it is finite
-is read later. One counts as good only when it is finite and enough healthy steps came after it; only a good one is
-ever put back. Memory is bounded. Gradients, the data position and the number of the step are not in here: they are the
-Guard's.
+A snapshot holds parameters, buffers, optimizer state and other objects passed in (scheduler, scaler, EMA, clip state).
+What belongs to the user is not restored: the random generators, which would draw the same batches again, and the
+learning rates, unless their scheduler was passed in. Taking one never waits for the device: pinned blocks are reused,
+parameters and moments are copied on a side stream while the next forward runs, and whether all values are finite is
+read later. A snapshot is good once it is finite and enough healthy steps followed it; only a good one is restored.
+Memory is bounded. Gradients, the data position and the step number are not included: the Guard keeps them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from steadygrad.state.collect import Collector, Source, State, Template, collect
 
 logger = logging.getLogger("steadygrad")
 FREE_SHARE = 4
-"""The part of the free host memory that snapshots may take: a quarter. Data loaders and the page cache need theirs."""
+"""Snapshots may use one part in this many of the free host memory; data loaders and the page cache need the rest."""
 MIN_EVERY = 10
 """Steps between two snapshots at the very start of a run."""
 DENSE_BYTES = 64 << 20
@@ -37,13 +36,13 @@ DENSE_BYTES = 64 << 20
 
 
 class Stateful(Protocol):
-    """What can be handed over as an extra."""
+    """An object whose state a snapshot can include."""
 
     def state_dict(self) -> Any:
-        """Everything that it remembers."""
+        """Return the object's state."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Take it back."""
+        """Load what `state_dict()` returned."""
 
 
 class Snapshots:
@@ -66,15 +65,15 @@ class Snapshots:
         owns_rate: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
         num_neighbours: int = 1,
     ) -> None:
-        """`agree`: on many ranks, of the steps that this rank could go back to those that all can.
+        """`agree`: on many ranks, reduces the steps this rank could return to, to those that every rank could.
 
-        `owns_rate`: whether an optimizer writes its learning rate itself, which then goes back with its state.
-        `num_neighbours`: ranks of this machine, which share its free memory.
+        `owns_rate`: whether an optimizer writes its own learning rate, which is then restored with its state.
+        `num_neighbours`: ranks on this machine, which share its free memory.
         """
         self._agree, self._owns_rate = agree, owns_rate
         self._model, self._optimizers = model, list(optimizers)
         self._extras: dict[str, Any] = {name: extra for name, extra in (extras or {}).items() if extra is not None}
-        self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, whoever refers to them
+        self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, even if referred to
         self._config = config if config is not None else SnapshotConfig()
         self._ring: list[Snapshot] = []  # oldest first
         self._spare: list[PinnedMemory] = []
@@ -87,22 +86,22 @@ class Snapshots:
         self._restored: Snapshot | None = None
         self._in_trouble = False
         self.is_held = False
-        """While a suspicion is being tested: nothing is taken, and nothing becomes good."""
+        """True while a suspicion is being tested: no snapshot is taken, and none becomes good."""
         self.initial: Snapshot | None = None
         """The state before the first step, kept as long as there is room for it."""
         self.second_try: Snapshot | None = None
-        """Where the steps since the snapshot of its step led when they were made again: a restore to that ends here."""
+        """Result of repeating the steps since the snapshot of the same step; restoring that one restores this."""
         self._were_finite: set[str] = set()
         self._told: set[str] = set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
-        self._staged: list[tuple[torch.cuda.Event, Any]] = []  # copies on the device that are on their way to the host
+        self._staged: list[tuple[torch.cuda.Event, Any]] = []  # device copies not yet on the host
         self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
         """Why there are no snapshots; None when there are."""
         self.misfits: list[str] = []
-        """What the last restore had to leave as it was."""
+        """What the last restore had to leave unchanged."""
         self.num_again = 0
-        """Steps since the snapshot of the last restore that were made again, and count."""
+        """Steps after the last restored snapshot that were repeated, and therefore count."""
         self._is_pinned = any(parameter.is_cuda for parameter in model.parameters())
         if self.off is None and self._is_pinned:
             self._prepare()
@@ -110,10 +109,10 @@ class Snapshots:
     # --- when -------------------------------------------------------------------------------------------------------
 
     def effective_every(self, step: int) -> int:
-        """Steps between snapshots at `step`: a fifth of the run so far, between 10 and `every`.
+        """Return the steps between snapshots at `step`: a fifth of the run so far, between 10 and `every`.
 
-        A run of 200 steps then takes about a dozen. Never so dense that the ring is full before its oldest is good; and
-        a large state, whose copy a step can feel, is copied every `every` steps from the start.
+        A run of 200 steps thus takes about a dozen. Never so dense that the ring is full before its oldest is good. A
+        large state, whose copy slows a step measurably, is copied every `every` steps from the start.
         """
         if self._ring and self._ring[-1].pinned_memory.num_bytes > DENSE_BYTES:
             return self._config.every
@@ -121,7 +120,7 @@ class Snapshots:
         return max(min(self._config.every, max(MIN_EVERY, step // 5)), min(self._config.every, patience))
 
     def effective_skip(self, step: int) -> int:
-        """Batches to leave out after a rollback at `step`: a twentieth of the run so far, at most `skip_batches`."""
+        """Return the batches to skip after a rollback at `step`: a twentieth of the steps, at most `skip_batches`."""
         return min(self._config.skip_batches, max(1, step // 20))
 
     def due(self, step: int) -> bool:
@@ -132,7 +131,7 @@ class Snapshots:
             return False
         if (
             self._lacks_memory and self._is_pinned and step > 0
-        ):  # the optimizer has its state by now: pin memory for all of it
+        ):  # the optimizer has created its state by now: pin memory for all of it
             self._lacks_memory = False
             self._prepare()
         return self._last_taken is None or step - self._last_taken >= self.effective_every(step)
@@ -141,9 +140,9 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, step: int, settings: tuple[tuple[float, float], ...] = ()) -> bool:
-        """Copy the state before step `step`; False when it was not: off, in trouble, or no place is free yet.
+        """Copy the state before step `step`; return False if it was not copied: off, in trouble, or no room yet.
 
-        On CUDA the copies are under way when this returns. `before_optimizer()` must be called before anything changes
+        On CUDA the copies are still running when this returns. Call `before_optimizer()` before anything changes
         parameters, optimizer state or EMA; buffers may change at once.
         """
         if self.off is not None or self._in_trouble or not self._has_place():
@@ -162,14 +161,14 @@ class Snapshots:
         if step == 0:
             self.initial = snapshot
         self._last_taken = step
-        # The memory of the initial state is not used again, so one more than `keep` is needed.
+        # The memory of the initial state is not reused, so one more than `keep` is needed.
         num_held = len({id(s) for s in (*self._ring, self.initial) if s is not None})
         self._lacks_memory = not self._spare and num_held < self._limit + (self.initial is not None)
         return True
 
     def _prepare(self) -> None:
-        """Have memory pinned beside training for the next snapshot, if the state stays as large as it is."""
-        if not self._sizes or self._last_taken == 0:  # the optimizer makes its state in the first step
+        """Have memory pinned in the background for the next snapshot, assuming the state keeps its size."""
+        if not self._sizes or self._last_taken == 0:  # the optimizer creates its state in the first step
             sources = self._collect()[0].sources
             self._sizes = [count_bytes(source.tensor) for source in sources if self._is_kept_in_blocks(source)]
         sizes = self._sizes
@@ -186,20 +185,20 @@ class Snapshots:
         else:
             state = collect_state(collector, self._model, self._optimizers, self._extras)
             self._template = None if signature is None else collector.make_template(signature, state)
-        for what in collector.left_out:  # that of the start is a finding; state may also come later
+        for what in collector.left_out:  # what is missing at the start is a finding; state may also appear later
             if what not in self._told:
                 self._told.add(what)
                 logger.info("left out of snapshots, because it cannot be copied: %s", what)
         return collector, state
 
     def before_optimizer(self) -> None:
-        """The device, not the host, waits for copies under way before it goes on to change what is being copied."""
+        """Make the device, not the host, wait for pending copies before it changes what is being copied."""
         for device, event, _ in self._under_way:
             torch.cuda.current_stream(device).wait_event(event)
         self._under_way = []
 
     def _make_hosts(self, sources: list[Source]) -> tuple[PinnedMemory, list[Tensor], Tensor] | None:
-        """A place on the host for each tensor and for the look at them; None when there is no memory for it."""
+        """Return a host tensor for each source and one for the check's results; None if there is no memory."""
         self._is_pinned = any(source.tensor.is_cuda for source in sources)  # a model may have moved
         wanted = [source.tensor for source in sources if self._is_kept_in_blocks(source)]
         pinned_memory = self._find_pinned_memory(wanted)
@@ -213,12 +212,12 @@ class Snapshots:
         except (RuntimeError, MemoryError) as error:
             self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
             return None
-        # Sparse and other unusual tensors are copied by waiting: they are rare, and small.
+        # Sparse and other unusual tensors are copied synchronously: they are rare and small.
         hosts = [next(room) if self._is_kept_in_blocks(s) else s.tensor.to("cpu", copy=True) for s in sources]
         return pinned_memory, hosts, largest
 
     def _is_kept_in_blocks(self, source: Source) -> bool:
-        """Where the state is on CUDA, the blocks are for what is there: they are fetched as a whole."""
+        """Whether it goes into blocks. With state on CUDA, only CUDA tensors do: blocks are fetched as a whole."""
         return source.fits and (source.tensor.is_cuda or not self._is_pinned)
 
     def _copy(self, snapshot: Snapshot, sources: list[Source]) -> None:
@@ -226,7 +225,7 @@ class Snapshots:
         devices = list(dict.fromkeys(s.tensor.device for s, _ in pairs))
         if self._is_pinned:
             look(snapshot, [(s, h) for s, h in zip(sources, snapshot.hosts) if not s.tensor.is_cuda])
-        # At step 0 nobody knows yet how much memory training will need on the device.
+        # At step 0 it is not known yet how much device memory training will need.
         if snapshot.step > 0 and len(devices) == 1 and devices[0].type == "cuda":
             staged = stage_and_look(snapshot, [s for s, _ in pairs], self._find_stream(devices[0]))
             if staged is not None:
@@ -242,7 +241,7 @@ class Snapshots:
                 self._copy_beside(snapshot, late, device)
 
     def _copy_beside(self, snapshot: Snapshot, late: list[tuple[Source, Tensor]], device: torch.device) -> None:
-        """Copy on a stream of their own what only an optimizer step can change; that step will wait for it."""
+        """Copy on a side stream what only an optimizer step can change; that step will wait for the copy."""
         current, side = torch.cuda.current_stream(device), self._find_stream(device)
         if late:
             side.wait_stream(current)
@@ -250,7 +249,7 @@ class Snapshots:
                 copy_and_look(snapshot, late)
             event = torch.cuda.Event()
             event.record(side)
-            # Held until the device is ordered after the copy: freed memory would be given out again at once.
+            # Held until the device is ordered after the copy: freed memory could be reused at once and overwritten.
             self._under_way.append((device, event, [s for s, _ in late]))
             snapshot.pinned_memory.events.append(event)
         done = torch.cuda.Event()
@@ -277,7 +276,7 @@ class Snapshots:
         )
 
     def _find_pinned_memory(self, tensors: Sequence[Tensor]) -> PinnedMemory | None:
-        """Memory for one more snapshot, within the bound; None when the ring must keep what it has."""
+        """Return memory for one more snapshot, within the bound; None if the ring must keep what it has."""
         sizes = self._sizes = [count_bytes(tensor) for tensor in tensors]
         pinned = self._is_pinned
         one = sum(PinnedMemory(pinned=pinned).plan(sizes)[1])
@@ -305,7 +304,7 @@ class Snapshots:
         return len(self._ring) < self._limit or self._find_victim() is not None
 
     def _find_victim(self) -> Snapshot | None:
-        """The oldest good one that has a newer good one; the only good one where there is room for one alone."""
+        """Return the oldest good snapshot if a newer one is good; the only good one if there is room for just one."""
         good = [s for s in self._ring if s.good]
         return good[0] if good and (len(good) > 1 or self._limit == 1) else None
 
@@ -330,7 +329,7 @@ class Snapshots:
     # --- which ones are good ----------------------------------------------------------------------------------------
 
     def healthy_step(self, step: int) -> list[str]:
-        """Step `step` was healthy. Returns why snapshots were dropped, one line for each that was not finite."""
+        """Count step `step` as healthy. Return why snapshots were dropped, one line for each that was not finite."""
         self._in_trouble = False
         reasons = []
         for snapshot in [s for s in self._ring if not s.good]:
@@ -346,15 +345,15 @@ class Snapshots:
         return reasons
 
     def unhealthy(self, step: int) -> None:
-        """Step `step` was not healthy: what is not good yet counts anew, and what was taken after it is dropped."""
+        """Count step `step` as unhealthy: snapshots not good yet start counting again, and later ones are dropped."""
         self._in_trouble = True
         for snapshot in [s for s in self._ring if not s.good]:
             snapshot.num_healthy = 0
-            if snapshot.step > step:  # judged late: when it was taken, nobody knew
+            if snapshot.step > step:  # judged late: this was not known when it was taken
                 self._discard(snapshot)
 
     def _find_nonfinite(self, snapshot: Snapshot) -> list[str]:
-        """Names of what must be finite and is not; waits for the look if need be."""
+        """Return the names of tensors that must be finite and are not; wait for the check if needed."""
         bad = []
         for name, must_be_finite, is_finite in snapshot.values():
             if is_finite:
@@ -368,31 +367,31 @@ class Snapshots:
 
     @property
     def can_restore(self) -> bool:
-        """Whether `restore()` has something to put back."""
+        """Whether `restore()` has something to restore."""
         return self._choose(older=False) is not None
 
     @property
     def newest_good(self) -> int | None:
-        """The step of the newest good snapshot."""
+        """Return the step of the newest good snapshot."""
         return next((s.step for s in reversed(self._ring) if s.good), None)
 
     def list_good(self) -> list[Snapshot]:
-        """The good ones that all ranks have, oldest first."""
+        """Return the good snapshots that all ranks have, oldest first."""
         return self._keep_common([s for s in self._ring if s.good])
 
     def condemn(self, step: int) -> None:
-        """The weights have been harmed since the snapshot of `step`: newer ones are discarded."""
+        """Discard snapshots newer than `step`: the weights have been harmed since."""
         for snapshot in [s for s in self._ring if s.step > step]:
             self._discard(snapshot)
 
     @torch.no_grad()
     def restore(self, *, older: bool = False) -> int:
-        """Put the newest good snapshot back, in place, and return its step; newer ones are discarded.
+        """Restore the newest good snapshot in place and return its step; newer ones are discarded.
 
-        `older` goes further back than the restore before, or than the newest good one when there was none. While none
-        is good yet, the state before step 0 will do if it is finite: no training has harmed it. Gradients are left as
-        they are. Where a second try began there, it is what the training goes on from, and its steps count as made: a
-        schedule stays where it is.
+        `older` goes further back than the previous restore, or than the newest good one if there was none. While none
+        is good yet, the state before step 0 is used if it is finite: no training has harmed it. Gradients are left as
+        they are. If a second try began at that snapshot, training continues from its result and its steps count as
+        taken, so a schedule stays where it is.
         """
         chosen = self._choose(older=older)
         if chosen is None:
@@ -412,14 +411,14 @@ class Snapshots:
     def load(self, snapshot: Snapshot, *, clipper: Stateful | None) -> None:
         """Load weights, buffers, optimizers and the loss scaler for a trial; the caller restores the present ones.
 
-        Schedules, averages and our own histories stay as they are: a trial is not part of the run. `clipper` is the
-        trial's own and gets the state that the run's had then; a trial that clips less would have an unfair lead.
+        Schedules, averages and our own histories stay as they are: a trial is not part of the run. `clipper` belongs to
+        the trial and gets the state that the run's clipper had then; clipping less would be an unfair advantage.
         """
         self._put_back(snapshot, self._list_tried(clipper))
 
     @torch.no_grad()
     def copy_second_try(self, start: Snapshot, num_steps: int, *, clipper: Stateful | None) -> Snapshot:
-        """Where a trial of so many steps from `start` led: what `load` loads, as it is now."""
+        """Copy the state that a trial of `num_steps` steps from `start` reached: everything that `load` loads."""
         collector = Collector(self._shared)
         state = collect_state(collector, self._model, self._optimizers, self._list_tried(clipper))
         tensors = [source.tensor for source in collector.sources]
@@ -429,16 +428,16 @@ class Snapshots:
         )
 
     def _list_tried(self, clipper: Stateful | None) -> dict[str, Any]:
-        """What a trial changes beside the model and the optimizers."""
+        """Return what a trial changes besides the model and the optimizers."""
         tried = {"scaler": self._extras.get("scaler"), "clip": clipper}
         return {name: extra for name, extra in tried.items() if extra is not None}
 
     def _put_back(self, snapshot: Snapshot, extras: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
-        """Write it over the live state, with those of `extras` that it holds; what had to be left is returned."""
+        """Write a snapshot over the live state, with those `extras` it holds; return what had to be left unchanged."""
         self.before_optimizer()
         snapshot.wait()
         held = {name: saved for name, saved in snapshot.state.extras.items() if name in extras and name not in but}
-        # Rates belong to whoever schedules them; a scheduler that was left out of the snapshot has moved on with them.
+        # Rates go with their scheduler: one that is not in the snapshot has moved on, and so have its rates.
         settings = {id(o) for o in self._optimizers if "scheduler" in held or self._owns_rate(o)}
         state = dataclasses.replace(snapshot.state, extras=held)
         restorer = Restorer(state, snapshot.hosts, snapshot.devices, shared=self._shared, settings=settings)
@@ -476,7 +475,7 @@ class Snapshots:
         )
 
     def describe(self) -> str:
-        """One sentence for a summary."""
+        """Return one sentence for a summary."""
         if self.off is not None:
             return f"no snapshots: {self.off}"
         newest = "none good yet" if self.newest_good is None else f"newest good at step {self.newest_good}"

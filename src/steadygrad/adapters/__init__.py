@@ -1,5 +1,5 @@
-"""Where people already train: Lightning, transformers and accelerate, each translated into the calls of a Guard.
+"""Adapters for frameworks: Lightning, transformers and accelerate, each translated into calls of a Guard.
 
-Translation only: nothing is detected or decided here. Each module needs its library, and says which extra to install
-when that is missing. accelerate needs no module of its own: `Guard.from_accelerator`.
+Translation only: nothing is detected or decided here. Each module needs its library, and names the extra to install if
+that is missing. accelerate does not need its own module: use `Guard.from_accelerator`.
 """

@@ -1,8 +1,8 @@
-"""Looking at gradients and activations from inside of a training module, in two lines of its code.
+"""Monitor gradients and activations from inside a training module, with two lines of code.
 
-`EnhancedTrainingMixin` and the functions beside it keep the names under which a well-known 6-dimensional CLIP training
-used them. They look, and clip where that is asked for; to skip bad steps use `GuardCallback`. Needs no framework: a
-plain `nn.Module` works as well as a LightningModule.
+`EnhancedTrainingMixin` and its companion functions keep the names under which a well-known 6-dimensional CLIP training
+used them. They observe, and clip if requested; to skip bad steps use `GuardCallback`. Needs no framework: a plain
+`nn.Module` works as well as a LightningModule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("steadygrad")
 
 
 class EnhancedTrainingMixin:
-    """For the class of a training module: `class Mine(EnhancedTrainingMixin, LightningModule)`.
+    """Mixin for a training module: `class Mine(EnhancedTrainingMixin, LightningModule)`.
 
     >>> class Mine(EnhancedTrainingMixin, nn.Linear):
     ...     def __init__(self):
@@ -47,7 +47,7 @@ class EnhancedTrainingMixin:
         log_frequency: int = 100,
         enable_detailed_logging: bool = False,
     ) -> None:
-        """Call it in `__init__`; for activations after the layers are made, since each gets a hook."""
+        """Set up monitoring. Call it in `__init__`; for activations, after creating the layers: each gets a hook."""
         self.enable_gradient_monitoring = enable_gradient_monitoring
         self.enable_activation_monitoring = enable_activation_monitoring
         self._monitor_settings: dict[str, Any] = {
@@ -68,15 +68,15 @@ class EnhancedTrainingMixin:
     def check_and_log_gradients(
         self, step: int, apply_clipping: bool = False, max_grad_norm: float | None = None
     ) -> GradientHealth | dict[str, Any]:
-        """Call it between backward and the optimizer's step: what `check_gradients` says; {} when switched off.
+        """Return the result of `check_gradients`; {} when off. Call it between backward and the optimizer's step.
 
-        Numbers go to the module's logger, words are printed every `log_frequency` steps and when something is wrong.
-        `max_grad_norm` is `gradient_clip_threshold` unless given. Gradients that are not finite are left as they are.
+        Numbers go to the module's logger; text is printed every `log_frequency` steps and when something is wrong.
+        `max_grad_norm` defaults to `gradient_clip_threshold`. Non-finite gradients are left as they are.
         """
         if not self.enable_gradient_monitoring:
             return {}
         module = _as_module(self)
-        if self.gradient_monitor is None:  # only now: the layers may have been made after setup_gradient_monitoring
+        if self.gradient_monitor is None:  # only now: layers may have been added after the setup
             self.gradient_monitor = GradientHealthMonitor(module, **self._monitor_settings)
         limit = self.gradient_monitor.grad_clip_threshold if max_grad_norm is None else max_grad_norm
         stats = _check(module, self.gradient_monitor, step, limit if apply_clipping else None)
@@ -87,7 +87,7 @@ class EnhancedTrainingMixin:
         return stats
 
     def get_activation_statistics(self) -> dict[str, Any]:
-        """`activations` (statistics by module) and `dead_neurons` (share by module, where above 0); {} when off."""
+        """Return `activations` (statistics by module) and `dead_neurons` (share by module, if above 0); {} when off."""
         if self.activation_monitor is None:
             return {}
         dead = {name: share for name, share in self.activation_monitor.detect_dead_neurons().items() if share > 0}
@@ -101,7 +101,7 @@ def integrate_health_checks(
     apply_gradient_clipping: bool = True,
     max_grad_norm: float = 1.0,
 ) -> dict[str, Any]:
-    """Call it after backward: `loss`, and `gradient_stats` where there are gradients. Any module will do."""
+    """Return `loss`, and `gradient_stats` if there are gradients. Call it after backward; works with any module."""
     result: dict[str, Any] = {"loss": loss}
     if not any(p.grad is not None for p in module.parameters()):
         return result
@@ -117,7 +117,7 @@ def integrate_health_checks(
 
 
 def _check(module: nn.Module, monitor: GradientHealthMonitor, step: int, max_norm: float | None) -> GradientHealth:
-    """Measure, tell, and clip if asked to; gradients that still carry a loss scale are clipped at that many times."""
+    """Measure, report, and clip if requested; for gradients that still carry a loss scale, the limit is scaled too."""
     trainer = getattr(module, "_trainer", None)
     scaler = _find_scaler(trainer)
     stats = monitor.check_gradients(scaler=scaler)
@@ -130,7 +130,7 @@ def _check(module: nn.Module, monitor: GradientHealthMonitor, step: int, max_nor
 def replace_loss_function_with_stable_version(
     module: Any, loss_version: int = 1, normalize: bool = True, eps: float = 1e-8
 ) -> Callable[..., Tensor]:
-    """Put a stable function in the place of `module.calculate_loss`; the one before is `calculate_loss_original`."""
+    """Replace `module.calculate_loss` by a stable function; the original becomes `calculate_loss_original`."""
     stable = get_stable_loss_function(loss_version=loss_version, normalize=normalize, eps=eps)
     if hasattr(module, "calculate_loss"):
         module.calculate_loss_original = module.calculate_loss
@@ -148,7 +148,7 @@ def _as_module(mixed: object) -> nn.Module:
 
 
 def _find_scaler(trainer: Any) -> torch.amp.GradScaler | None:
-    """The scaler whose scale the gradients still carry."""
+    """Return the scaler whose scale the gradients still carry."""
     scaler: torch.amp.GradScaler | None = getattr(getattr(trainer, "precision_plugin", None), "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
@@ -157,7 +157,7 @@ def _find_scaler(trainer: Any) -> torch.amp.GradScaler | None:
 
 
 class _Voice:
-    """A Lightning logger behind the `.log(dict, step=...)` that monitors speak."""
+    """A Lightning logger with the `.log(dict, step=...)` method that monitors call."""
 
     def __init__(self, logger: Any) -> None:
         self.logger = logger
@@ -167,7 +167,7 @@ class _Voice:
 
 
 def _find_voice(module: nn.Module, logger: Any) -> _Voice | None:
-    """The same one for the same logger: a monitor knows by it that a logger is broken."""
+    """Return the same object for the same logger, so that a monitor can remember that a logger is broken."""
     if logger is None:
         return None
     voice = vars(module).get("_gradient_voice")

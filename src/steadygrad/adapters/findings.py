@@ -1,4 +1,4 @@
-"""What an adapter itself has to tell, in the words of a Finding."""
+"""Findings that the adapters themselves report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from steadygrad.guard import Guard
 
 
 def describe_error(error: BaseException, guard: Guard) -> Finding:
-    """An exception of the user's code on its way out: not a NaN, and not ours to hide."""
+    """Describe an exception from the user's code, which propagates: it is not a NaN, and not ours to hide."""
     return Finding(
         kind="exception",
         severity=Severity.ERROR,
@@ -19,7 +19,7 @@ def describe_error(error: BaseException, guard: Guard) -> Finding:
 
 
 def describe_replaced_loss(reason: str, advice: str, *, step: int, count: int) -> Finding:
-    """A loss that `safe_compute_loss` put another one in the place of."""
+    """Describe a loss that `safe_compute_loss` replaced."""
     return Finding(
         kind="replaced_loss",
         severity=Severity.WARNING,

@@ -46,7 +46,7 @@ Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightnin
 
 @dataclasses.dataclass(slots=True)
 class _Seat:
-    """One optimizer, its Guard, and its schedulers' moves."""
+    """One optimizer, its Guard, and its schedulers' pending moves."""
 
     optimizer: torch.optim.Optimizer
     guard: Guard
@@ -56,8 +56,8 @@ class _Seat:
 class GuardCallback(Callback):  # type: ignore[misc]
     """`Trainer(callbacks=[GuardCallback()])` guards every optimizer step of `fit`.
 
-    Several optimizers (manual optimization) get a Guard each, since they step apart: `guards`, in Lightning's order,
-    and `run_dir/optimizer_0` and so on. `monitor` names the validation loss among the logged metrics.
+    Several optimizers (manual optimization) get a Guard each, since they step separately: `guards`, in Lightning's
+    order, and `run_dir/optimizer_0` and so on. `monitor` names the validation loss among the logged metrics.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class GuardCallback(Callback):  # type: ignore[misc]
 
     @property
     def guards(self) -> list[Guard]:
-        """One for each optimizer; empty before training starts and with STEADYGRAD=off."""
+        """One Guard per optimizer; empty before training starts and with STEADYGRAD=off."""
         return [seat.guard for seat in self._seats]
 
     @property
     def guard(self) -> Guard:
-        """The first of them: the only one unless optimization is manual."""
+        """The first Guard: the only one unless optimization is manual."""
         if not self._seats:
             raise UsageError("no training has started yet, so there is no guard. Ask for it during or after fit().")
         return self._seats[0].guard
@@ -94,7 +94,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
     # --- beginning and end ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Take the clipping over, before Lightning finds that it cannot clip (16-mixed with a fused optimizer)."""
+        """Take over clipping before Lightning finds that it cannot clip (16-mixed with a fused optimizer)."""
         if stage != "fit" or is_switched_off():
             return
         self._patches.undo()
@@ -103,7 +103,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self._patches.replace(trainer, "gradient_clip_val", None)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Everything is loaded and on its device: make the guards, and tie them in."""
+        """Create and connect the guards, now that everything is loaded and on its device."""
         if is_switched_off():
             return
         config = adopt_settings(self._config, self._clip)
@@ -142,11 +142,11 @@ class GuardCallback(Callback):  # type: ignore[misc]
             guard.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The trainer is as it was."""
+        """Leave the trainer as it was."""
         self._patches.undo()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Write it down, unless it is our own; it is on its way out."""
+        """Record the exception, unless it is our own, and let it propagate."""
         if self._seats and isinstance(exception, Exception) and not isinstance(exception, TrainingHalted):
             self.guard.note(describe_error(exception, self.guard))
         for guard in self.guards:
@@ -156,19 +156,19 @@ class GuardCallback(Callback):  # type: ignore[misc]
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def _tie_optimizers(self, trainer: Any) -> None:
-        """Lightning runs the closure (forward, backward) and its hooks as ever; then the Guard takes the step."""
+        """Connect the Guard: Lightning runs the closure (forward, backward) and its hooks as usual, the Guard steps."""
         plugin, scaler = trainer.precision_plugin, getattr(trainer.precision_plugin, "scaler", None)
 
         def optimizer_step(optimizer: Any, model: Any, closure: Callable[[], Any], **_kwargs: Any) -> Any:
             result = closure()
             has_gradient = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
             if scaler is not None and has_gradient and not getattr(optimizer, "_step_supports_amp_scaling", False):
-                scaler.unscale_(optimizer)  # hooks may look at the gradients
+                scaler.unscale_(optimizer)  # hooks may read the gradients
             plugin._after_closure(model, optimizer)
             if has_gradient:
                 self._step(optimizer)
             elif scaler is None:
-                optimizer.step()  # training_step returned None: nothing to guard, nothing moves
+                optimizer.step()  # training_step returned None: nothing to guard, nothing changes
             return result
 
         self._patches.replace(plugin, "optimizer_step", optimizer_step)
@@ -179,7 +179,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
             seat.guard.watch_backward(loss)
         self._losses.clear()
         seat.guard.step()
-        if len(self._seats) > 1:  # what this step did to the buffers is where the others start from
+        if len(self._seats) > 1:  # the others start from the buffers as this step left them
             self._begin(self._batch)
 
     def _begin(self, batch: Any) -> None:
@@ -188,7 +188,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
                 pass
 
     def _tie_forward(self, trainer: Any, pl_module: Any) -> None:
-        """Automatic optimization: the Guard sees exactly the forward, and can replay it."""
+        """Connect the forward for automatic optimization: the Guard sees exactly the forward and can replay it."""
         run_forward = trainer.strategy.training_step
         guard = self.guard
 
@@ -203,14 +203,14 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self._patches.replace(trainer.strategy, "training_step", training_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Manual optimization: forward, backward and steps are the user's, so the state of now is the one before."""
+        """Manual optimization: forward, backward and steps are the user's, so save the buffers as they are now."""
         self._losses.clear()
         self._batch = batch
         if self._seats and not pl_module.automatic_optimization:
             self._begin(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """A loss, divided for accumulation and scaled. Of several optimizers it belongs to the one that steps next."""
+        """Receive a loss, divided for accumulation and scaled. It belongs to the optimizer that steps next."""
         if not self._seats:
             return
         scale = getattr(trainer.precision_plugin, "scaler", None)
@@ -224,7 +224,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
     # --- what follows a step ----------------------------------------------------------------------------------------
 
     def _tie_schedulers(self, trainer: Any, pl_module: Any) -> None:
-        """Schedulers by step move for applied steps only; those by epoch are Lightning's alone."""
+        """Let per-step schedulers advance for applied steps only; per-epoch ones are left to Lightning."""
         move = pl_module.lr_scheduler_step
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
@@ -238,7 +238,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self._patches.replace(pl_module, "lr_scheduler_step", lr_scheduler_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Numbers of the last step go to the loggers whenever Lightning writes there."""
+        """Send the last step's numbers to the loggers whenever Lightning logs."""
         if not self._seats or not trainer._logger_connector.should_update_logs:
             return
         for number, guard in enumerate(self.guards):
@@ -253,7 +253,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
                 pl_module.log_dict({f"{name}{suffix}": value for name, value in values.items()})
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Tell the validation loss, and stop if early stopping says so; not for `validate()` outside of `fit()`."""
+        """Report the validation loss, and stop if early stopping says so; not for `validate()` outside `fit()`."""
         loss = trainer.callback_metrics.get(self._monitor)
         if trainer.sanity_checking or self._patches.is_empty or not self._seats or loss is None:
             return
@@ -262,24 +262,24 @@ class GuardCallback(Callback):  # type: ignore[misc]
         trainer.should_stop = trainer.should_stop or any(guard.should_stop for guard in self.guards)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The epoch is over."""
+        """End the epoch."""
         for guard in self.guards:
             guard.end_epoch()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the guards remember, for Lightning's checkpoint."""
+        """Return the guards' state for Lightning's checkpoint."""
         return {"guards": [guard.state_dict() for guard in self.guards]} if self._seats else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Kept until training starts: model and optimizers come first."""
+        """Keep the state until training starts: model and optimizers must be loaded first."""
         self._saved = list(state.get("guards", ()))
 
 
 @contextlib.contextmanager
 def _muted(pl_module: Any) -> Iterator[None]:
-    """Inside, what the module logs goes nowhere: a replay is no training step."""
+    """Discard what the module logs inside: a replay is not a training step."""
     patches = Patches()
     for name in ("log", "log_dict"):
         patches.replace(pl_module, name, lambda *_args, **_kwargs: None)
@@ -290,25 +290,25 @@ def _muted(pl_module: Any) -> Iterator[None]:
 
 
 # --- the schedule that waits for a step ---------------------------------------------------------------------------
-# HeldSchedule: a framework's own moves of the learning rate, made only for steps that were applied.
+# HeldSchedule: a framework's own changes of the learning rate, made only for steps that were applied.
 #
-# The framework asks after each step. If the step has been judged the answer is at once; with fused optimizers on CUDA
-# it is on its way, and the move waits until the Guard says that the step was applied, which is before the next step.
+# The framework asks after each step. If the step has been judged, the answer is immediate; with fused optimizers on
+# CUDA the change waits until the Guard reports that the step was applied, which happens before the next step.
 
 
 class HeldSchedule:
-    """Given to a Guard as its scheduler."""
+    """Passed to a Guard as its scheduler."""
 
     def __init__(self) -> None:
         self._guard: Guard | None = None
         self._waiting: list[tuple[StepRecord | None, Callable[[], None]]] = []
 
     def follow(self, guard: Guard) -> None:
-        """The guard that says which steps were applied."""
+        """Set the guard that reports which steps were applied."""
         self._guard = guard
 
     def ask(self, move: Callable[[], None]) -> None:
-        """The framework wants to move the learning rate for the step that was just made."""
+        """Request a change of the learning rate for the step just taken; called by the framework."""
         assert self._guard is not None
         if not self._guard.is_judged:
             self._waiting.append((self._guard.last, move))
@@ -316,7 +316,7 @@ class HeldSchedule:
             move()
 
     def step(self) -> None:
-        """Guard: the step after `guard.last` was applied. What waits for an older one was asked for a skipped step."""
+        """Called by Guard when the step after `guard.last` was applied. Older requests were for skipped steps."""
         waiting, self._waiting = self._waiting, []
         for before, move in waiting:
             if self._guard is not None and before is self._guard.last:

@@ -1,9 +1,9 @@
-"""safe_compute_loss: a Trainer's `compute_loss` that always gives a finite loss with a graph, and tells when it had to.
+"""safe_compute_loss: a Trainer's `compute_loss` that always returns a finite loss with a graph, and reports each fix.
 
-Where every label is masked, or the loss is None, NaN, Inf or 0, a small loss takes its place: connected to the trained
-parameters, with a gradient of zero, so that backward runs and other microbatches of the step still count. Each is
-counted, logged and, where a GradientMonitoringCallback watches the same trainer, written into its record. An exception
-is not a NaN: it is counted, logged and let through. Costs one host read a microbatch.
+Where every label is masked, or the loss is None, NaN, Inf or 0, a small loss replaces it: connected to the trained
+parameters, with a gradient of zero, so that backward runs and other microbatches of the step still count. Each one is
+counted, logged and, if a GradientMonitoringCallback watches the same trainer, recorded. An exception is not a NaN: it
+is counted, logged and propagated. Costs one host read per microbatch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from steadygrad.guard import Guard
 logger = logging.getLogger("steadygrad")
 
 SMALL_LOSS = 1e-6
-"""What a loss of zero becomes, and what stands in for one that cannot be used."""
+"""Replaces a loss of zero or one that cannot be used."""
 IGNORE_INDEX = -100
-"""What torch's losses leave out by default, and transformers' collators write."""
+"""The label that torch's losses ignore by default and transformers' collators write."""
 ADVICE = {
     "every label is masked": "Drop samples without labels: a prompt beyond the maximal length leaves none.",
     "the loss is None": "The model gave no loss. Give it labels, or name them in TrainingArguments(label_names=...).",
@@ -34,7 +34,7 @@ ADVICE = {
 
 
 class SafeLoss:
-    """Callable like `Trainer.compute_loss`; `counts` says how often each reason came up, `num_errors` is exceptions."""
+    """Callable like `Trainer.compute_loss`; `counts` has the number of fixes by reason, `num_errors` of exceptions."""
 
     def __init__(self, trainer: Any, compute_loss: Callable[..., Any]) -> None:
         self._trainer, self._compute_loss = trainer, compute_loss
@@ -44,7 +44,7 @@ class SafeLoss:
         """Set by GradientMonitoringCallback while it watches the same trainer."""
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, **kwargs: Any) -> Any:
-        if not model.training:  # evaluation tells the truth
+        if not model.training:  # evaluation reports the true loss
             return self._compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         masked = _is_all_masked(inputs, getattr(self._trainer, "label_names", None) or ("labels",))
         try:
@@ -82,7 +82,7 @@ class SafeLoss:
 
 
 def safe_compute_loss(trainer: Any) -> SafeLoss:
-    """Make `trainer.compute_loss` safe; returns what now stands there. Calling it twice changes nothing."""
+    """Make `trainer.compute_loss` safe and return the replacement. Calling it twice changes nothing."""
     if isinstance(trainer.compute_loss, SafeLoss):
         return trainer.compute_loss
     safe = SafeLoss(trainer, trainer.compute_loss)
@@ -91,7 +91,7 @@ def safe_compute_loss(trainer: Any) -> SafeLoss:
 
 
 def _is_all_masked(inputs: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Looked at before the forward: some trainers take the labels out of the inputs."""
+    """Whether every label is masked. Checked before the forward: some trainers remove the labels from the inputs."""
     labels = [inputs[name] for name in names if isinstance(inputs.get(name), Tensor)]
     integers = [t for t in labels if t.numel() and not t.is_floating_point()]
     return bool(integers) and all(bool((t == IGNORE_INDEX).all()) for t in integers)
@@ -108,7 +108,7 @@ def _find_reason(loss: Tensor | None, value: float, *, masked: bool) -> str | No
 
 
 def _connect(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """0 with a graph to every trained parameter, whatever they hold: nan_to_num, since 0 * NaN is NaN."""
+    """Return 0 with a graph to every trained parameter, whatever they hold: nan_to_num, since 0 * NaN is NaN."""
     total: Tensor | float = 0.0
     for parameter in parameters:
         if parameter.requires_grad and parameter.numel():

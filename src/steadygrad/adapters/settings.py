@@ -1,6 +1,6 @@
 """The user's GuardConfig and the framework's own settings -> the GuardConfig of the run.
 
-Gradients are clipped once, by the Guard. Epochs, checkpoints and signals stay the framework's.
+Gradients are clipped once, by the Guard. Epochs, checkpoints and signals stay with the framework.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ logger = logging.getLogger("steadygrad")
 
 
 def read_clipping(limit: float | None, *, by_value: bool = False) -> ClipStrategy | None:
-    """The strategy that does what a framework does with this limit; None and 0 mean no clipping there."""
+    """Return the strategy that clips as a framework does with this limit; None and 0 mean no clipping."""
     if not limit:
         return None
     return ClipValue(value=float(limit)) if by_value else FixedNorm(max_norm=float(limit))
 
 
 def adopt_settings(config: GuardConfig | None, theirs: ClipStrategy | None) -> GuardConfig:
-    """Without a config the framework's clipping counts; with one, its own does where it is not the default."""
+    """Return the run's config. The framework's clipping applies unless `config` has a clip other than the default."""
     if config is None:
         config = GuardConfig(clip=theirs)
     elif theirs is not None and config.clip == GuardConfig().clip:

@@ -36,7 +36,7 @@ _transformers = import_extra("transformers", "transformers", what="this adapter"
 TrainerCallback: Any = _transformers.TrainerCallback
 
 STATE_FILE = "steadygrad.pt"
-"""What the Guard remembers, beside the Trainer's own files in each of its checkpoints."""
+"""The file with the Guard's state, next to the Trainer's own files in each of its checkpoints."""
 
 
 class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
@@ -57,7 +57,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
 
     @property
     def guard(self) -> Guard:
-        """Findings, incidents, the last step: during training and after it."""
+        """The Guard, with findings, incidents and the last step; readable during training and after it."""
         if self._guard is None:
             raise UsageError("no training has started yet, so there is no guard. Ask for it during or after train().")
         return self._guard
@@ -65,8 +65,8 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     # --- beginning and end ------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Model, optimizer and scheduler are ready, and loaded where training resumes."""
-        self._release()  # a training that ended in an exception, or that starts again with smaller batches
+        """Connect the Guard: model, optimizer and scheduler are ready, and loaded if training resumes."""
+        self._release()  # after a training that raised, or that restarts with smaller batches
         self._guard = None
         if is_switched_off():
             return
@@ -92,7 +92,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         def watched_compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not model.training:
                 return compute_loss(model, inputs, *args, **kwargs)
-            # A copy: some trainers take things out. Not to be replayed: they also count and gather in there.
+            # A copy, since some trainers remove items. Not replayable: they also count and gather in there.
             with guard.watch_forward(None, dict(inputs) if isinstance(inputs, Mapping) else inputs):
                 result = self._let_errors_through(compute_loss, model, inputs, *args, **kwargs)
             self._add_to_window(result[0] if isinstance(result, tuple) else result)
@@ -104,7 +104,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
 
         self._patches.replace(trainer, "compute_loss", watched_compute_loss)
         self._patches.replace(trainer, "log", true_log)
-        # One NaN would become NaN everywhere. The norm goes into the log when the Guard has measured it.
+        # Clipping would spread one NaN everywhere. The norm is logged once the Guard has measured it.
         self._patches.replace(trainer.accelerator, "clip_grad_norm_", lambda *_args, **_kwargs: math.nan)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -122,22 +122,22 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if not isinstance(call, SafeLoss):  # which has told it
+            if not isinstance(call, SafeLoss):  # which has reported it
                 self.guard.note(describe_error(error, self.guard))
             raise
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The Trainer is about to write down where it is: know how the last step went, and move its scheduler."""
+        """Judge the last step and advance the scheduler before the Trainer records its position."""
         if self._guard is not None and (control.should_log or control.should_save or control.should_evaluate):
             self._guard.flush()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The epoch is over."""
+        """End the epoch."""
         if self._guard is not None:
             self._guard.end_epoch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Tell the validation loss, and stop if early stopping says so; not for `evaluate()` outside of `train()`."""
+        """Report the validation loss, and stop if early stopping says so; not for `evaluate()` outside `train()`."""
         if self._guard is None or self._patches.is_empty or not metrics or "eval_loss" not in metrics:
             return
         self._guard.validate(metrics["eval_loss"])
@@ -146,13 +146,13 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     # --- true numbers -----------------------------------------------------------------------------------------------
 
     def _add_to_window(self, loss: Any) -> None:
-        """The losses since the last log as one sum on the device: not finite if one of them was not."""
+        """Add the loss to the sum since the last log, on the device: not finite if any loss was not."""
         if isinstance(loss, Tensor):
             loss = loss.detach().float().sum()
             self._window = loss if self._window is None else self._window + loss
 
     def _correct(self, logs: dict[str, float]) -> None:
-        """The Trainer leaves non-finite losses out of its mean; the mean of a window that has one is not finite."""
+        """Correct the logged loss: the Trainer omits non-finite losses from its mean, which must then be non-finite."""
         if "loss" not in logs:
             return
         guard = self.guard
@@ -172,7 +172,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put what the Guard remembers beside the Trainer's own files."""
+        """Save the Guard's state next to the Trainer's own files."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self._guard is not None and folder.is_dir():
             torch.save(self._guard.state_dict(), folder / STATE_FILE)
@@ -185,9 +185,9 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _find_trainer() -> tuple[Any, str | None]:
-    """The Trainer whose training loop is calling, and the checkpoint that it resumes from.
+    """Return the Trainer whose training loop is calling, and the checkpoint that it resumes from.
 
-    Callbacks are given everything but the trainer itself, so the loop's own frame is looked up.
+    Callbacks receive everything but the trainer itself, so the loop's own frame is looked up.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -213,10 +213,10 @@ MAX_GRAD_NORM = 1.0
 def stable_training_arguments(*, arguments_class: Any = None, **overrides: Any) -> Any:
     """TrainingArguments with bf16 where the GPU has it, else fp16; warm-up; clipping; label names for PEFT models.
 
-    `overrides` win, whatever they are. `arguments_class` is for trainers with arguments of their own:
+    `overrides` always win. `arguments_class` is for trainers with their own arguments:
     `stable_training_arguments(arguments_class=trl.SFTConfig, output_dir="out")`.
 
-    PEFT wraps the model's `forward`, so that the Trainer cannot find out what its labels are called: hence the name.
+    PEFT wraps the model's `forward`, so the Trainer cannot find the names of its labels: hence the label names.
     """
     arguments_class = arguments_class or _transformers.TrainingArguments
     settings: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """The folder of checkpoints -> which ones there are, in which order to try them, and which ones may go.
 
-Pure reading of names, manifests and marks, and pure choosing; what is written, moved or removed is the store's. A
-checkpoint is `good` after enough healthy steps beyond it, and `suspect` while a step right after it was not healthy.
-One that was saved and not yet proven is neither: after a kill it is taken, or every kill would cost its steps.
+Only reads names, manifests and marks, and chooses; the store writes, moves and removes. A checkpoint is `good` after
+enough healthy steps beyond it, and `suspect` if a step soon after it was unhealthy. One that is not yet proven is
+neither: a resume after a kill still uses it, or every kill would cost the steps since the last good one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steadygrad.record.run_folder import CHECKPOINTS, find_parts
 MARKS = "marks.json"
 """What was learnt about a checkpoint after it was written. Not in the manifest: losing it loses no state."""
 RUN = "run"
-"""Name in a manifest's `about` of the run's id."""
+"""Key of the run's id in a manifest's `about`."""
 PATTERN = re.compile(r"step_(\d{8,})(?:-(\d+))?")
 
 
@@ -36,9 +36,9 @@ class Marks:
 
     good: bool = False
     suspect: str | None = None
-    """Why it may be no good: an unhealthy step came soon after it."""
+    """Why it may be bad: an unhealthy step came soon after it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Told later than it was saved."""
+    """Metrics reported after it was saved."""
 
     def render(self) -> bytes:
         fields = {"good": self.good, "suspect": self.suspect, "metrics": dict(self.metrics)}
@@ -47,7 +47,7 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """One checkpoint on disk, as far as its manifest and marks tell."""
+    """One checkpoint on disk, as its manifest and marks describe it."""
 
     step: int
     path: Path
@@ -61,12 +61,12 @@ class CheckpointInfo:
 
     @property
     def suspect(self) -> str | None:
-        """Why it may be no good."""
+        """Why it may be bad; None if it is not suspect."""
         return self.marks.suspect
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was told with it, and later."""
+        """Metrics saved with it or reported later."""
         return {**self.manifest.metrics, **self.marks.metrics}
 
     @property
@@ -91,13 +91,13 @@ class CheckpointInfo:
 
 
 def describe_origin(run: str) -> dict[str, Any]:
-    """What a manifest says about who saved it."""
+    """Return what a manifest says about the run that saved it."""
     versions = {"steadygrad": __version__, "torch": str(torch.__version__)}
     return {**versions, RUN: run} if run else versions
 
 
 def name_folder(step: int, taken: Iterable[str]) -> str:
-    """A free name for the checkpoint before step `step`; saved again, it gets a number, and nothing is overwritten."""
+    """Return a free name for the checkpoint before step `step`; repeated saves get a number, so none is overwritten."""
     numbers = [_parse_name(name)[1] for name in taken if PATTERN.fullmatch(name) and _parse_name(name)[0] == step]
     return f"step_{step:08d}" + (f"-{max(numbers) + 1}" if numbers else "")
 
@@ -109,7 +109,7 @@ def _parse_name(name: str) -> tuple[int, int]:
 
 
 def find_folders(directory: Path) -> list[Path]:
-    """Everything that has the name of a checkpoint, oldest first, whole or not."""
+    """Return every folder named like a checkpoint, oldest first, complete or not."""
     try:
         names = [path.name for path in directory.iterdir() if PATTERN.fullmatch(path.name)]
     except OSError:
@@ -118,7 +118,7 @@ def find_folders(directory: Path) -> list[Path]:
 
 
 def read_info(folder: Path) -> CheckpointInfo:
-    """What a folder says about itself; DamagedCheckpoint when that cannot be believed. No file is hashed here."""
+    """Read a folder's manifest and marks; raise DamagedCheckpoint if they cannot be trusted. Hashes no files."""
     manifest = read_manifest(folder)
     if PATTERN.fullmatch(folder.name) and manifest.step != _parse_name(folder.name)[0]:
         raise DamagedCheckpoint(folder, f"its manifest is that of step {manifest.step}")
@@ -126,7 +126,7 @@ def read_info(folder: Path) -> CheckpointInfo:
 
 
 def read_infos(directory: Path) -> list[CheckpointInfo]:
-    """Every checkpoint that can be read, in the order they were saved."""
+    """Return every readable checkpoint, in the order they were saved."""
     infos = []
     for folder in find_folders(directory):
         try:
@@ -137,7 +137,7 @@ def read_infos(directory: Path) -> list[CheckpointInfo]:
 
 
 def read_marks(folder: Path) -> Marks:
-    """Its marks; none when they are missing or damaged."""
+    """Read a checkpoint's marks; empty ones if they are missing or damaged."""
     try:
         fields: Any = json.loads((folder / MARKS).read_bytes())
         metrics = {str(k): float(v) for k, v in fields["metrics"].items() if math.isfinite(v)}
@@ -151,20 +151,20 @@ def read_marks(folder: Path) -> Marks:
 
 
 def rank(infos: Sequence[CheckpointInfo], run: str = "") -> list[CheckpointInfo]:
-    """The order in which a resume tries them: the newest that is not suspect first, suspect ones last.
+    """Return them in the order a resume tries them: the newest that is not suspect first, suspect ones last.
 
-    Those of run `run` come before all others: a folder may hold the checkpoints of a run that was not resumed.
+    Those of run `run` come first: a folder may also hold checkpoints of a run that was not resumed.
     """
     return sorted(infos, key=lambda info: (info.run == run, info.suspect is None, info.serial), reverse=True)
 
 
 def keep_run(infos: Sequence[CheckpointInfo], run: str) -> list[CheckpointInfo]:
-    """Those of run `run`; all of them where it has none."""
+    """Return the checkpoints of run `run`; all of them if it has none."""
     return [info for info in infos if info.run == run] or list(infos)
 
 
 def find_best(infos: Sequence[CheckpointInfo], best_by: str) -> list[CheckpointInfo]:
-    """Those with the metric, lowest first; on a tie the older one."""
+    """Return those that have the metric, lowest first; the older one first on a tie."""
     scored = [info for info in infos if math.isfinite(info.metrics.get(best_by, math.nan))]
     return sorted(scored, key=lambda info: (info.metrics[best_by], info.serial))
 
@@ -172,12 +172,12 @@ def find_best(infos: Sequence[CheckpointInfo], best_by: str) -> list[CheckpointI
 def find_removable(
     infos: Sequence[CheckpointInfo], config: CheckpointConfig, runs: Collection[str] = ("",)
 ) -> list[CheckpointInfo]:
-    """Those of `runs` that no rule keeps; another run's are never removed.
+    """Return those of `runs` that no rule keeps; other runs' are never removed.
 
-    The newest good one and the first that a resume would take always stay.
+    The newest good one and the one that a resume would try first always stay.
     """
     infos = [info for info in infos if info.run in runs]
-    last = {info.step: info for info in infos}  # of one step the last attempt
+    last = {info.step: info for info in infos}  # the last attempt of each step
     attempts = sorted(last.values(), key=lambda info: info.serial)
     kept = attempts[-config.keep_last :]
     kept += find_best(attempts, config.best_by)[: config.keep_best]
@@ -198,11 +198,11 @@ def find_removable(
 
 
 TOGETHER = "together"
-"""Name in a manifest's `about` of the token."""
+"""Key of the token in a manifest's `about`."""
 
 
 def rank_together(infos: list[CheckpointInfo], run_dir: Path) -> list[CheckpointInfo]:
-    """`infos`, ranked for a resume, with those first that every guard of the run has; `run_dir` is one guard's."""
+    """Rank `infos` for a resume, those that every guard of the run has first; `run_dir` is one guard's."""
     top = run_dir.parent if run_dir in find_parts(run_dir.parent) else run_dir
     folders = [found for one in (top, *find_parts(top)) if (found := read_infos(one / CHECKPOINTS))]
     if len(folders) < 2:
@@ -210,7 +210,7 @@ def rank_together(infos: list[CheckpointInfo], run_dir: Path) -> list[Checkpoint
     tokens = [{_read_token(info): info for info in found} for found in folders]
     whole = set.intersection(*(set(one) for one in tokens)) - {""}
     sound = {token for token in whole if all(one[token].suspect is None for one in tokens)}
-    # Stable: among equals the order of `infos` stays.
+    # `sorted` is stable: equals keep the order of `infos`.
     return sorted(infos, key=lambda info: (_read_token(info) not in sound, _read_token(info) not in whole))
 
 

@@ -1,9 +1,9 @@
-"""What the user changed between two starts of a run wins over what was saved: `--resume --lr 0.000125`.
+"""Settings changed between two starts of a run override the saved ones: `--resume --lr 0.000125`.
 
-The settings that optimizers were made with are saved beside the state. Those that are given differently at the next
-start are written into the loaded state before it is put back: a learning rate by its ratio, in the groups, in the
-schedule and in what the policy made of it, so that the schedule goes on where it was, only lower. Pure: plain values
-in, the same plain values changed, and a list of what was changed.
+The settings that optimizers were created with are saved with the state. Those that differ at the next start are written
+into the loaded state before it is restored. A learning rate is changed by its ratio, in the groups, in the schedule and
+in what the policy made of it, so that the schedule continues where it was, only scaled. Pure: plain values in, the same
+plain values changed, and a list of changes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 Given = list[list[dict[str, Any]]]
-"""For each optimizer and group its settings."""
+"""The settings of each group of each optimizer."""
 RATES = ("lr", "weight_decay")
-"""Settings that a policy may have scaled: changed by their ratio."""
+"""Settings that a policy may have scaled, so they are changed by their ratio."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting that the user gave differently."""
+    """One setting that the user changed."""
 
     optimizer: int
     group: int
@@ -34,7 +34,7 @@ class Change:
 
 
 def note_given(optimizers: Sequence[Any]) -> Given:
-    """The settings of every group as the user made it; a schedule that has already begun is looked through."""
+    """Return every group's settings as the user created it, even if a schedule has already changed them."""
     return [[_note_group(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
@@ -61,7 +61,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def find_changes(given: Given, saved: Given) -> list[Change]:
-    """What is given now and was given otherwise; groups that were not there before are no change."""
+    """Return the settings that differ from the saved ones; new groups do not count as a change."""
     return [
         Change(i, g, name, before[name], now[name])
         for i, (own, theirs) in enumerate(zip(given, saved))
@@ -72,7 +72,7 @@ def find_changes(given: Given, saved: Given) -> list[Change]:
 
 
 def _follows(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether it is a rate of a schedule (`max_lr`), which goes with the learning rate."""
+    """Whether it is a schedule's rate (`max_lr`), which changes along with the learning rate."""
     return name.endswith("_lr") and now.get("lr") != before.get("lr")
 
 
@@ -95,7 +95,7 @@ def apply_changes(changes: Sequence[Change], state: MutableMapping[str, Any]) ->
 
 
 def _each_schedule(tree: Any) -> Iterator[MutableMapping[str, Any]]:
-    """A scheduler's state, and those of the schedulers that it is made of."""
+    """Yield a scheduler's state and those of the schedulers it contains."""
     if isinstance(tree, MutableMapping):
         yield tree
         for inner in tree.get("_schedulers") or ():

@@ -15,14 +15,14 @@ logger = logging.getLogger("steadygrad")
 
 
 def find_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a state_dict has of tensors; those without a shape yet (lazy) or without memory (meta) are left out."""
+    """Return the state_dict's tensors, without those that have no shape yet (lazy) or no memory (meta)."""
     state = model.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return {name: value for name, value in tensors.items() if not is_lazy(value) and not value.is_meta}
 
 
 def compare_weights(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
-    """What is missing, unexpected or of another shape, each in a few words."""
+    """Describe briefly each tensor that is missing, unexpected or of another shape."""
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}" for name, value in saved.items() if name not in own and isinstance(value, Tensor)]
     return problems + [
@@ -33,7 +33,7 @@ def compare_weights(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list
 
 
 def load_weights(model: nn.Module, saved: Mapping[str, Any], *, where: str, strict: bool) -> list[str]:
-    """Load a state_dict; what does not fit is named, in an error or, with `strict=False`, in what is returned."""
+    """Load a state_dict. Name what does not fit in an error or, with `strict=False`, in the returned list."""
     own = find_weights(model)
     problems = compare_weights(own, saved)
     if problems and strict:

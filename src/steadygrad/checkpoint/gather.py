@@ -1,8 +1,8 @@
-"""A live training -> one plain state: what a checkpoint holds of it.
+"""A live training -> one plain state: what a checkpoint holds.
 
 Weights and every buffer, optimizers, scheduler, scaler, EMA, random generators, gradients that are still accumulating.
-Parameters are known by name, so that changes to a model are reported tensor by tensor. The tensors are the live ones:
-they are copied before anything moves.
+Parameters are identified by name, so that changes to a model are reported tensor by tensor. The tensors are the live
+ones: copy them before training continues.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from steadygrad.state.random_state import capture_random
 
 Optimizers = Sequence[torch.optim.Optimizer]
 DEQUE = "$deque"
-"""Key of the dict that stands where a deque was."""
+"""Key of the dict that replaces a deque."""
 LEFT_OUT = "left_out"
-"""Key of what could not be saved: of an optimizer a sentence, of a training name -> sentence."""
+"""Key of what could not be saved: a sentence for an optimizer, name -> sentence for a training."""
 PARAMETER = "$parameter"
-"""With a name, what stands where a parameter was a key."""
+"""Marks, with a name, a dict key that was a parameter."""
 
 
 def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of everything; its tensors are the live ones, to be copied before anything moves."""
+    """Return the state of everything. Its tensors are the live ones: copy them before training continues."""
     collector = Collector([model, *optimizers, *extras.values()])
     captured = collect_state(collector, model, optimizers, extras)
     names = name_parameters(model, optimizers)
@@ -50,7 +50,7 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
 
     return {
         "model": weights,
-        # What a state_dict leaves out or calls otherwise: activation checkpointing drops the name of its wrapper there.
+        # What a state_dict omits or names differently: activation checkpointing drops its wrapper's name there.
         "other_parameters": {name: p for name, p in each_parameter(model, optimizers) if name not in weights},
         "other_buffers": {
             name: buffer
@@ -70,7 +70,7 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
 
 
 def _gather_gradients(optimizers: Optimizers, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """Those that a step is waiting for; nobody clears the gradient of a parameter that no optimizer holds."""
+    """Return the gradients that a step awaits. A parameter that no optimizer holds keeps stale ones, so skip it."""
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return {names[id(p)]: p.grad for p in held if p.grad is not None}
 
@@ -85,7 +85,7 @@ def _gather_optimizer(
     }
     state = {
         "state": {names[id(key)]: fill(value) for key, value in kept.state if id(key) in names},
-        # What belongs to no single parameter: a count of all steps, madgrad's k.
+        # State that belongs to no single parameter: a count of all steps, madgrad's k.
         "other_state": {
             key: _name_keys(fill(value), names) for key, value in kept.state if not isinstance(key, Tensor)
         },
@@ -104,18 +104,18 @@ def _leave_out(what: str, tree: Any) -> str:
 
 
 def tell_missing(name: str) -> str:
-    """Of something whose `state_dict()` raised."""
+    """Describe something whose `state_dict()` raised."""
     return f"the state of the {name} was not saved, and begins anew"
 
 
 def list_left_out(state: Mapping[str, Any]) -> list[str]:
-    """What a gathered state lacks, because it has no plain form; older checkpoints name the optimizers' only."""
+    """Return what a gathered state lacks because it has no plain form; older checkpoints name only optimizers."""
     optimizers = [kept[LEFT_OUT] for kept in state["optimizers"] if LEFT_OUT in kept]
     return [*optimizers, *state.get(LEFT_OUT, {}).values()]
 
 
 def _name_keys(tree: Any, names: Mapping[int, str]) -> Any:
-    """The tree with names in the place of keys that are parameters, as TRAC has them."""
+    """Replace dict keys that are parameters, as TRAC uses them, by their names."""
     if not isinstance(tree, dict):
         return tree
     return {
@@ -125,7 +125,7 @@ def _name_keys(tree: Any, names: Mapping[int, str]) -> Any:
 
 
 def find_unsaved(tree: Any) -> str | None:
-    """The class of something in a tree that has no plain form, an object of the optimizer's own for example."""
+    """Return the class of something in a tree that has no plain form, such as an optimizer's own object."""
     if isinstance(tree, Mapping):
         return next(filter(None, map(find_unsaved, tree.values())), None)
     if type(tree) in (list, tuple, set, dict):
@@ -135,12 +135,12 @@ def find_unsaved(tree: Any) -> str | None:
 
 
 def name_class(thing: object) -> str:
-    """Where its class is defined, and its name."""
+    """Return the module and name of the object's class."""
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def name_parameters(model: nn.Module, optimizers: Optimizers) -> dict[int, str]:
-    """id -> name, of the model's parameters and of those that only an optimizer holds."""
+    """Map ids to names, for the model's parameters and those that only an optimizer holds."""
     names = {id(p): name for name, p in model.named_parameters()}
     for i, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
@@ -163,7 +163,7 @@ def _only_in_optimizers(model: nn.Module, optimizers: Optimizers) -> list[Tensor
 
 
 def find_buffers(model: nn.Module, *, persistent: bool) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(full name, module, name, buffer) of the buffers that a state_dict has, or of those that it leaves out."""
+    """Yield (full name, module, name, buffer) of the buffers that a state_dict includes, or of those it omits."""
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if (
@@ -181,7 +181,7 @@ def find_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _fill(tree: Any, collector: Collector) -> Any:
-    """The tree with the live tensors in the place of their numbers."""
+    """Replace tensor numbers in the tree by the live tensors."""
     if isinstance(tree, Slot):
         tensor = collector.sources[tree.index].tensor
         return tensor if tree.mesh is None else tree.mesh.make_whole(tensor)
@@ -197,18 +197,18 @@ def _fill(tree: Any, collector: Collector) -> Any:
 
 
 def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Random generators with devices spelled as text."""
+    """Return the random state with devices as strings."""
     return {**state, "cuda": {str(device): generator for device, generator in state["cuda"].items()}}
 
 
 def live_random(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for `restore_random`; generators of devices that are not here are left out."""
+    """Return the random state as `restore_random` takes it, without generators of devices that are not available."""
     here = {device: generator for device, generator in state["cuda"].items() if find_device(device).type == "cuda"}
     return {**state, "cuda": {torch.device(device): generator for device, generator in here.items()}}
 
 
 def find_device(saved: str) -> torch.device:
-    """The device of that name, or the nearest thing to it that is here."""
+    """Return the device of that name, or the closest one available."""
     device = torch.device(saved)
     if device.type != "cuda":
         return device

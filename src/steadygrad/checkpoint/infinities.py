@@ -1,8 +1,8 @@
-"""Tensors of a training that are not finite -> which of them are a fault, and which are meant to be so.
+"""Non-finite tensors of a training -> which of them are faults, and which are intentional.
 
 Parameters, moments, averaged weights and the statistics of norms must be finite. Other buffers may hold an infinity by
-design (a mask of -inf, a running minimum), and what a user hands over as `extras` is the user's own. Each is noticed at
-the first save that meets it, reported once and saved from then on. A NaN in a buffer is a fault unless it was there
+design (a mask of -inf, a running minimum), and what a user passes as `extras` is the user's own. Each is noticed at the
+first save that contains it, reported once and saved from then on. A NaN in a buffer is a fault unless it was there
 before training.
 """
 
@@ -17,23 +17,23 @@ from steadygrad.measure.states import count_bad, is_statistic
 from steadygrad.state.finite import count_nonfinite
 
 PLACES = ("model", "other_buffers", "accumulated.buffers")
-"""Where a state has buffers."""
+"""Places in a state that hold buffers."""
 EMA = "extras.ema."
 
 
 class Infinities:
-    """What one training may hold."""
+    """The non-finite values that one training may hold."""
 
     def __init__(self, model: nn.Module, own_extras: Collection[str], *, looks: bool) -> None:
         """`own_extras`: names that the user chose. `looks=False`: nothing will be saved, so nothing is read."""
         self._model = model
         self._own = tuple(f"extras.{name}." for name in own_extras)
         self.buffers = set(count_nonfinite(dict(model.named_buffers()))) if looks else set()
-        """Buffers that may be so, by name."""
+        """Names of buffers that may be non-finite."""
         self._extras: set[str] = set()
 
     def list_names(self, state: Mapping[str, Any]) -> set[str]:
-        """The names under which they are saved."""
+        """Return the names under which they are saved."""
         if not self.buffers:
             return set(self._extras)
         ema = state["extras"].get("ema")
@@ -41,7 +41,7 @@ class Infinities:
         return self._extras | copies | {f"{place}.{name}" for place in PLACES for name in self.buffers}
 
     def accept(self, bad: Collection[str]) -> list[str]:
-        """The names among `bad`, if every one of them may be so; none when one is a fault."""
+        """Return the names in `bad` if all of them may be non-finite; none if one is a fault."""
         live = dict(self._model.named_buffers())
         buffers = {name.removeprefix(f"{place}."): name for name in bad for place in PLACES if name.startswith(place)}
         free = {name for name in buffers if name in live and not is_statistic(name) and not count_bad(name, live[name])}
@@ -55,5 +55,5 @@ class Infinities:
         return sorted(bad)
 
     def _is_copy(self, name: str) -> bool:
-        """Whether a tensor of an EMA is the copy of such a buffer."""
+        """Whether a tensor of an EMA is a copy of such a buffer."""
         return any(name == buffer or name.endswith(f".{buffer}") for buffer in self.buffers)

@@ -1,8 +1,8 @@
-"""A checkpoint folder -> the state that was saved, proven whole and finite, without running anybody's code.
+"""A checkpoint folder -> the state that was saved, verified complete and finite, without running any foreign code.
 
 The manifest and every hash are checked before a byte is interpreted. Weights are safetensors, which hold no code; the
-rest is read with `weights_only=True`, and a pickle that needs more is refused with the names of what it wanted to run.
-Loads to the CPU. Whatever is wrong is a CheckpointError with a reason; the caller decides what to try next.
+rest is read with `weights_only=True`, and a pickle that needs more is refused, naming what it wanted to run. Loads to
+the CPU. Anything wrong raises a CheckpointError with a reason; the caller decides what to try next.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from steadygrad.state.finite import count_nonfinite
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was read: what it is, and its state on the CPU."""
+    """A loaded checkpoint: its description, and its state on the CPU."""
 
     info: CheckpointInfo
     state: dict[str, Any]
     devices: dict[int, str] = field(default_factory=dict)
-    """id of a tensor of the state -> the device that it was on, where that was not the CPU."""
+    """id of a tensor of the state -> the device it was on, if that was not the CPU."""
 
     @property
     def step(self) -> int:
-        """The next step: that many were made before it was saved."""
+        """The next step, which is also the number of steps taken before it was saved."""
         return self.info.step
 
 
 def read_checkpoint(info: CheckpointInfo) -> Checkpoint:
-    """Read one checkpoint, after proving it whole; then prove it finite."""
+    """Verify that a checkpoint is complete, read it, and verify that it is finite."""
     folder = info.path
     check_files(folder, info.manifest)
     missing = {MODEL_FILE, STATE_FILE, PLAIN_FILE} - info.manifest.files.keys()
@@ -82,9 +82,9 @@ def _check_finite(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], may
 
 
 def load_plain(path: Path) -> Any:
-    """What `torch.save` wrote, if it is plain containers and tensors; UnsafePickleError when it wants to run more."""
+    """Load a `torch.save` file of plain containers and tensors; raise UnsafePickleError if it wants to run more."""
     with path.open("rb") as file:
-        read_torch(path, file)  # reads the pickle without running it, and names what it would run
+        read_torch(path, file)  # reads the pickle without running it, and raises with the names of what it would run
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

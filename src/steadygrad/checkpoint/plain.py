@@ -1,8 +1,8 @@
-"""A state of any nesting <-> plain containers, with its tensors taken out and named by where they stood.
+"""A nested state <-> plain containers, with its tensors taken out and named by their paths.
 
-`pack` copies every container, so that what training does next cannot reach what is being written, and leaves the
-tensors as they are. What is neither a tensor nor plain is refused by path and type at once: a file that only its own
-code could read would be found out at the worst moment. Tensors that share their memory are kept once.
+`pack` copies every container, so that further training cannot affect what is being written, and leaves the tensors as
+they are. What is neither a tensor nor plain is refused at once, by path and type: otherwise a file that only the
+program's own code can read would be discovered at the worst moment. Tensors that share memory are stored once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from steadygrad.disk.staging import fits_safetensors
 from steadygrad.errors import UnsupportedError
 
 TENSOR, ARRAY = "$tensor", "$array"
-"""Keys of the dicts that stand where a tensor or a numpy array was."""
+"""Keys of the dicts that replace a tensor or a numpy array."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -34,21 +34,21 @@ class Packed:
     tree: Any = None
     """Plain containers, with a mark where each tensor was."""
     files: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, STATE: {}})
-    """For each file its tensors by name."""
+    """The tensors of each file, by name."""
     odd: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that safetensors has no word for (sparse, quantized, complex): they stay in the tree, as copies."""
+    """Tensors that safetensors cannot store (sparse, quantized, complex): they stay in the tree, as copies."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Of the model: tied name -> the name under which the tensor is kept."""
+    """For tied weights of the model: name -> the name under which the tensor is stored."""
     _seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
     _alive: list[Tensor] = field(default_factory=list)
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor under the name that people are told: where it stands in the state."""
+        """Return every tensor by the name used in reports: its path in the state."""
         named = {f"{MODEL}.{name}": tensor for name, tensor in self.files[MODEL].items()}
         return named | self.files[STATE] | self.odd
 
     def replace(self, name: str, tensor: Tensor) -> None:
-        """Exchange the tensor that `named()` calls `name`."""
+        """Replace the tensor that `named()` calls `name`."""
         for place in (self.files[STATE], self.odd):
             if name in place:
                 place[name] = tensor
@@ -57,14 +57,14 @@ class Packed:
 
 
 def pack(state: Mapping[str, Any]) -> Packed:
-    """Take a state apart. Weights are what stands under "model"."""
+    """Take a state apart. Weights are what is stored under "model"."""
     packed = Packed()
     packed.tree = pack_plain(state, lambda tensor, path: _pack_tensor(tensor, path, packed))
     return packed
 
 
 def pack_plain(state: Mapping[str, Any], take: Callable[[Tensor, str], Any]) -> dict[str, Any]:
-    """The state in plain containers, with what `take(tensor, path)` gives in the place of each tensor."""
+    """Return the state in plain containers, with each tensor replaced by `take(tensor, path)`."""
     return {str(key): _pack(value, str(key), take) for key, value in state.items()}
 
 
@@ -95,17 +95,17 @@ def _pack(value: Any, path: str, take: Callable[[Tensor, str], Any]) -> Any:
 
 
 def _remake(like: Any, items: dict[Any, Any]) -> Any:
-    """Of the kinds of dict those that a reader without code knows; every other becomes a dict."""
+    """Rebuild the kinds of dict that a code-free reader knows; any other becomes a plain dict."""
     return type(like)(items) if type(like) in (OrderedDict, Counter) else items
 
 
 def _pack_key(key: Any, path: str) -> Any:
-    """Exactly the kinds that a reader without code knows: a subclass would be saved and could not be loaded."""
+    """Allow only key types that a code-free reader knows: a subclass would save but fail to load."""
     if type(key) is tuple:
         return tuple(_pack_key(part, path) for part in key)
     if type(key) in (str, int, float, bool, NoneType):
         return key
-    if hasattr(key, "item") and type(key).__module__ == "numpy":  # a number or text of its own kind
+    if hasattr(key, "item") and type(key).__module__ == "numpy":  # numpy's own number or string type
         return _pack_key(key.item(), path)
     raise UnsupportedError(f"the state has a key of type {type(key).__name__} at {path}. Use text or a number.")
 
@@ -121,7 +121,7 @@ def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
         kept = _unused(name, packed.files[file])
         packed.files[file][kept] = tensor.detach()
         packed._seen[key] = kept
-        packed._alive.append(tensor)  # an address is a tensor's own only while it lives
+        packed._alive.append(tensor)  # an address identifies a tensor only while it is alive
     elif file is MODEL:
         packed.aliases[name] = kept
     mark: dict[str, Any] = {TENSOR: f"{file}:{kept}"}
@@ -133,7 +133,7 @@ def _pack_tensor(tensor: Tensor, path: str, packed: Packed) -> Any:
 
 
 def _unused(name: str, names: Mapping[str, Any]) -> str:
-    """`name`, or with a number behind it where a dotted key and a nested one meet."""
+    """Return `name`, with a number appended if a dotted key and a nested one collide."""
     made, number = name, 2
     while made in names or made == "__metadata__":
         made, number = f"{name}#{number}", number + 1
@@ -151,7 +151,7 @@ def _keep_odd(tensor: Tensor, path: str, packed: Packed) -> Any:
 
 
 def unpack(tree: Any, find: Callable[[str], Tensor], devices: dict[int, str]) -> Any:
-    """The state again, on the CPU; `devices` learns where each tensor was, under its id."""
+    """Rebuild the state on the CPU; `devices` receives, by id, the device each tensor was on."""
     if isinstance(tree, dict):
         if TENSOR in tree:
             return _unpack_tensor(tree, find, devices)

@@ -1,9 +1,9 @@
-"""DataPositions: where each loader stands in its pass -> the same place again, in another process.
+"""DataPositions: the position of each loader in its pass -> the same position again, in another process.
 
-A loader with a state of its own is asked for it. A plain DataLoader is run again from the random state that its pass
-began with, and its sampler is moved on without loading data: shuffling, generators and worker processes are as they
-were. Everything else is run through from its start, and the user is told that its order cannot be promised. Loaders
-are known by the order in which an epoch first uses them. Knows nothing of steps or weights.
+A loader with its own state saves and loads that. A plain DataLoader is restarted from the random state that its pass
+began with, and its sampler is advanced without loading data: shuffling, generators and worker processes are as they
+were. Anything else is iterated from its start, with a note to the user that its order cannot be guaranteed. Loaders are
+identified by the order in which an epoch first uses them. Knows nothing about steps or weights.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Pass:
 
     source: _Source
     num_drawn: int = 0
-    """Batches that came out of the loader."""
+    """Batches drawn from the loader."""
     exhausted: bool = False
     start: dict[str, Any] | None = None
-    """Random generators when it began."""
+    """State of the random generators when it began."""
     start_generators: list[torch.Tensor] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class _Pass:
 
 
 class _Source:
-    """One loader, and what is remembered of it from pass to pass."""
+    """One loader, and what is remembered about it from pass to pass."""
 
     def __init__(self, loader: Any) -> None:
         self.original = self.loader = loader
@@ -64,7 +64,7 @@ class _Source:
         self.workers: dict[int, dict[str, Any]] = {}
         self.num_workers = loader.num_workers if isinstance(loader, DataLoader) else 0
         self.revives_workers = False
-        """Whether its next pass takes over from workers that lived in another process."""
+        """Whether its next pass continues for workers that lived in another process."""
         self.init: ResumingInit | None = None
         self.sampler: SkippingSampler | None = None
         if _can_skip(loader):
@@ -82,12 +82,12 @@ class _Source:
     def length(self) -> int | None:
         try:
             return len(self.original)
-        except TypeError:  # none, or an IterableDataset without one
+        except TypeError:  # no length, or an IterableDataset without one
             return None
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Every generator of its own, each once."""
+        """Return every generator that the loader owns, each once."""
         return find_generators(self.original)
 
     @property
@@ -97,16 +97,16 @@ class _Source:
 
     @property
     def remembers_passes(self) -> bool:
-        """Whether its own state says more than where in a pass it stands.
+        """Whether its own state holds more than the position in a pass.
 
-        torchdata's opens a pass that is over once more before it begins a new one, and draws random numbers for it.
+        torchdata's loader reopens a finished pass before it begins a new one, and draws random numbers for it.
         """
         if _is_stateful_data_loader(self.original):
             return hasattr(self.original.dataset, "state_dict")
         return self.is_stateful
 
     def draw(self, iterator: Iterator[Any], now: _Pass) -> Iterator[Any]:
-        """The batches as the user's functions made them, counted."""
+        """Yield the batches as the user's functions made them, and count them."""
         for item in iterator:
             if self.init is not None:
                 batch, tag = item
@@ -119,7 +119,7 @@ class _Source:
 
 
 def find_generators(loader: Any) -> list[torch.Generator]:
-    """Every generator of a loader's own, each once."""
+    """Return every generator that a loader owns, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
@@ -127,7 +127,7 @@ def find_generators(loader: Any) -> list[torch.Generator]:
 
 
 class DataPositions:
-    """The loaders of one training, by the order in which an epoch first uses them."""
+    """The loaders of one training, in the order in which an epoch first uses them."""
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}
@@ -138,7 +138,7 @@ class DataPositions:
         self._random: Mapping[str, Any] | None = None
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of one pass, or of the rest of the one that was under way when the state was saved."""
+        """Yield the batches of one pass, or the rest of the pass that was interrupted when the state was saved."""
         source = self._sources.setdefault(id(loader), _Source(loader))
         if source not in self._order:
             self._order.append(source)
@@ -157,14 +157,14 @@ class DataPositions:
         yield from source.draw(iter(source.loader), now)
 
     def end_epoch(self) -> None:
-        """The next pass of every loader is one from its start; loaders that this epoch did not use are let go."""
+        """End the epoch: every loader's next pass starts from the beginning; forget loaders not used in this epoch."""
         self._sources = {id(source.original): source for source in self._order}
         self._order, self._passes, self._resumed, self._rested = [], {}, {}, {}
 
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each loader stands. One that was loaded and not used yet is handed on."""
+        """Return each loader's position. A position that was loaded but not used yet is passed on."""
         used = {place: now.state_dict() for place, now in self._passes.items()}
         passes = {**self._resumed, **used}
         resting = {
@@ -176,15 +176,15 @@ class DataPositions:
         return {"passes": passes, "rested": rested}
 
     def load_state_dict(self, state: Mapping[str, Any], random: Mapping[str, Any]) -> None:
-        """Go on there; `random` are the generators as they were when the state was saved."""
+        """Continue from a saved position; `random` holds the generators as they were when it was saved."""
         self.end_epoch()
         self._resumed, self._random = dict(state["passes"]), random
-        self._rested = dict(state.get("rested", {}))  # files of earlier versions have none
+        self._rested = dict(state.get("rested", {}))  # missing in files of earlier versions
 
     # --- between two passes ------------------------------------------------------------------------------------------
 
     def _take_up(self, source: _Source, saved: Mapping[str, Any]) -> None:
-        """Before a pass from its start: what the loader itself remembers from the passes of another process."""
+        """Before a pass from its start, restore what the loader remembered from passes in another process."""
         if source.remembers_passes and saved["loader"] is not None:
             source.loader.load_state_dict(saved["loader"])
         for generator, state in zip(source.generators, saved["generators"]):
@@ -194,21 +194,21 @@ class DataPositions:
             source.revives_workers = True
 
     def _prepare_workers(self, source: _Source, now: _Pass) -> None:
-        """Workers that live on keep their random state, and new ones in their place get it."""
+        """Give new workers the random state of those they replace; persistent workers keep theirs."""
         revives, source.revives_workers = source.revives_workers, False
         if not source.keeps_workers:
             source.workers = {}
         if source.init is not None:
             states = source.workers.items() if revives else ()
             source.init.states = {worker: read_tag((worker, state))[1] for worker, state in states}
-        if revives and source.sampler is not None:  # living workers would have drawn no seed
+        if revives and source.sampler is not None:  # persistent workers would not have drawn a seed
             start = {"start": now.start, "start_generators": now.start_generators}
             source.sampler.skip = Skip(0, 0, before=lambda: _set_to_start(source, start), after=_do_nothing)
 
     # --- going on ---------------------------------------------------------------------------------------------------
 
     def _go_on(self, source: _Source, now: _Pass, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of a pass."""
+        """Yield the rest of a pass."""
         if saved["length"] != source.length:
             raise MismatchError(
                 f"the loader has {source.length} batches, and had {saved['length']} when the checkpoint was saved in "
@@ -227,7 +227,7 @@ class DataPositions:
         yield from source.draw(self._reopen(source, now, saved), now)
 
     def _reopen(self, source: _Source, now: _Pass, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """An iterator whose next item is the one after the last that was drawn."""
+        """Return an iterator whose next item follows the last one drawn."""
         if source.init is not None:
             self._give_workers_their_state(source, saved)
         if source.is_stateful and saved["loader"] is not None:
@@ -261,7 +261,7 @@ class DataPositions:
             return iter(source.loader)
         skip.num_empty = num_drawn % source.num_workers
         if source.keeps_workers and not saved["is_first"]:
-            # A later pass of living workers draws no seed for them; new workers do, before the sampler's first index.
+            # A later pass of persistent workers draws no seed; new workers draw one before the sampler's first index.
             skip.before = lambda: _set_to_start(source, saved)
         return _draw_empty(iter(source.loader), skip.num_empty)
 
@@ -278,7 +278,7 @@ class DataPositions:
         source.init.states = {worker: read_tag((worker, state))[1] for worker, state in source.workers.items()}
 
     def _set_to_saved(self, source: _Source, saved: Mapping[str, Any]) -> None:
-        """From here on everything draws what it would have drawn."""
+        """Set every generator to its saved state, so that it continues as it would have."""
         for generator, state in zip(source.generators, saved["generators"]):
             generator.set_state(state)
         if self._random is not None:
@@ -286,18 +286,18 @@ class DataPositions:
 
 
 def _do_nothing() -> None:
-    """For a skip that nothing is done around."""
+    """Do nothing; for a skip that needs no callback."""
 
 
 def _set_to_start(source: _Source, saved: Mapping[str, Any]) -> None:
-    """Every generator as it was when the pass began."""
+    """Set every generator to its state when the pass began."""
     restore_random(saved["start"])
     for generator, state in zip(source.generators, saved["start_generators"]):
         generator.set_state(state)
 
 
 def _draw_empty(iterator: Iterator[Any], num_empty: int) -> Iterator[Any]:
-    """Draw the empty batches now: each lets one more index be drawn, as the batches did that they stand for."""
+    """Draw the empty batches now: each lets one more index be drawn, as the batch it replaces did."""
     for _ in range(num_empty):
         next(iterator)
     return iterator
@@ -312,7 +312,7 @@ def _is_stateful_data_loader(loader: Any) -> bool:
 
 
 def _can_skip(loader: Any) -> bool:
-    """A DataLoader whose sampler says which batches there are, and which loads them in that order."""
+    """Whether this is a DataLoader whose sampler determines its batches and their order."""
     plain = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
     return plain and loader.batch_sampler is not None and getattr(loader, "in_order", True)
 

@@ -1,9 +1,9 @@
-"""Steps that went well or badly -> which checkpoints are good, and which are suspect.
+"""Healthy and unhealthy steps -> which checkpoints are good, and which are suspect.
 
-A checkpoint is proven by healthy steps beyond it. An unhealthy one makes every checkpoint that is not proven yet
-suspect until the count, begun anew, is full. Counting begins when the state was taken, not when it reached the disk;
-what was learnt is written beside the checkpoint once it is there. A mark that cannot be written is lost and nothing
-else: it is not fsynced either, since that could make the training wait behind a checkpoint on its way to the disk.
+A checkpoint is proven by healthy steps beyond it. An unhealthy step makes every unproven checkpoint suspect until the
+count, started again, is full. Counting begins when the state was taken, not when it reached the disk; the result is
+written next to the checkpoint once it is there. If a mark cannot be written, only the mark is lost. Marks are not
+fsynced, since that could make the training wait behind a checkpoint being written.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class _Proof:
     """What is known about one checkpoint that is not good yet."""
 
     path: Path | None = None
-    """None while it is on its way to the disk."""
+    """None while it is being written."""
     num_healthy: int = 0
     suspect: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Told while it was on its way."""
+    """Metrics reported while it was being written."""
 
 
 class Proofs:
-    """Counts for the training, marks for the disk; both threads may call."""
+    """Counts steps for the training and writes marks to disk; safe to call from both threads."""
 
     def __init__(self, good_after: int) -> None:
         self._good_after = good_after
@@ -41,12 +41,12 @@ class Proofs:
         self._lock = threading.Lock()
 
     def begin(self, step: int, path: Path | None = None, *, suspect: str | None = None) -> None:
-        """The state before `step` was taken, or an unproven one was loaded from `path`."""
+        """Start counting for the state taken before `step`, or for an unproven one loaded from `path`."""
         with self._lock:
             self._open[step] = _Proof(path, suspect=suspect)
 
     def place(self, step: int, path: Path) -> None:
-        """It is on disk: what was learnt meanwhile is written beside it."""
+        """Note that it is on disk, and write next to it what was learnt meanwhile."""
         with self._lock:
             proof = self._open.get(step)
             if proof is None:
@@ -57,7 +57,7 @@ class Proofs:
             self._settle(step, proof)
 
     def tell(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Metrics that were learnt after the state was taken; False when it is not one of these."""
+        """Record metrics learnt after the state was taken; return False if it is not one of these."""
         with self._lock:
             proof = self._open.get(step)
             if proof is not None and proof.path is None:
@@ -67,12 +67,12 @@ class Proofs:
             return proof is not None
 
     def drop(self, step: int) -> None:
-        """It never came to the disk, or is gone."""
+        """Forget a checkpoint that never reached the disk, or is gone."""
         with self._lock:
             self._open.pop(step, None)
 
     def healthy(self, step: int) -> None:
-        """Step `step` was healthy."""
+        """Count step `step` as healthy."""
         with self._lock:
             for saved, proof in list(self._open.items()):
                 if saved <= step:
@@ -80,7 +80,7 @@ class Proofs:
                     self._settle(saved, proof)
 
     def unhealthy(self, step: int, reason: str) -> None:
-        """Step `step` was not."""
+        """Count step `step` as unhealthy."""
         with self._lock:
             for saved, proof in self._open.items():
                 if saved <= step:

@@ -1,8 +1,8 @@
-"""RunCheckpoints: what a Guard needs to save a whole training and to go on with it, behind a few calls.
+"""RunCheckpoints: what a Guard needs to save a whole training and resume it, behind a few calls.
 
-It puts the pieces together: gathering and putting back (`training`), the data position (`position`), the disk
-(`store`), what the user changed (`changes`), signals. It holds no numbers of the Guard's own; those come and go as the
-plain state that `Guard.state_dict()` is. Without a run directory nothing is ever written.
+It combines the pieces: gathering and restoring (`training`), the data position (`position`), the disk (`store`), what
+the user changed (`changes`), signals. It holds none of the Guard's own numbers; those pass through as the plain state
+of `Guard.state_dict()`. Without a run directory nothing is ever written.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from steadygrad.state.random_state import restore_random
 logger = logging.getLogger("steadygrad")
 T = TypeVar("T")
 FOLDER = "checkpoints"
-"""Of a run directory."""
+"""Name of the checkpoint folder in a run directory."""
 GIVEN = ("scheduler", "scaler", "ema")
-"""Extras that are arguments of Guard's own."""
+"""Extras that Guard takes as arguments."""
 SKIPS_IN_A_ROW = 10
-"""From which on it is the weights that are bad, not the batches: as many as make the policy roll back."""
+"""Skips in a row from which the weights are bad, not the batches: as many as make the policy roll back."""
 REFUSALS = (CheckpointError, UnsupportedError, MemoryError, RuntimeError)
-"""Why a save is left out on all ranks alike."""
+"""Errors that make all ranks leave out a save alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What was put back, and what the Guard must take over."""
+    """What was restored, and what the Guard must load itself."""
 
     step: int
     info: CheckpointInfo
@@ -62,7 +62,7 @@ class Resumed:
     problems: list[str] = field(default_factory=list)
 
     def tell(self) -> Finding:
-        """What a person should know of it; above info only when something is not as it was saved."""
+        """Return a Finding about the resume; above info only if something differs from what was saved."""
         told = [f"{change} as it is given now" for change in self.changes] + self.problems
         return Finding(
             kind="resumed",
@@ -73,7 +73,7 @@ class Resumed:
 
 
 def tell_unsaved(step: int, reason: str) -> Finding:
-    """A checkpoint that could not be saved."""
+    """Return a Finding about a checkpoint that could not be saved."""
     return Finding(
         kind="checkpoint_failed",
         severity=Severity.ERROR,
@@ -122,7 +122,7 @@ class RunCheckpoints:
         self.signals = SignalWatch()
 
     def use_run(self, run_dir: Path, run_id: str) -> None:
-        """Where checkpoints go, and whose they are."""
+        """Set where checkpoints go and which run they belong to."""
         if self._store is not None and run_dir != self._run_dir:
             self._store.close()
             self._store = None
@@ -133,7 +133,7 @@ class RunCheckpoints:
     # --- while training ---------------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Answer signals from now on, where there is something to save to."""
+        """Answer signals from now on, if there is a place to save to."""
         if self.is_listening:
             self.signals.start()
 
@@ -144,15 +144,15 @@ class RunCheckpoints:
 
     @property
     def is_listening(self) -> bool:
-        """Whether signals are answered: there is something to save to, and the user wants it."""
+        """Whether signals are answered: there is a place to save to, and the user wants it."""
         return self._run_dir is not None and self._config.signals
 
     def iterate(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of a loader; where they can be saved, their position is followed."""
+        """Yield a loader's batches, and track the position if it can be saved."""
         return self._positions.iterate(loader) if self._follows_data else iter(loader)
 
     def end_epoch(self) -> None:
-        """The next pass over the data is one from its start."""
+        """End the epoch: the next pass over the data starts from the beginning."""
         self._positions.end_epoch()
 
     def is_due(self, step: int) -> bool:
@@ -162,9 +162,9 @@ class RunCheckpoints:
         return due and self._run_dir is not None and not self._ranks.is_joining
 
     def note_step(self, step: int, *, healthy: bool, skipped: bool = False) -> None:
-        """Tell how a step went, so that checkpoints before it become good, or suspect.
+        """Record how a step went, so that checkpoints before it become good or suspect.
 
-        A bad batch that was skipped says nothing about the weights; many in a row do.
+        One skipped bad batch says nothing about the weights; many in a row do.
         """
         self._num_skipped_in_row = self._num_skipped_in_row + 1 if skipped else 0
         if self._store is None or 0 < self._num_skipped_in_row < SKIPS_IN_A_ROW:
@@ -175,12 +175,12 @@ class RunCheckpoints:
             self._store.unhealthy_step(step)
 
     def note_validation(self, step: int, loss: float) -> None:
-        """A validation loss of the weights before step `step`, saved already or not yet."""
+        """Record a validation loss of the weights before step `step`, whether already saved or not."""
         if self._store is not None and self._last_saved == step:
             self._store.tell_metrics(step, {self._config.best_by: loss})
 
     def take_failures(self) -> list[str]:
-        """Why states were refused, and what went wrong on the disk, each thing once."""
+        """Return why states were refused and what went wrong on disk, each thing once."""
         refused, self._refused = self._refused, []
         return refused if self._store is None else refused + self._store.take_failures()
 
@@ -196,10 +196,10 @@ class RunCheckpoints:
         used_gradients: bool = False,
         together: str = "",
     ) -> Save | None:
-        """Save everything before step `step`; None when it cannot be, which `take_failures()` explains.
+        """Save everything before step `step`; return None if that fails, which `take_failures()` explains.
 
-        `validation_loss`: that of these very weights. Gradients that a step has used already are no state: put back,
-        the next backward would add to them. `together`: the token of several guards that save at one moment.
+        `validation_loss`: that of these very weights. Gradients that a step has already used are not saved: after a
+        restore, the next backward would add to them. `together`: the token of several guards that save at once.
         """
         store = self.store
         try:
@@ -209,9 +209,9 @@ class RunCheckpoints:
             self._about = {"next_step": step, **({TOGETHER: together} if together else {})}
             metrics = {} if validation_loss is None else {self._config.best_by: validation_loss}
             return self._save(store, state, step, guard, accumulated, metrics)
-        except Exception as error:  # whatever an extra holds that cannot be saved: the training goes on, and is told
+        except Exception as error:  # an extra holds something that cannot be saved: report it and keep training
             if self._ranks.many and not isinstance(error, REFUSALS):
-                raise  # perhaps on this rank alone: the others would wait for it for ever
+                raise  # perhaps on this rank alone: the others would wait forever
             self._refused += self._explain([str(error) or repr(error)])
             return None
 
@@ -226,7 +226,7 @@ class RunCheckpoints:
     ) -> Save:
         if self._stateless and self._last_saved is None:
             logger.warning("%s cannot be saved: it has no state_dict.", ", ".join(self._stateless))
-        for what in self._explain(list_left_out(state)):  # state that came after the first step
+        for what in self._explain(list_left_out(state)):  # state that appeared after the first step
             logger.warning("%s when the run is resumed.", what)
         state |= {
             "guard": dict(guard),
@@ -254,7 +254,7 @@ class RunCheckpoints:
         return store.save(state, step=step, metrics=metrics, may_be_nonfinite=may_be, about=self._about)
 
     def _accept(self, bad: Collection[str]) -> bool:
-        """Whether values that are not finite are meant to be so, on all ranks; reported once."""
+        """Whether the non-finite values are intentional on all ranks; reported once."""
         accepted = self._infinities.accept(bad)
         if self._ranks.many and not all(self._ranks.gather(bool(accepted))):
             return False
@@ -263,13 +263,13 @@ class RunCheckpoints:
         return bool(accepted)
 
     def take_notes(self) -> list[str]:
-        """What a person should know about the saves, each thing once."""
+        """Return what the user should know about the saves, each thing once."""
         notes, self._notes = self._notes, []
         return notes
 
     @property
     def store(self) -> CheckpointStore | ShardedStore:
-        """Where they lie; UsageError without a run directory."""
+        """The store that holds them; raises UsageError without a run directory."""
         if self._run_dir is None:
             raise UsageError("there is no place for checkpoints: give Guard a run_dir.")
         if self._store is None:
@@ -283,14 +283,14 @@ class RunCheckpoints:
         return self._store
 
     def find_left_out(self) -> list[str]:
-        """What checkpoints of this training lack, in a few words each and each thing once; gathers, writes nothing."""
+        """Describe briefly what this training's checkpoints lack, each thing once; gathers, but writes nothing."""
         if self._run_dir is None:
             return []
         self._explained |= {tell_missing(name) for name in self._extras}  # reported as what cannot be copied
         return self._explain(list_left_out(self._gather()))
 
     def _explain(self, reasons: Iterable[str]) -> list[str]:
-        """Those that were not reported yet."""
+        """Return the reasons not reported yet."""
         new = [reason for reason in reasons if reason not in self._explained]
         self._explained |= {*new}
         return new
@@ -302,7 +302,7 @@ class RunCheckpoints:
     # --- resume -----------------------------------------------------------------------------------------------------
 
     def resume(self, path: str | Path | None, *, strict: bool) -> Resumed | None:
-        """Put the newest usable checkpoint back, or that of `path`; None when there is none yet.
+        """Restore the newest usable checkpoint, or the one at `path`; return None if there is none yet.
 
         The Guard must then load its own state, and call `finish_resume()`.
         """
@@ -327,15 +327,15 @@ class RunCheckpoints:
         self._follows_data = True
         self._last_saved = checkpoint.step
         if not checkpoint.info.run and self.is_own(checkpoint.info):
-            self._adopted = {""}  # of a version that signed none: this run has saved them
+            self._adopted = {""}  # saved by a version without run ids: they are this run's
         return Resumed(checkpoint.step, checkpoint.info, state["guard"], accumulated, changes, problems)
 
     def is_own(self, info: CheckpointInfo) -> bool:
-        """Whether a checkpoint lies in this run directory."""
+        """Whether a checkpoint is in this run directory."""
         return self._run_dir is not None and info.path.parent.absolute() == (self._run_dir / FOLDER).absolute()
 
     def finish_resume(self) -> None:
-        """The last thing: random generators as they were, whatever loading has drawn."""
+        """Restore the random generators. Call it last, since loading may draw random numbers."""
         restore_random(self._random)
 
     def _load(self, path: str | Path | None) -> Checkpoint | None:
@@ -361,7 +361,7 @@ class RunCheckpoints:
         return own.load()
 
     def _load_together(self, directory: Path, path: Path | None = None) -> Checkpoint | None:
-        """One that many ranks have written, or that many read."""
+        """Load a checkpoint that many ranks wrote, or that many ranks read."""
         store = self._store if isinstance(self._store, ShardedStore) and self._store.directory == directory else None
         store = store if store is not None else ShardedStore(directory, self._config, self._ranks)
         return store.load(self._gather(), path)
@@ -372,7 +372,7 @@ class RunCheckpoints:
             self._store.wait()
 
     def close(self) -> None:
-        """Wait for the disk, and listen no more."""
+        """Wait for the disk, and stop listening for signals."""
         self.signals.stop()
         if self._store is not None:
             self._store.close()

@@ -1,4 +1,4 @@
-"""Save: one checkpoint on its way to the disk, for whoever waits for it."""
+"""Save: one checkpoint being written to disk, which a caller can wait for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Save:
-    """One save, under way or done."""
+    """One save, in progress or done."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -29,7 +29,7 @@ class Save:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> Path | None:
-        """Wait for it; its folder, or None when it failed or the time was not enough."""
+        """Wait for it; return its folder, or None if it failed or timed out."""
         self._done.wait(timeout)
         return self.path if self.done and self.error is None else None
 

@@ -1,9 +1,9 @@
 """ShardedStore: the training of many ranks -> one checkpoint that all of them write -> the same on any number of ranks.
 
-Parameters, optimizer state and whatever else is spread over ranks or equal on all go through
-torch.distributed.checkpoint, each part written by one rank. What each rank has of its own (buffers, random generators,
-data position) goes into its own file. Rank 0 gives the folder its name when all are done, with our manifest over every
-file: a rank that dies before that leaves the checkpoint before it as the newest. Every call is one that all ranks make.
+Parameters, optimizer state and anything else that is sharded or equal on all ranks go through
+torch.distributed.checkpoint, each part written by one rank. What belongs to one rank (buffers, random generators, data
+position) goes into its own file. When all are done, rank 0 writes our manifest over every file and renames the folder:
+if a rank dies before that, the previous checkpoint stays the newest. All ranks must make every call.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from steadygrad.state.shards import is_dtensor, take_local
 
 logger = logging.getLogger("steadygrad")
 NUM_RANKS = "num_ranks"
-"""In the manifest, of a checkpoint that many ranks have written."""
+"""Key in the manifest of a checkpoint that many ranks wrote."""
 
 
 def is_sharded(info: CheckpointInfo) -> bool:
-    """Whether many ranks have written it."""
+    """Whether many ranks wrote it."""
     return NUM_RANKS in info.manifest.about
 
 
 class ShardedStore:
-    """The checkpoints of one run that many ranks train."""
+    """The checkpoints of one run trained by many ranks."""
 
     def __init__(self, directory: Path, config: CheckpointConfig, ranks: Ranks) -> None:
         self.directory, self.config, self._ranks = directory, config, ranks
@@ -83,7 +83,7 @@ class ShardedStore:
         may_be_nonfinite: Collection[str],
         about: Mapping[str, Any],
     ) -> Save:
-        """Save the state before step `step`; on disk and whole when this returns."""
+        """Save the state before step `step`; it is complete and on disk when this returns."""
 
         save = Save(step)
         tree, shared, own = split_state(state)
@@ -110,7 +110,7 @@ class ShardedStore:
         return save
 
     def _check_finite(self, step: int, named: Mapping[str, Tensor], may_be: set[str]) -> None:
-        """Refuse on all ranks what is not finite on one."""
+        """Refuse on all ranks if a value is not finite on any one."""
         bad: dict[str, int] = {}
         for found in self._ranks.gather(count_nonfinite({n: take_local(t) for n, t in named.items()}, may_be=may_be)):
             bad |= found
@@ -118,7 +118,7 @@ class ShardedStore:
             raise NonFiniteStateError(f"the state before step {step}", bad)
 
     def _agree_on_folder(self, step: int) -> tuple[Path, Path, int]:
-        """Rank 0 makes the folder that is written into; its name, the final name, and the number of the save."""
+        """Have rank 0 create the folder to write into; return its path, the final path and the serial number."""
 
         def prepare() -> tuple[str, str, int]:
             if not self._opened:
@@ -135,7 +135,7 @@ class ShardedStore:
         return self.directory / aside, self.directory / name, serial
 
     def _write_own(self, aside: Path, tree: Any, own: Mapping[str, Tensor]) -> dict[str, FileEntry]:
-        """This rank's own file, and the sizes and hashes of all files that it wrote."""
+        """Write this rank's own file; return sizes and hashes of all files that it wrote."""
 
         content = io.BytesIO()
         torch.save({"tree": tree, "own": {name: tensor.detach().cpu() for name, tensor in own.items()}}, content)
@@ -156,7 +156,7 @@ class ShardedStore:
         metrics: Mapping[str, float],
         about: Mapping[str, Any],
     ) -> None:
-        """Rank 0: the manifest, then the name, then room for the next."""
+        """On rank 0: write the manifest, rename the folder, then remove old checkpoints."""
         if not self._ranks.is_first:
             return
         manifest = Manifest(
@@ -174,12 +174,12 @@ class ShardedStore:
         sync_folder(aside)
         aside.rename(target)
         sync_folder(self.directory)
-        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+        with contextlib.suppress(OSError):  # retried at the next save
             for info in find_removable(read_infos(self.directory), self.config, self.own_runs):
                 remove_folder(info.path)
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """Every rank's result; CheckpointError on all when it failed on one."""
+        """Return every rank's result; raise CheckpointError on all if it failed on one."""
         result, error = None, ""
         try:
             result = call()
@@ -194,9 +194,9 @@ class ShardedStore:
     # --- load -------------------------------------------------------------------------------------------------------
 
     def load(self, live: Mapping[str, Any], path: Path | None = None) -> Checkpoint | None:
-        """The newest checkpoint that can be used, or that of `path`; None when there is none yet.
+        """Load the newest usable checkpoint, or the one at `path`; return None if there is none yet.
 
-        `live` is the state of the training as it is, whose tensors say how each rank wants its part.
+        `live` is the present state of the training; its tensors determine which part each rank gets.
         """
         folders = [path] if path is not None else [info.path for info in self._rank()]
         folders = [Path(name) for name in self._ranks.gather([str(folder) for folder in folders])[0]]
@@ -230,11 +230,11 @@ class ShardedStore:
     # --- what is known about them -----------------------------------------------------------------------------------
 
     def healthy_step(self, step: int) -> None:
-        """Step `step` was healthy: what was saved before it comes closer to being good."""
+        """Count step `step` as healthy: checkpoints before it come closer to being good."""
         self._proofs.healthy(step)
 
     def unhealthy_step(self, step: int) -> None:
-        """Step `step` was not: what is not good yet counts anew, and is suspect until then."""
+        """Count step `step` as unhealthy: checkpoints not good yet start counting again, and are suspect until then."""
         self._proofs.unhealthy(step, f"step {step} was not healthy")
 
     def tell_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -242,22 +242,22 @@ class ShardedStore:
         self._proofs.tell(step, metrics)
 
     def take_failures(self) -> list[str]:
-        """What went wrong since this was last asked."""
+        """Return what went wrong since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def list(self) -> tuple[CheckpointInfo, ...]:
-        """Every checkpoint on disk whose manifest can be read, oldest first."""
+        """Return every checkpoint on disk with a readable manifest, oldest first."""
         return tuple(read_infos(self.directory))
 
     @property
     def best(self) -> CheckpointInfo | None:
-        """The one with the lowest metric, of the run that is there now; None when none has it."""
+        """Return the current run's checkpoint with the lowest metric; None if none has it."""
         return next(iter(find_best(keep_run(self.list(), self._current_run), self.config.best_by)), None)
 
     @property
     def newest(self) -> CheckpointInfo | None:
-        """The one that a resume would try first."""
+        """Return the checkpoint that a resume would try first."""
         return next(iter(self._rank()), None)
 
     @property
@@ -268,14 +268,14 @@ class ShardedStore:
         return rank_together(rank(read_infos(self.directory), self._current_run), self.directory.parent)
 
     def wait(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: saves are complete when `save` returns."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
-    """What cannot be exact when as many ranks as saved it do not load it."""
+    """Describe what cannot be exact when the number of ranks differs from that of the save."""
     saved = int(info.manifest.about.get(NUM_RANKS, 1))
     if saved == ranks.num:
         return []
@@ -283,7 +283,7 @@ def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
 
 
 def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:
-    """Read one checkpoint, on any number of ranks; one that was not there when it was saved takes over rank 0's own."""
+    """Read one checkpoint on any number of ranks; a rank that did not exist at the save gets rank 0's own part."""
 
     _, live_shared, _ = split_state(live)
     own_file = info.path / _name_own(ranks.rank)
@@ -308,7 +308,7 @@ def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks)
 
 
 def _find_parameter(name: str, live: Mapping[str, Tensor]) -> Tensor | None:
-    """Optimizer state is not there before the first step: its parts lie as those of its parameter do."""
+    """Find the parameter whose layout optimizer state follows; before the first step there is no live state."""
     if name.startswith("optimizers."):
         parameter = name.split(".state.", 1)[-1].rpartition(".")[0]
     elif name.startswith("gradients."):
@@ -336,18 +336,18 @@ def _describe(failure: Exception) -> str:
 # --- what is shared -----------------------------------------------------------------------------------------------
 # The state of one rank -> what all ranks hold together, what is its own, and the plain rest.
 #
-# Parameters, optimizer state and extras (EMA) are equal on all ranks, or in shards, and so is every DTensor wherever it
-# stands: they are shared. Buffers, gradients that accumulate and random generators are each rank's own.
+# Parameters, optimizer state, extras (EMA) and every DTensor are equal on all ranks or sharded: they are shared.
+# Buffers, accumulating gradients and random generators belong to each rank.
 
 
 BUFFERS = "buffer_names"
-"""Key of the state: which of the model's tensors are buffers."""
+"""Key in the state for the names of the model's tensors that are buffers."""
 SHARED = ("optimizers.", "extras.", "other_parameters.")
-"""Where tensors stand that all ranks have alike."""
+"""Path prefixes of tensors that all ranks share."""
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Plain containers with a mark where each tensor was; shared tensors and own ones, by where they stood."""
+    """Return plain containers with a mark for each tensor, and the shared and own tensors by path."""
     buffers = {f"model.{name}" for name in state[BUFFERS]}
     shared: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
@@ -361,7 +361,7 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def _shared_tensors() -> Any:
-    """Import it when it is used: torch.distributed.checkpoint takes as long to import as half of torch."""
+    """Import lazily: importing torch.distributed.checkpoint takes half as long as importing torch."""
     from steadygrad.checkpoint import shared_tensors
 
     return shared_tensors

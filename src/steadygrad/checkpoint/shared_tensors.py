@@ -1,8 +1,8 @@
-"""Tensors that all ranks hold together <-> files of torch.distributed.checkpoint, without running anybody's code.
+"""Tensors that all ranks share <-> files of torch.distributed.checkpoint, without running any foreign code.
 
-Each rank writes its own parts, a tensor that all have alike is written once, and reading puts the parts together for
-any number of ranks. torch reads its table of parts (`.metadata`) with a pickle that runs what it is told to; here only
-the names of its own records are known. Values that are no tensors are never written this way.
+Each rank writes its own parts, a tensor that is equal on all ranks is written once, and reading reassembles the parts
+for any number of ranks. torch reads its table of parts (`.metadata`) with a pickle that can run arbitrary code; here
+only torch's own record classes are allowed. Values that are not tensors are never written this way.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ KNOWN = {
     "pathlib": {"PosixPath", "WindowsPath"},  # where it was written
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
-"""The records that make up a table of parts; each is a bare holder of numbers and names."""
+"""The record classes of a table of parts; each merely holds numbers and names."""
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path, *, group: Any) -> None:
-    """Write this rank's parts; every rank of the group must call it. What fails on one fails on all."""
+    """Write this rank's parts; every rank of the group must call it. A failure on one rank fails on all."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         save(dict(tensors), storage_writer=FileSystemWriter(str(folder), sync_files=True), process_group=group)
 
 
 def read_tensors(folder: Path, make_room: Callable[[str, Any], Tensor], *, group: Any) -> dict[str, Tensor]:
-    """All tensors, each in what `make_room(name, record)` gives: a DTensor takes its part, any other the whole."""
+    """Read all tensors, each into `make_room(name, record)`: a DTensor receives its part, any other the whole."""
     table = read_table(folder)
     tensors = {name: make_room(name, record) for name, record in table.state_dict_metadata.items()}
     with warnings.catch_warnings():
@@ -61,7 +61,7 @@ def read_tensors(folder: Path, make_room: Callable[[str, Any], Tensor], *, group
 
 
 def read_table(folder: Path) -> Metadata:
-    """Which part of which file is which tensor."""
+    """Read the table that maps parts of files to tensors."""
     path = folder / METADATA
     try:
         with path.open("rb") as file:
@@ -86,7 +86,7 @@ def read_table(folder: Path) -> Metadata:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the records of a table of parts, and nothing else."""
+    """Allows the record classes of a table of parts, and nothing else."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)

@@ -1,14 +1,14 @@
 """SIGTERM and SIGINT -> a request that the training answers after its step; a second one ends it at once.
 
-Schedulers of clusters send SIGTERM and wait a little: time for the step that is under way and for a checkpoint. A
-program that is busy between two steps is given `GRACE_SECONDS` to come back to the guard; then the signal is answered
-where the program is. Only the process that asked listens; its forked children get the signal as if nobody had. A
-handler of the user's own is left alone. In a notebook or at a prompt SIGINT stays a KeyboardInterrupt, since there it
-stops a cell, not a program. Several guards of one process hear the same signal.
+Cluster schedulers send SIGTERM and wait a little: time to finish the current step and write a checkpoint. A program
+that is busy between two steps gets `GRACE_SECONDS` to return to the guard; then the signal is answered wherever the
+program is. Only the process that started listening does so; its forked children handle signals as usual. The user's own
+handlers are left alone. In a notebook or at a prompt SIGINT stays a KeyboardInterrupt, since there it stops a cell, not
+a program. Several guards of one process receive the same signal.
 
 The workers of a DataLoader often get the signal too, and torch raises in their parent wherever that is: in the middle
-of an optimizer's step, or while the program already ends. `_answer_dead_workers` keeps that error back when a signal is
-its cause; the next batch is then an error in its place.
+of an optimizer's step, or while the program is already exiting. `_answer_dead_workers` holds that error back if a
+signal caused it; the next batch then raises an error instead.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: "try again later". torchrun restarts on it, a job script can requeue on it."""
 GRACE_SECONDS = 5.0
-"""For a program to reach the next step. Clusters kill 30 s after SIGTERM, and the save takes part of that."""
+"""Time for a program to reach the next step. Clusters kill 30 s after SIGTERM, and the save needs part of that."""
 REPEAT_SECONDS = 0.1
-"""The same signal within it is the same request: `timeout` signals the program, and then the group that it is in."""
+"""A repeated signal within this time is the same request: `timeout` signals the program and then its group."""
 LATE_SECONDS = 1.0
-"""For our own signal to come after a worker has died of it: SLURM and systemd signal one process after the other."""
+"""Time to wait for our own signal after a worker died of it: SLURM and systemd signal one process after another."""
 RETRY_SECONDS, MOST_RETRIES = 0.1, 100
-"""How often an answer is tried again that finds the program where it must not be given."""
+"""How often, and how many times, to retry when the program is where a signal must not be answered."""
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 DATA_LOADER = "torch.utils.data._utils.signal_handling"
 Answer = Callable[[signal.Signals], None]
@@ -44,33 +44,33 @@ class SignalWatch:
     """Listens between `start()` and `stop()`; `received` is the signal that came, or None."""
 
     def __init__(self, answer: Answer | None = None) -> None:
-        """`answer` saves and ends the process; it is called where the program is when it keeps the guard waiting."""
+        """`answer` saves and ends the process; if the grace period expires, it is called wherever the program is."""
         self.received: signal.Signals | None = None
         self.answer = answer
         self._depth = 0
         self._started = False
 
     def start(self) -> None:
-        """Listen, where that is possible: in the main thread, for signals that nobody handles yet."""
+        """Listen where possible: in the main thread, for signals that have no handler yet."""
         if not self._started:
             self._started = True
             if threading.current_thread() is threading.main_thread():
                 _switchboard.add(self)
 
     def stop(self) -> None:
-        """Listen no more; the last one puts back what was there before."""
+        """Stop listening; the last watch to stop restores the previous handlers."""
         self._started = False
         if threading.current_thread() is threading.main_thread():
             _switchboard.remove(self)
 
     def expect_workers(self) -> None:
-        """A step begins: a DataLoader with workers may have come since the last one."""
+        """Check, at the start of a step, for a DataLoader with workers created since the last one."""
         if self._started and threading.current_thread() is threading.main_thread():
             _switchboard.keep_workers_quiet()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Around a call of the guard: inside, state is half changed, and a signal waits until the call is over."""
+        """Wrap a call of the guard: inside, state is partly changed, so a signal waits until the call is over."""
         self._depth += 1
         try:
             yield
@@ -79,24 +79,24 @@ class SignalWatch:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call of the guard is under way."""
+        """Whether a call of the guard is in progress."""
         return self._depth > 0
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the grace is over, so that the signal must be answered as soon as possible."""
+        """Whether the grace period is over, so that the signal must be answered as soon as possible."""
         return self.received is not None and _switchboard.is_overdue
 
 
 class _Switchboard:
-    """The handlers of this process, and who listens."""
+    """The signal handlers of this process, and the watches that listen."""
 
     def __init__(self) -> None:
         self._listeners: list[SignalWatch] = []
         self._owner = -1
         self._installed: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
-        self._timer_lock = threading.RLock()  # once handlers are put back, a reminder would kill the process
+        self._timer_lock = threading.RLock()  # once handlers are restored, a reminder would kill the process
         self._num_retries = 0
         self._heard_at = 0.0
         self._hook: Any = None
@@ -135,19 +135,19 @@ class _Switchboard:
             signal.signal(signal.SIGCHLD, theirs)
 
     def keep_workers_quiet(self) -> None:
-        """Stand before torch's handler for workers that die; it is installed with the first DataLoader that has any."""
+        """Wrap torch's handler for dead workers; torch installs it with the first DataLoader that has any."""
         theirs = signal.getsignal(signal.SIGCHLD)
         if getattr(theirs, "__module__", None) == DATA_LOADER and callable(theirs):
             signal.signal(signal.SIGCHLD, functools.partial(_answer_dead_workers, theirs))
 
     @property
     def listens(self) -> bool:
-        """Whether a guard waits for signals in this process."""
+        """Whether a guard is listening for signals in this process."""
         return bool(self._listeners) and os.getpid() == self._owner
 
     @property
     def has_heard(self) -> bool:
-        """Whether a signal came that is not answered yet."""
+        """Whether a signal came that has not been answered yet."""
         return any(watch.received is not None for watch in self._listeners)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -167,7 +167,7 @@ class _Switchboard:
         self._heard_at = time.monotonic()
         for watch in self._listeners:
             watch.received = signal.Signals(number)
-        # Not the logger: its lock may be held by the very code that was interrupted.
+        # Not the logger: the interrupted code may hold its lock.
         name = signal.Signals(number).name
         os.write(2, f"steadygrad: {name}: finishing the step, then saving; send it again to end at once\n".encode())
         self.keep_workers_quiet()
@@ -175,7 +175,7 @@ class _Switchboard:
         self._remind_later(number, GRACE_SECONDS)
 
     def _answer_here(self, number: signal.Signals) -> None:
-        """The program has not come back to the guard: answer between two of its instructions, outside of our own."""
+        """Answer between two instructions of the program, outside our own code: it has not returned to the guard."""
         if any(watch.is_busy for watch in self._listeners):
             return
         for watch in list(self._listeners):
@@ -187,7 +187,7 @@ class _Switchboard:
             with self._timer_lock:
                 if self._timer is timer:
                     self._expects_reminder = True
-                    # Wakes a sleep, which a flag would not.
+                    # A signal wakes a sleep; a flag would not.
                     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
         self._timer = timer = threading.Timer(seconds, remind)
@@ -196,7 +196,7 @@ class _Switchboard:
             timer.start()
 
     def _watch_for_errors(self) -> None:
-        """An error that ends the program after the signal, often because of it, must not cost the state."""
+        """Save even if an error ends the program after the signal, as often happens because of it."""
         before = sys.excepthook
 
         def save_first(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -212,7 +212,7 @@ class _Switchboard:
         sys.excepthook = save_first
 
     def _settle(self) -> None:
-        """Nobody listens any more."""
+        """Clean up when no watch listens any more."""
         if self._timer is not None:
             self._timer.cancel()
         if self._hook is not None and sys.excepthook is self._hook:
@@ -226,7 +226,7 @@ _switchboard = _Switchboard()
 
 
 def _answer_dead_workers(theirs: Callable[[int, FrameType | None], None], number: int, frame: FrameType | None) -> None:
-    """A child has ended. torch's handler raises for a worker that did not end well, unless a signal ended it."""
+    """Handle the end of a child: torch's handler raises for a failed worker; hold that back if a signal ended it."""
     if _switchboard.has_heard or _switchboard.has_left:
         return
     try:
@@ -240,7 +240,7 @@ def _answer_dead_workers(theirs: Callable[[int, FrameType | None], None], number
 
 
 def _find_kept_back() -> Any:
-    """torch's handler, if ours stands before it."""
+    """Return torch's handler if ours wraps it."""
     handler = signal.getsignal(signal.SIGCHLD)
     if isinstance(handler, functools.partial) and handler.func is _answer_dead_workers:
         return handler.args[0]
@@ -258,7 +258,7 @@ def _is_unraisable(frame: FrameType | None) -> bool:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """As if nobody listened."""
+    """Act as the default handler would."""
     default = DEFAULTS[signal.Signals(number)]
     signal.signal(number, default)
     if callable(default):
@@ -267,5 +267,5 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def is_interactive() -> bool:
-    """Whether a person sits at a prompt or a notebook."""
+    """Whether this is an interactive prompt or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules

@@ -1,9 +1,9 @@
 """CheckpointStore: training states -> checkpoints on disk that are never bad -> the newest good state again.
 
-A save checks the state, copies it to host memory that is used again, and returns; a thread writes it aside, fsyncs,
-renames, reads it back, and only then removes older ones. A state that is not finite is refused before anything is
-written. A disk that fails never ends a training: it is told once, the checkpoints that are there stay, and the next
-save tries again. Reading sets aside what is damaged, with the reason, and goes on to the one before it.
+A save checks the state, copies it to reusable host memory, and returns; a thread writes it under a temporary name,
+fsyncs, renames, reads it back, and only then removes older ones. A non-finite state is refused before anything is
+written. A failing disk never ends a training: it is reported once, existing checkpoints stay, and the next save tries
+again. Reading sets damaged checkpoints aside, with the reason, and continues with the previous one.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ logger = logging.getLogger("steadygrad")
 class CheckpointStore:
     """The checkpoints of one run, in one folder that one process writes.
 
-    `state` is a mapping of plain containers and tensors; what stands under "model" goes to model.safetensors. Objects
-    with a `state_dict()` may stand at the top.
+    `state` is a mapping of plain containers and tensors; what is under "model" goes to model.safetensors. Top-level
+    values may be objects with a `state_dict()`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class CheckpointStore:
         self._staged_free = threading.Event()
         self._staged_free.set()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # around what was told, by the writing thread or the training
+        self._lock = threading.Lock()  # guards what was reported, by the writing thread or the training
         self._opened = self._closed = False
         self._device = 0
         self._complained = False
@@ -112,7 +112,7 @@ class CheckpointStore:
 
     @classmethod
     def of(cls, directory: str | Path, config: CheckpointConfig) -> Self:
-        """A store with the settings of `config`."""
+        """Create a store with the settings of `config`."""
         settings = dataclasses.asdict(config)
         return cls(directory, **{name: settings[name] for name in settings.keys() - {"every", "signals"}})
 
@@ -142,7 +142,7 @@ class CheckpointStore:
         save = Save(step)
         packed = pack({key: _as_state(value) for key, value in state.items()})
         cleaned = self._check(packed, step, self.config.clean if clean is None else clean, set(may_be_nonfinite))
-        self._staged_free.wait()  # the save before may still be writing from them
+        self._staged_free.wait()  # the previous save may still be writing from them
         self._stage(packed)
         plain = _dump({"tree": packed.tree, "odd": packed.odd, "may_be_nonfinite": sorted(may_be_nonfinite)})
         manifest = Manifest(
@@ -163,18 +163,18 @@ class CheckpointStore:
         return save
 
     def _start_writing(self, save: Save, plain: bytes, manifest: Manifest) -> bool:
-        """A thread writes it. No daemon: a program that ends without close() still finishes its last checkpoint."""
+        """Start a thread to write it. Not a daemon: a program that ends without close() finishes its last save."""
         arguments = (save, plain, manifest, self._thread)
         thread = threading.Thread(target=self._write, args=arguments, name="steadygrad-checkpoint")
         try:
             thread.start()
-        except RuntimeError:  # there are no more threads
+        except RuntimeError:  # no more threads can be started
             return False
         self._thread = thread
         return True
 
     def _check(self, packed: Packed, step: int, clean: bool, may_be: set[str]) -> dict[str, int]:
-        """Refuse what is not finite, or exchange it for a cleaned copy; says how many elements were replaced."""
+        """Refuse non-finite values, or replace them in a copy; return the number of replaced elements by tensor."""
         named = packed.named()
         bad = count_nonfinite(named, may_be=may_be)
         if bad and not clean:
@@ -190,7 +190,7 @@ class CheckpointStore:
         self._staged[STATE].stage(packed.files[STATE], {})
 
     def _write(self, save: Save, plain: bytes, manifest: Manifest, before: threading.Thread | None) -> None:
-        """The writing thread: after the save before, put this one on disk, verify it, and make room."""
+        """Run in the writing thread: after the previous save, write this one, verify it, and remove old ones."""
         error: str | None = None
         try:
             try:
@@ -224,7 +224,7 @@ class CheckpointStore:
         return target
 
     def _open_directory(self) -> None:
-        """The first save makes the folder; one that was deleted later is made again, on the same disk."""
+        """Create the folder at the first save; create it again, on the same disk, if it was deleted later."""
         if not self._opened:
             self.directory.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.directory)
@@ -236,7 +236,7 @@ class CheckpointStore:
             self._tell(f"the folder {self.directory} had vanished and was made again")
 
     def _verify(self, folder: Path) -> None:
-        """Read the new checkpoint back, before older ones may go."""
+        """Read the new checkpoint back before older ones are removed."""
         try:
             check_files(folder, read_info(folder).manifest, written_now=True)
         except DamagedCheckpoint as damage:
@@ -244,12 +244,12 @@ class CheckpointStore:
             raise CheckpointError(f"it was read back and is not what was written: {damage.reason}") from damage
 
     def _make_room(self) -> None:
-        with contextlib.suppress(OSError):  # what cannot be removed now is removed next time
+        with contextlib.suppress(OSError):  # retried at the next save
             for info in find_removable(read_infos(self.directory), self.config, self.own_runs):
                 remove_folder(info.path)
 
     def _tell(self, message: str) -> None:
-        """Once, until a save works again."""
+        """Report a failure once, until a save works again."""
         with self._lock:
             if not self._complained:
                 self._complained = True
@@ -257,7 +257,7 @@ class CheckpointStore:
                 logger.error(self._failures[-1])
 
     def take_failures(self) -> list[str]:
-        """What went wrong since this was last asked, each thing once."""
+        """Return what went wrong since the last call, each thing once."""
         with self._lock:
             failures, self._failures = self._failures, []
         return failures
@@ -269,7 +269,7 @@ class CheckpointStore:
             self._thread = None
 
     def close(self) -> None:
-        """Wait for the disk and give the host memory back. A closed store refuses to save; it can still be read."""
+        """Wait for the disk and release the host memory. A closed store refuses to save; it can still be read."""
         self.wait()
         self._closed = True
         self._staged = {MODEL: StagedFile(), STATE: StagedFile()}
@@ -283,15 +283,15 @@ class CheckpointStore:
     # --- which ones are good ----------------------------------------------------------------------------------------
 
     def healthy_step(self, step: int) -> None:
-        """Step `step` was healthy: what was saved before it comes closer to being good."""
+        """Count step `step` as healthy: checkpoints before it come closer to being good."""
         self._proofs.healthy(step)
 
     def unhealthy_step(self, step: int, reason: str = "") -> None:
-        """Step `step` was not: what is not good yet counts anew, and is suspect until then."""
+        """Count step `step` as unhealthy: checkpoints not good yet start counting again, and are suspect until then."""
         self._proofs.unhealthy(step, f"step {step} was not healthy{reason and ': '}{reason}")
 
     def mark_good(self, step: int) -> None:
-        """Call the checkpoint before step `step` good."""
+        """Mark the checkpoint before step `step` as good."""
         self._proofs.drop(step)
         write_marks(self._find(step).path, good=True, suspect=None)
 
@@ -302,7 +302,7 @@ class CheckpointStore:
             write_marks(self._find(step).path, metrics=told)
 
     def _find(self, step: int) -> CheckpointInfo:
-        """The checkpoint before `step`, the last attempt of it."""
+        """Return the last attempt of the checkpoint before `step`."""
         infos = self.list()
         found = [info for info in infos if info.step == step]
         if not found:
@@ -312,12 +312,12 @@ class CheckpointStore:
 
     @property
     def best(self) -> CheckpointInfo | None:
-        """The one with the lowest metric, of the run that is there now; None when none has it."""
+        """Return the current run's checkpoint with the lowest metric; None if none has it."""
         return next(iter(find_best(keep_run(self.list(), self._current_run), self.config.best_by)), None)
 
     @property
     def newest(self) -> CheckpointInfo | None:
-        """The one that a resume would try first."""
+        """Return the checkpoint that a resume would try first."""
         return next(iter(rank(self.list(), self._current_run)), None)
 
     @property
@@ -327,10 +327,10 @@ class CheckpointStore:
     # --- load -------------------------------------------------------------------------------------------------------
 
     def load(self, step: int | None = None, *, path: str | Path | None = None) -> Checkpoint | None:
-        """The newest checkpoint that can be used, or the one asked for; None when there is none yet.
+        """Load the newest usable checkpoint, or the requested one; return None if there is none yet.
 
-        Damaged ones are set aside with the reason and told, unless they were asked for by step or path: then it is the
-        error. CheckpointError when there were some and none could be used.
+        Damaged ones are set aside and reported with the reason; one requested by step or path raises instead. Raise
+        CheckpointError if there are checkpoints but none can be used.
         """
         self.wait()
         if path is not None:
@@ -366,7 +366,7 @@ class CheckpointStore:
         return None
 
     def resume(self, targets: Mapping[str, Any], *, step: int | None = None, strict: bool = True) -> Checkpoint | None:
-        """Load the newest usable checkpoint into `targets` by their `load_state_dict`; None when there is none yet.
+        """Load the newest usable checkpoint into `targets` through their `load_state_dict`; None if there is none yet.
 
         A model's missing, unexpected and mis-shaped tensors are named; `strict=False` loads what fits.
         """
@@ -387,7 +387,7 @@ class CheckpointStore:
         return checkpoint
 
     def _set_aside(self, folder: Path, reason: str) -> str:
-        """Move a checkpoint out of the way, and say why; on a disk that cannot, it is only left out."""
+        """Move a checkpoint out of the way and return why; if the disk cannot, it is only left out."""
         target = self.directory / SET_ASIDE / folder.name
         number = 2
         while target.exists():
@@ -400,12 +400,12 @@ class CheckpointStore:
         return f"{folder.name}: {reason}"
 
     def list(self) -> tuple[CheckpointInfo, ...]:
-        """Every checkpoint on disk whose manifest can be read, oldest first."""
+        """Return every checkpoint on disk with a readable manifest, oldest first."""
         return tuple(read_infos(self.directory))
 
 
 def _as_state(value: Any) -> Any:
-    """The state of an object that has one."""
+    """Return an object's `state_dict()` if it has one, else the value itself."""
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 
@@ -416,7 +416,7 @@ def _dump(plain: Any) -> bytes:
 
 
 def _keep_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Numbers that can be compared; a loss that is not finite is no metric."""
+    """Return the finite metrics; a non-finite loss cannot be compared."""
     return {str(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -1,7 +1,7 @@
 """One plain state, as `gather` made it -> the live training again, in this process or another.
 
-Nothing is changed before everything was compared: names, shapes, dtypes, groups, the classes of the optimizers. Putting
-back goes through `act.restore.Restorer`, in place and without the casts of `Optimizer.load_state_dict`.
+Nothing is changed before everything has been compared: names, shapes, dtypes, groups, the optimizers' classes. State is
+restored through `act.restore.Restorer`, in place and without the casts of `Optimizer.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from steadygrad.state.shards import MeshPlace, take_local
 def compare_training(
     state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any]
 ) -> list[str]:
-    """What does not fit, each in a few words; empty when everything does."""
+    """Describe briefly each thing that does not fit; empty if everything does."""
     weights = find_weights(model)
     problems = compare_weights(weights, state["model"]) + compare_dtypes(weights, state["model"])
     if len(state["optimizers"]) != len(optimizers):
@@ -64,7 +64,7 @@ def compare_training(
 
 
 def compare_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
-    """Tensors of another dtype, in a few words each: copied over they would be rounded, and their moments not fit."""
+    """Describe tensors of another dtype: a copy would round them, and their moments would not fit."""
     return [
         f"{name} is {_spell(tensor.dtype)}, saved was {_spell(saved[name].dtype)}"
         for name, tensor in own.items()
@@ -77,7 +77,7 @@ def _spell(dtype: torch.dtype) -> str:
 
 
 def _is_same_class(optimizer: torch.optim.Optimizer, kept: Mapping[str, Any]) -> bool:
-    """Whether the saved state is of this class; older checkpoints do not say."""
+    """Whether the saved state is of this class; older checkpoints do not record it."""
     return kept.get("class") in (None, name_class(optimizer))
 
 
@@ -91,7 +91,7 @@ def _compare_groups(own: list[list[str]], saved: list[list[str]]) -> str:
 
 
 def _find_unsaved(state: Mapping[str, Any], model: nn.Module, optimizers: Optimizers) -> list[str]:
-    """Weights that the checkpoint has under no name by which they could be put back."""
+    """Return the weights that the checkpoint does not hold under any name they could be restored by."""
     saved = {*state["model"], *state["other_parameters"]}
     own = find_weights(model)  # these were compared already
     return [
@@ -107,11 +107,11 @@ def _find_unsaved(state: Mapping[str, Any], model: nn.Module, optimizers: Optimi
 class _Hosts:
     """Loaded tensors, numbered for the Restorer, each with the device that it belongs on.
 
-    That is where it was saved, unless the parameters have moved since: then it goes with them.
+    That is the device it was saved from, unless the parameters have moved since: then it follows them.
     """
 
     def __init__(self, saved_devices: Mapping[int, str], parameters: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """`parameters`: each as it was loaded, and as it is now."""
+        """`parameters`: pairs of the loaded and the live tensor."""
         self.tensors: list[Tensor] = []
         self.devices: list[torch.device] = []
         self._saved = saved_devices
@@ -120,11 +120,11 @@ class _Hosts:
             self._moved.setdefault(self.name_device(loaded), take_local(live).device)
 
     def name_device(self, loaded: Tensor) -> str:
-        """Where it was when it was saved."""
+        """Return the device it was on when it was saved."""
         return self._saved.get(id(loaded), str(loaded.device))
 
     def number(self, tree: Any, device: torch.device | None = None) -> Any:
-        """The tree with slots for its tensors; `device`: where they belong, when that is known."""
+        """Return the tree with slots for its tensors; `device`: where they belong, if known."""
         if isinstance(tree, Tensor):
             self.tensors.append(take_local(tree))
             self.devices.append(device or self._find_device(tree))
@@ -138,9 +138,9 @@ class _Hosts:
         return tree
 
     def number_state(self, state: Any, loaded: Tensor, live: Tensor, *, step_on_device: bool | None) -> Any:
-        """The optimizer's state of one parameter: what was beside it is beside it again.
+        """Number the optimizer's state of one parameter; what was on its device goes to its device again.
 
-        A `step` lies on the device for fused and capturable optimizers, and for most others on the host.
+        A `step` is on the device for fused and capturable optimizers, and on the host for most others.
         """
         if not isinstance(state, dict):
             return self.number(state)
@@ -156,7 +156,7 @@ class _Hosts:
         return {key: self.number(value, place(key, value)) for key, value in state.items()}
 
     def _find_device(self, loaded: Tensor) -> torch.device:
-        """A thing of its own on the host stays there; one on a device that the training has left goes along."""
+        """Find where a tensor belongs: the host if it was there; it moves along if the training left its device."""
         saved = self.name_device(loaded)
         return find_device(saved) if saved == "cpu" else self._moved.get(saved) or find_device(saved)
 
@@ -165,7 +165,7 @@ class _Hosts:
 def put_back(
     checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any], *, strict: bool = True
 ) -> list[str]:
-    """Write the state over the live training; returns what did not fit, or with `strict` raises MismatchError."""
+    """Write the state over the live training; return what did not fit, or raise MismatchError with `strict`."""
     state = checkpoint.state
     problems = compare_training(state, model, optimizers, extras)
     if problems and strict:
@@ -217,7 +217,7 @@ def _number_optimizer(
     parameters: Mapping[str, tuple[Tensor, Tensor]],
     hosts: _Hosts,
 ) -> OptimizerState:
-    """Groups and state for the Restorer; the live settings of a group, or a class, that was not saved."""
+    """Return groups and state for the Restorer; a group or class that was not saved keeps its live settings."""
     live = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     if not _is_same_class(optimizer, kept):
         return OptimizerState(groups=live, state=[])
@@ -238,7 +238,7 @@ def _number_optimizer(
 
 
 def _find_keys(tree: Any, named: Mapping[Any, Tensor]) -> Any:
-    """The tree with parameters in the place of their names."""
+    """Replace parameter names in the tree by the parameters."""
     if not isinstance(tree, dict):
         return tree
     return {named.get(key, key): _find_keys(value, named) for key, value in tree.items()}
@@ -249,7 +249,7 @@ def _steps_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def _find_device_stepped(groups: Sequence[Mapping[str, Any]]) -> set[int]:
-    """The parameters, by identity, whose count of steps lies beside them."""
+    """Return the ids of parameters whose step count is on their own device."""
     return {id(parameter) for group in groups if _steps_on_device(group) for parameter in group["params"]}
 
 
@@ -260,14 +260,14 @@ def _put_gradients(gradients: Mapping[str, Tensor], model: nn.Module, optimizers
         parameter.grad = saved.to(parameter.device, copy=True) if fits and saved is not None else None
 
 
-# --- a step that is not made yet ----------------------------------------------------------------------------------
-# A step that is not made yet -> plain values -> the same step again: its microbatches, and the buffers before it.
+# --- an unfinished step -------------------------------------------------------------------------------------------
+# An unfinished step -> plain values -> the same step again: its microbatches, and the buffers before it.
 
 
 def gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: BufferKeeper) -> dict[str, Any]:
-    """The microbatches so far, and the buffers from before their first forward.
+    """Return the microbatches so far, and the buffers from before their first forward.
 
-    A program that runs backward by itself tells of no microbatch; that its forward was heard is enough.
+    A program that runs backward itself reports no microbatches; it is enough that its forward was seen.
     """
     before = {}
     if buffers.has_begun:
@@ -286,7 +286,7 @@ def gather_accumulated(accumulated: Accumulated, model: nn.Module, buffers: Buff
 
 @torch.no_grad()
 def put_accumulated(saved: Mapping[str, Any], model: nn.Module, buffers: BufferKeeper) -> Accumulated:
-    """The microbatches again; `buffers` learns what a skip of their step must go back to."""
+    """Return the saved microbatches; `buffers` receives what a skip of their step must restore."""
     buffers.forget()
     before = saved.get("buffers", {})
     if before:

@@ -1,9 +1,9 @@
-"""What travels with a DataLoader's worker processes, so that a pass can go on in its middle.
+"""What travels with a DataLoader's worker processes, so that a pass can resume in the middle.
 
-Each batch comes back with the state of the random generators of the worker that made it; a resumed worker is given
-that state before it makes its next. Index batches that were already used are left out of the sampler's stream; the
-few that are needed to keep each batch with its worker are sent as empty ones, and no data is loaded for them. What the
-user's functions return is not changed. Everything here can be pickled, since workers may be spawned.
+Each batch returns with the random state of the worker that made it; a resumed worker gets that state before its next
+batch. Index batches that were already used are left out of the sampler's stream; the few needed to keep each batch with
+its worker are sent empty, and no data is loaded for them. What the user's functions return is not changed. Everything
+here can be pickled, since workers may be spawned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from steadygrad.state.random_state import capture_random, restore_random
 
 Tag = tuple[int, dict[str, Any]]
-"""Worker, and its random state after the batch. torch's is bytes on the way: tensors would travel as open files."""
+"""Worker id, and its random state after the batch. torch's state is sent as bytes: tensors would use open files."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class TaggingCollate:
 
 @dataclass
 class ResumingInit:
-    """The user's worker_init_fn, and then the random state that the worker had."""
+    """Runs the user's worker_init_fn, and then restores the worker's random state."""
 
     init: Callable[[int], Any] | None
     states: Mapping[int, Mapping[str, Any]]
@@ -59,13 +59,13 @@ class ResumingInit:
 
 
 def read_tag(tag: Tag) -> tuple[int, dict[str, Any]]:
-    """The worker, and its state as `restore_random` takes it."""
+    """Return the worker, and its state as `restore_random` takes it."""
     worker, state = tag
     return worker, state | {"torch": torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8)}
 
 
 def leave_signals_to_parent() -> None:
-    """A signal to the whole group ends the workers with their parent, after its last step, not before."""
+    """Ignore signals sent to the whole group: workers end with their parent, after its last step, not before."""
 
     def obey_the_second(number: int, _: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
@@ -77,7 +77,7 @@ def leave_signals_to_parent() -> None:
 
 @dataclass
 class Skip:
-    """What the next pass of a SkippingSampler leaves out, and what is done around it."""
+    """What the next pass of a SkippingSampler skips, and the callbacks around it."""
 
     num_skipped: int
     num_empty: int
@@ -89,7 +89,7 @@ class Skip:
 
 
 class SkippingSampler:
-    """A sampler of batches, one pass of which may begin in its middle."""
+    """A batch sampler, one pass of which may begin in the middle."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -113,7 +113,7 @@ class SkippingSampler:
 
 
 def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """The same loader with other attributes; the user's own stays as it is. It shares dataset and sampler."""
+    """Copy a loader with other attributes. The user's own is unchanged; dataset and sampler are shared."""
     made = object.__new__(type(loader))
     made.__dict__.update(loader.__dict__)
     made.__dict__.update(changes)

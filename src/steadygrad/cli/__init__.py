@@ -1,4 +1,4 @@
-"""The command line: arguments in, text and an exit code out. The work is done by what lies below.
+"""The command line: arguments in, text and an exit code out. The packages below do the work.
 
 Exit codes: 0 did its job; 1 found something (a command that looks for it says so in its help); 2 could not do it.
 click, rich and torch are loaded by the command that needs them, so that `steadygrad --help` is quick.
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line; return the exit code."""
     try:
         import click
     except ImportError:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell_error(f"{error}. Run: pip install steadygrad, which brings what it needs.")
         return FAILED
     except Exception:
-        # A defect of ours. Python's own exit code for it is 1, which would read as "found something".
+        # Our own defect. Python's exit code for it is 1, which would read as "found something".
         import traceback
 
         traceback.print_exc()

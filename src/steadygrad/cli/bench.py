@@ -1,8 +1,8 @@
 """`steadygrad bench`: the benchmark programs of a source checkout, listed, run one after the other, and summed up.
 
-A program is a file of benchmarks/ that takes `--quick`. Each runs in a process of its own and writes its results into a
-folder that is ours; they come into benchmarks/results only when the program ended well and was not quick, so that a run
-that was broken off or made small never takes the place of a measured one.
+A program is a file of benchmarks/ that takes `--quick`. Each runs in a separate process and writes its results into a
+scratch folder; they are moved to benchmarks/results only if the program succeeded and was not quick, so that an
+aborted or shortened run never replaces a measured one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from steadygrad.cli.exit_codes import DONE, FAILED
 from steadygrad.errors import UsageError
 
 SOURCE = Path(__file__).parents[2]
-"""The folder that this package lies in; in a checkout its src/."""
+"""The folder that contains this package; in a checkout its src/."""
 MARK = '"--quick"'
-"""What a program's source must have to be one."""
+"""Text that identifies a benchmark program's source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One benchmark: what it is called, and what it says it measures."""
+    """One benchmark: its name, and what it measures."""
 
     name: str
     path: Path
@@ -42,7 +42,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of one program."""
+    """The result of running one program."""
 
     name: str
     exit_code: int
@@ -94,7 +94,7 @@ def bench(
 
 
 def find_folder(given: Path | None) -> Path:
-    """The programs' folder: the one given, else the checkout's that this package lies in."""
+    """Return the programs' folder: the given one, else that of the checkout that contains this package."""
     folder = given or SOURCE.parent / "benchmarks"
     if not (folder / "machine.py").is_file():
         raise UsageError(
@@ -105,7 +105,7 @@ def find_folder(given: Path | None) -> Path:
 
 
 def find_programs(folder: Path) -> list[Program]:
-    """Every program, by name; one that has a folder of its own is its compare.py."""
+    """Return every program by name; for one with its own folder, that is its compare.py."""
     found = {}
     for path in sorted([*folder.glob("*.py"), *folder.glob("*/compare.py")]):
         source = path.read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def find_programs(folder: Path) -> list[Program]:
 
 
 def choose(programs: Sequence[Program], names: Sequence[str]) -> Sequence[Program]:
-    """Those that are named, in that order; all when none is."""
+    """Return the named programs, in that order; all if none is named."""
     known = {program.name: program for program in programs}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -126,7 +126,7 @@ def choose(programs: Sequence[Program], names: Sequence[str]) -> Sequence[Progra
 
 
 def run_programs(programs: Sequence[Program], folder: Path, console: Console, *, quick: bool) -> Iterator[Run]:
-    """Run one after the other, and let its output through."""
+    """Run one after the other, passing their output through."""
     for number, program in enumerate(programs, 1):
         console.say(f"\n[{number}/{len(programs)}] {program.name}: {program.about}", "bold")
         with tempfile.TemporaryDirectory() as scratch:
@@ -139,10 +139,10 @@ def run_programs(programs: Sequence[Program], folder: Path, console: Console, *,
 
 
 def run_program(program: Program, folder: Path, scratch: Path, console: Console, *, quick: bool) -> Run:
-    """One program in a process of its own, its results in `scratch`."""
+    """Run one program in a separate process, with its results in `scratch`."""
     paths = [str(folder), str(SOURCE), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OUT": str(scratch), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if quick:  # small sizes gain nothing from threads, and lose much where others use the cores too
+    if quick:  # small sizes gain nothing from threads, and lose much when other processes use the cores too
         environment.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-u", str(program.path), *(["--quick"] if quick else [])]
     start = time.perf_counter()
@@ -158,7 +158,7 @@ def run_program(program: Program, folder: Path, scratch: Path, console: Console,
 
 
 def tell_programs(console: Console, programs: Sequence[Program], *, as_json: bool) -> None:
-    """What there is."""
+    """Print the available programs."""
     if as_json:
         print(json.dumps([{"name": program.name, "about": program.about} for program in programs]))
         return
@@ -168,7 +168,7 @@ def tell_programs(console: Console, programs: Sequence[Program], *, as_json: boo
 
 
 def tell_runs(console: Console, runs: Sequence[Run]) -> None:
-    """The last table."""
+    """Print the final table."""
     rows = [(run.name, f"{run.seconds:.0f} s", "FAILED" if run.exit_code else "done") for run in runs]
     console.say()
     console.show_table(("benchmark", "time", ""), rows, ["red" if run.exit_code else "" for run in runs])
@@ -176,5 +176,5 @@ def tell_runs(console: Console, runs: Sequence[Run]) -> None:
 
 
 def describe(run: Run) -> str:
-    """'done in 12 s'."""
+    """Format the result of a run: 'done in 12 s'."""
     return f"{f'FAILED with exit code {run.exit_code}' if run.exit_code else 'done'} in {run.seconds:.0f} s"

@@ -35,7 +35,7 @@ def clean(context: click.Context, source: Path, target: Path, value: float, forc
 
 
 def tell_clean(console: Console, source: Path, target: Path, *, value: float, force: bool, as_json: bool) -> int:
-    """Clean, tell, and return the exit code."""
+    """Clean, report, and return the exit code."""
     from steadygrad.record.encode import to_json
     from steadygrad.scan.clean import clean_checkpoint
 

@@ -1,4 +1,4 @@
-"""The commands: what each is called, takes and returns. Each imports what it needs when it is called."""
+"""The commands: their names, arguments and exit codes. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECTIONS = {
     },
     "Measure": {"bench": "run the benchmarks of a source checkout"},
 }
-"""What a newcomer sees first: each command in a line that an 80-column terminal can hold."""
+"""What a newcomer sees first: each command in one line of an 80-column terminal."""
 
 
 class Sections(click.Group):
@@ -52,7 +52,7 @@ class Sections(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Called by click for the first word; one that is no command is told with the nearest that is."""
+        """Called by click for the first word; an unknown command is reported with the closest known one."""
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             near = difflib.get_close_matches(args[0], self.commands, n=1)
             meant = f"Did you mean {near[0]}?" if near else f"There are {', '.join(self.commands)}."

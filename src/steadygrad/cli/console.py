@@ -1,6 +1,6 @@
 """Console: lines, a table and a progress bar; with rich on a terminal, as plain text everywhere else.
 
-NO_COLOR is honoured. On a terminal a long line is broken between words, and goes on below its own beginning.
+NO_COLOR is honoured. On a terminal a long line is wrapped between words, with a hanging indent.
 Plain text has no escape codes and no bar, and is never wrapped, so that it can be searched. A character that the
 terminal cannot show is replaced, not raised.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Advance = Callable[[int, str], None]
-"""Moves a progress bar to so many steps done, with a text beside it."""
+"""Moves a progress bar to the given number of steps, with a text next to it."""
 
 
 class Console:
@@ -36,13 +36,13 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Letters in a line of the terminal; None in plain text, which has no end on the right."""
+        """Columns of the terminal; None in plain text, which is never wrapped."""
         return None if self._rich is None else self._rich.width
 
     def say(self, text: str = "", style: str = "", hang: int | None = None) -> None:
-        """One line; `style` is rich's ('bold', 'red') and shows on a terminal only.
+        """Print one line; `style` is rich's ('bold', 'red') and shows on a terminal only.
 
-        `hang`: how far in it goes on where the terminal is too narrow for it; as far as it begins unless given.
+        `hang`: indentation of wrapped lines; by default that of the line itself.
         """
         if self._rich is not None:
             from rich.text import Text
@@ -55,7 +55,7 @@ class Console:
         print(text.encode(encoding, "replace").decode(encoding), file=self._file, flush=True)
 
     def show_table(self, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
-        """Aligned columns: the first to the left, the others to the right; a style for each row."""
+        """Print aligned columns: the first to the left, the others to the right; one style per row."""
         widths = [max(map(len, column)) for column in zip(header, *rows)]
         for row, style in zip([header, *rows], ["bold", *styles]):
             cells = [cell.rjust(width) for cell, width in zip(row, widths)]
@@ -63,7 +63,7 @@ class Console:
 
     @contextlib.contextmanager
     def track(self, title: str, total: int) -> Iterator[Advance]:
-        """A progress bar that disappears when it is done; nothing in plain text."""
+        """Show a progress bar that disappears when done; nothing in plain text."""
         if self._rich is None:
             yield lambda *_: None
             return
@@ -76,7 +76,7 @@ class Console:
 
 
 def _break_lines(text: str, width: int, hang: int | None) -> str:
-    """Every line of `text` broken between words; a path or another long word stays whole, for it may be copied."""
+    """Wrap every line of `text` between words; a path or another long word stays whole, so that it can be copied."""
     shown: list[str] = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) if hang is None else hang)

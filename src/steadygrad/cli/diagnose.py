@@ -1,8 +1,8 @@
-"""`steadygrad diagnose`: an incident of a run, its saved batch and a function of yours -> who did it, in this process.
+"""`steadygrad diagnose`: an incident of a run, its saved batch and your function -> the cause, in this process.
 
 The function is imported from the current directory as `python` would; what it prints goes to standard error. Nothing
 else of the user's is run, and nothing in the run directory is executed: the batch is tensors and a tree of plain
-values. Whatever of this fails is an error that says what to change, never a traceback.
+values. Any failure is an error that says what to change, never a traceback.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def diagnose(
             "--entry train:step."
         )
     saved = load_batch(find_batch(run, incident))
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the answer
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the result
         fn, model = load_entry(entry)
         cause = replay(fn, model, saved, weights)
     console = Console()
@@ -83,7 +83,7 @@ def diagnose(
 
 
 def find_batch(run: Path, incident: int | None) -> Path:
-    """The file of the batch that belongs to an incident; of the last that has one when none is named."""
+    """Return the batch file of an incident; of the last incident that has one if none is named."""
     from steadygrad.errors import UsageError
 
     record = run / "incidents.jsonl"
@@ -120,7 +120,7 @@ def _find_named(record: Path, lines: list[bytes], incident: int) -> Path:
 
 
 def _read_step(line: bytes) -> int | None:
-    """The step of an incident; None when the line is not one."""
+    """Return the step of an incident; None if the line is not one."""
     try:
         told = json.loads(line)
     except (ValueError, RecursionError):
@@ -136,7 +136,7 @@ def _name_batch(run: Path, step: int) -> Path:
 
 
 def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
-    """The step function, and the model when the entry builds one."""
+    """Return the step function, and the model if the entry builds one."""
     from steadygrad.errors import UsageError
 
     module_name, _, name = entry.partition(":")
@@ -161,7 +161,7 @@ def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
 
 @contextlib.contextmanager
 def _telling(what: str) -> Iterator[None]:
-    """An exception of the user's code as one error that names its place; SystemExit too, which would set the code."""
+    """Turn the user code's exception into an error with its location; SystemExit too, which would set the code."""
     from steadygrad.errors import UsageError
 
     try:
@@ -209,7 +209,7 @@ def _is_hole(saved: SavedBatch, place: int) -> bool:
 
 
 def _load_weights(model: nn.Module | None, saved: SavedBatch, weights: Path | None) -> bool:
-    """Put the weights of the failing step into the model; whether there were any."""
+    """Load the weights of the failing step into the model; return whether there were any."""
     state = saved.weights if weights is None else _read_weights(weights)
     if model is None or not state:
         return False

@@ -29,7 +29,7 @@ class Problem:
 
 
 def tell_machine(console: Console, *, as_json: bool) -> int:
-    """Look, say what was found, and return the exit code."""
+    """Examine the machine, print what was found, and return the exit code."""
     machine = examine_machine()
     problems, advice = find_problems(machine), advise(machine)
     if as_json:
@@ -48,7 +48,7 @@ def tell_machine(console: Console, *, as_json: bool) -> int:
 
 
 def find_problems(machine: Machine) -> list[Problem]:
-    """What should be fixed, most harmful first."""
+    """Return what should be fixed, most harmful first."""
     problems = [*_find_matmul_problem(machine), *_find_cuda_problem(machine)]
     if parse_version(machine.torch) < MIN_TORCH:
         least = ".".join(map(str, MIN_TORCH))
@@ -112,7 +112,7 @@ def _find_cuda_problem(machine: Machine) -> list[Problem]:
 
 
 def advise(machine: Machine) -> list[str]:
-    """What to choose here, in sentences."""
+    """Return what to choose on this machine, in sentences."""
     sentences = [_advise_precision(device) for device in machine.devices]
     if _has_gpu(machine):
         names = ", ".join(next(d for d in machine.devices if d.name != "cpu").fused_optimizers)

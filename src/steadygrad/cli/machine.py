@@ -1,6 +1,6 @@
 """What this machine and torch offer, found by trying: python, torch, devices, half-precision matmuls, Triton, threads.
 
-Whatever could kill the process is tried in another one. Nothing is changed, and nothing is judged: that is `doctor`.
+Anything that could kill the process is tried in another one. Nothing is changed or judged here: `doctor` judges.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Machine:
     """The CUDA version that torch was built with."""
     devices: tuple[Device, ...]
     bf16_matmul_works: bool
-    """On the CPU, tried in a process of its own."""
+    """On the CPU, tried in a separate process."""
     fp16_matmul_works: bool
     onednn_max_cpu_isa: str | None
     """The environment variable ONEDNN_MAX_CPU_ISA."""
@@ -65,7 +65,7 @@ class Machine:
     """Whether both matmuls work with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16; None: they work anyway."""
     triton: str | None
     triton_is_usable: bool
-    """Whether it is there and at least `min_triton`, with which the kernels were run."""
+    """Whether it is installed and at least `min_triton`, the oldest version the kernels were run with."""
     min_triton: str
     num_cpus: int
     """Cores that this process may use."""
@@ -75,11 +75,11 @@ class Machine:
     steadygrad_is_off: bool
     """Whether the environment has STEADYGRAD=off."""
     warnings: tuple[str, ...]
-    """What torch warned about while it was asked."""
+    """What torch warned about while it was examined."""
 
 
 def examine_machine() -> Machine:
-    """Look at everything; takes a few seconds, most of them for the matmuls in processes of their own."""
+    """Examine everything; takes a few seconds, mostly for the matmuls in separate processes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -109,7 +109,7 @@ def examine_machine() -> Machine:
 
 
 def matmul_works(precision: Precision) -> bool:
-    """`half_matmul_works`, where a process that hangs has failed too."""
+    """Like `half_matmul_works`, but a process that hangs counts as failed too."""
     try:
         return half_matmul_works(precision)
     except subprocess.TimeoutExpired:
@@ -147,7 +147,7 @@ def _examine_cpu() -> Device:
 
 def _examine_gpu(index: int) -> Device:
     name = f"cuda:{index}"
-    with torch.cuda.device(index):  # choose_precision asks about the current one
+    with torch.cuda.device(index):  # choose_precision uses the current device
         facts = torch.cuda.get_device_properties(index)
         return Device(
             name=name,
@@ -160,7 +160,7 @@ def _examine_gpu(index: int) -> Device:
 
 
 def _isa_cap_helps() -> bool:
-    """Try again with the cap in the environment, where oneDNN reads it once, when it is loaded."""
+    """Try again with the cap in the environment, since oneDNN reads it only once, when it is loaded."""
     code = (
         "from steadygrad.act.precision import half_matmul_works as works\n"
         "from steadygrad.config import Precision\n"

@@ -1,7 +1,7 @@
-"""The places where a recipe's fields are given -> its config. What comes later wins.
+"""The places where a recipe's fields are set -> its config. Later ones win.
 
-A wrong field is told as a person wrote it: one of a file behind the file's name, one of the command line as its flag.
-So they know what to mend, and where. Nothing here knows a recipe.
+A wrong field is reported the way the user wrote it: with the file's name if from a file, as a flag if from the command
+line, so that they know what to fix and where. Nothing here depends on a particular recipe.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from steadygrad.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Values that were given in one place."""
+    """Values set in one place."""
 
     values: Mapping[Any, Any]
-    """Nested, or under paths: 'optimizer.lr'; kept under paths."""
+    """Nested, or by path: 'optimizer.lr'; stored by path."""
     file: Path | None = None
     """None: the command line, or the program itself."""
     is_remembered: bool = False
-    """Whether a run wrote the file, from settings that did fit: what breaks a rule then was given beside it."""
+    """Whether a run wrote the file, from valid settings: then the value that breaks a rule comes from elsewhere."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", flatten(self.values))
 
     def holds(self, path: str) -> bool:
-        """Whether a value for the field, or for one inside it, was given here."""
+        """Whether a value for the field, or for one inside it, was set here."""
         return any(f"{given}.".startswith(f"{path}.") for given in self.values)
 
 
 def read_source(file: Path) -> Source:
-    """The fields in a YAML or TOML file."""
+    """Read the fields in a YAML or TOML file."""
     try:
         return Source(values=read_mapping(file), file=file)
     except ConfigError as error:
@@ -44,7 +44,7 @@ def read_source(file: Path) -> Source:
 
 
 def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values, or some under dotted paths already, as one mapping of path to value.
+    """Flatten nested values, some perhaps under dotted paths already, into one mapping of path to value.
 
     >>> flatten({"a.b": 1, "a": {"c": 2}})
     {'a.b': 1, 'a.c': 2}
@@ -56,7 +56,7 @@ def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nest(*sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under paths as nested ones; what comes later wins.
+    """Nest values given by path; later ones win.
 
     >>> nest({"a.b": 1, "a.c": 2}, {"a.b": 3})
     {'a': {'b': 3, 'c': 2}}
@@ -66,7 +66,7 @@ def nest(*sources: Mapping[str, Any]) -> dict[str, Any]:
         *parts, last = path.split(".")
         inner = nested
         for part in parts:
-            if not isinstance(inner.get(part), dict):  # a single value, which stands where a part must be
+            if not isinstance(inner.get(part), dict):  # a single value where a nested part must be
                 inner[part] = {}
             inner = inner[part]
         inner[last] = value
@@ -74,7 +74,7 @@ def nest(*sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(config: type, sources: Sequence[Source], flag: Callable[[str], str]) -> Any:
-    """The config of all sources; `flag` is how a field is written on the command line."""
+    """Build the config from all sources; `flag` formats a field as it is written on the command line."""
     made, wrong = try_build(config, nest(*(source.values for source in sources)))
     if not wrong:
         return made
@@ -83,7 +83,7 @@ def build_config(config: type, sources: Sequence[Source], flag: Callable[[str], 
 
 
 def _tell(wrong: WrongField, sources: Sequence[Source], flag: Callable[[str], str]) -> str:
-    if not wrong.path:  # nobody says which field it was
+    if not wrong.path:  # it is not known which field it was
         file = next((source.file for source in reversed(sources) if source.file is not None), None)
         return wrong.line if file is None else f"{file}: {wrong.line}"
     givers = [source for source in sources if wrong.is_alone or not source.is_remembered]
@@ -93,12 +93,12 @@ def _tell(wrong: WrongField, sources: Sequence[Source], flag: Callable[[str], st
 
 
 def _find_file(path: str, sources: Sequence[Source]) -> Path | None:
-    """The file that the field's value is from; None when it is from none."""
+    """Return the file that the field's value comes from; None if it is not from a file."""
     return next((source.file for source in reversed(sources) if source.holds(path)), None)
 
 
 def _name_others(wrong: WrongField, sources: Sequence[Source], file: Path | None) -> Iterator[str]:
-    """Where a rule's other fields are from: the file may set `epochs`, which `stage1_epochs` must be less than."""
+    """Yield where a rule's other fields come from: the file may set `epochs`, which must exceed `stage1_epochs`."""
     part, _, name = wrong.path.rpartition(".")
     rule = wrong.text.partition(", got ")[0]
     for word in dict.fromkeys(re.findall(r"\w+", rule)):

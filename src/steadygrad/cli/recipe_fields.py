@@ -1,7 +1,7 @@
 """A recipe's config class -> a click command with an option for each field; the text below a field is its help.
 
 A field is named by its path, `--optimizer.lr`, and by its last word where only one field has that; `_` is `-`. The
-command hands out what was given: defaults and files are merged in `recipe_config`. Nothing here knows a recipe.
+command returns only what was given; `recipe_config` merges defaults and files. Independent of particular recipes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from steadygrad.errors import UsageError
 
 KINDS = {bool: "true/false", int: "number", float: "number", str: "text", types.NoneType: "none"}
 ARTICLES = {"number": "a number", "true/false": "true or false"}
-"""Kinds of values as they stand in a sentence."""
+"""Kinds of values as they appear in a sentence."""
 
 
 class FieldOption(click.Option):
-    """The option of one field. A switch may stand alone: `--protect` is `--protect true`."""
+    """The option of one field. A switch needs no value: `--protect` is `--protect true`."""
 
     def __init__(self, path: str, hint: Any, usual: Any, text: str) -> None:
         self.path, self.usual = path, usual
@@ -41,7 +41,7 @@ class FieldOption(click.Option):
         super().__init__(names, help=text, **alone)
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
-        """Called by click; UsageError when the text can be no value of this field."""
+        """Called by click; raises UsageError if the text is not a valid value of this field."""
         text = check_value(ctx, self, super().type_cast_value(ctx, value))
         if not isinstance(text, str) or (types.NoneType in self.types and text.lower() in ("none", "null")):
             return None
@@ -57,7 +57,7 @@ class FieldOption(click.Option):
 
 
 class FieldCommand(click.Command):
-    """A command with an option for each field of a config class, beside `options`."""
+    """A command with an option for each field of a config class, besides `options`."""
 
     def __init__(
         self, name: str, config: type, *, aliases: Mapping[str, str], options: Sequence[click.Option] = (), **more: Any
@@ -71,7 +71,7 @@ class FieldCommand(click.Command):
                 next(field for field in self.fields if field.path == path).opts.append(spell_flag(other))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Called by click; UsageError names the nearest field, and all whose last word it is when there are several."""
+        """Called by click; UsageError names the closest field, and all matching ones if the last word is ambiguous."""
         off = {f"--no-{field.opts[0][2:]}": f"{field.opts[0]}=false" for field in self.fields if field.is_switch}
         try:
             return super().parse_args(ctx, [off.get(word.replace("_", "-"), word) for word in args])
@@ -84,12 +84,12 @@ class FieldCommand(click.Command):
         raise UsageError(f"{word} is no field of the recipe {self.name}. {meant}")
 
     def read_fields(self, ctx: click.Context) -> dict[str, Any]:
-        """Path -> value of the fields that were given."""
+        """Return the fields that were given, path -> value."""
         given = click.core.ParameterSource.COMMANDLINE
         return {f.path: ctx.params[f.name] for f in self.fields if ctx.get_parameter_source(f.name) is given}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Called by click for --help: the fields of each part below a title of their own."""
+        """Called by click for --help; lists the fields of each part under its own title."""
         sections: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
         for option in self.get_params(ctx):
             part = option.path.rpartition(".")[0] if isinstance(option, FieldOption) else None
@@ -102,14 +102,14 @@ class FieldCommand(click.Command):
 
 
 def check_value(ctx: click.Context, option: click.Parameter, value: Any) -> Any:  # noqa: ARG001
-    """The value; UsageError when it is the next flag, which click takes for the value: `--run-dir --quick`."""
+    """Return the value; raise UsageError if it is the next flag, which click accepts: `--run-dir --quick`."""
     if isinstance(value, str) and value.startswith("--") and len(value) > 2:
         raise UsageError(f"{option.opts[0]} stands without a value. Write {option.opts[0]} VALUE.")
     return value
 
 
 def list_fields(config: type, prefix: str = "") -> Iterator[FieldOption]:
-    """Every setting of a config class, those of nested ones behind their name and a dot."""
+    """Yield every setting of a config class; nested ones are prefixed with their part's name and a dot."""
     hints, helps = typing.get_type_hints(config), read_help(config)
     for item in dataclasses.fields(config):
         path, hint = f"{prefix}{item.name}", hints[item.name]
@@ -124,10 +124,10 @@ def list_fields(config: type, prefix: str = "") -> Iterator[FieldOption]:
 
 
 def read_help(config: type) -> dict[str, str]:
-    """Field -> the text below it in the source, of the class and those it comes from; empty where there is none."""
+    """Map each field of the class and its bases to the docstring below it in the source; empty if there is none."""
     found: dict[str, str] = {}
     for owner in filter(dataclasses.is_dataclass, reversed(config.__mro__)):
-        with contextlib.suppress(OSError, TypeError):  # a class that a program made has no source
+        with contextlib.suppress(OSError, TypeError):  # a class created at run time has no source
             body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]).body
             for node, below in zip(body, [*body[1:], None]):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -138,12 +138,12 @@ def read_help(config: type) -> dict[str, str]:
 
 
 def spell_flag(path: str) -> str:
-    """`trainer.learning_rate` as it is written on the command line: `--trainer.learning-rate`."""
+    """Format `trainer.learning_rate` as it is written on the command line: `--trainer.learning-rate`."""
     return "--" + path.replace("_", "-")
 
 
 def spell_value(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Format a value as it is written on the command line."""
     if isinstance(value, tuple | list):
         return ",".join(spell_value(item) for item in value)
     if value is None or isinstance(value, bool):
@@ -152,22 +152,22 @@ def spell_value(value: Any) -> str:
 
 
 def _find_names(paths: Sequence[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """The other names of fields -> their paths: aliases, and last words that only one of them has."""
+    """Map the fields' other names to their paths: aliases, and last words that only one of them has."""
     last_words = collections.Counter(path.rpartition(".")[2] for path in paths)
     names = {word: path for path in paths if last_words[word := path.rpartition(".")[2]] == 1 and word != path}
     return names | {alias: names.get(meant, meant) for alias, meant in aliases.items()}
 
 
 def _convert(kind: Any, text: str) -> Any:
-    """`text` as one type; ValueError or click's BadParameter when it cannot be."""
+    """Convert `text` to one type; raise ValueError or click's BadParameter if it cannot be."""
     if typing.get_origin(kind) is tuple:
         inner = (*typing.get_args(kind), str)[0]
         return tuple(_convert(inner, item.strip()) for item in text.strip("[]()").split(",") if item.strip())
     if kind not in (bool, int, float):
-        return text  # an Enum too: its config says which there are
+        return text  # for an Enum too: its config lists the valid values
     value = click.types.convert_type(kind)(text)
     if not math.isfinite(value):
-        raise ValueError(text)  # 1e400 is Inf, and trains nothing
+        raise ValueError(text)  # 1e400 parses as Inf, which cannot train anything
     return value
 
 

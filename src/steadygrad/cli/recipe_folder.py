@@ -1,7 +1,7 @@
-"""Which run directory a `steadygrad train` means, and what that directory remembers of its recipe.
+"""Which run directory a `steadygrad train` uses, and what that directory remembers about its recipe.
 
-A directory holds one training. One that already has steps is gone on with, or left alone: a second training in it would
-mix two records, and its best checkpoint could be the other's.
+A directory holds one training. One that already has steps is resumed or left alone: a second training in it would mix
+two records, and its best checkpoint could be the other's.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SETTINGS = "recipe.json"
 CHECKPOINTS = "checkpoints"
 STEPS = "steps.jsonl"
 WORDS = ("latest", "best")
-"""What --resume takes beside a path."""
+"""Words that --resume takes besides a path."""
 
 
 def choose_folder(
     name: str, run_dir: str | None, resume: str | None, *, uses_run: bool = False, takes_weights: bool = False
 ) -> Path:
-    """Where the run is written, or lies; `uses_run`: it must have been trained already.
+    """Return the run directory to write to or read; `uses_run`: it must have been trained already.
 
-    `takes_weights`: --resume may name a file of another program, whose weights a new run starts from.
+    `takes_weights`: --resume may name another program's file, whose weights a new run starts from.
     """
     if run_dir is not None:
         return _require_folder(Path(run_dir), "--run-dir")
@@ -45,7 +45,7 @@ def choose_folder(
         return name_folder(RUNS, name)
     newest = find_newest(RUNS, name, holding=CHECKPOINTS)
     if newest is None and not uses_run:
-        newest = find_newest(RUNS, name)  # ended before its first checkpoint
+        newest = find_newest(RUNS, name)  # it ended before its first checkpoint
     if newest is None:
         raise UsageError(f"there is no run of {name} in {RUNS}/. Train one first, or say where it is with --run-dir.")
     return newest
@@ -57,12 +57,12 @@ def is_weights(resume: str) -> bool:
 
 
 def name_start(resume: str | None, run_dir: Path) -> str | None:
-    """What a recipe is told to resume from; the run directory itself is its newest checkpoint, if there is one yet."""
+    """Return what a recipe resumes from; the run directory itself means its newest checkpoint, if there is one yet."""
     return "latest" if resume is not None and Path(resume) == run_dir else resume
 
 
 def find_run(path: Path) -> Path:
-    """The run directory that `path` is, or is a checkpoint of."""
+    """Return the run directory that `path` is, or that it is a checkpoint of."""
     is_inside = path.parent.name == CHECKPOINTS
     if not path.exists() and not (is_inside and path.parent.exists()):
         raise UsageError(f"{path} does not exist, so nothing can be resumed from it. Give a run directory.")
@@ -76,7 +76,7 @@ def _require_folder(path: Path, flag: str) -> Path:
 
 
 def read_settings(run_dir: Path, name: str) -> Source | None:
-    """The fields that the run was started with; None for a directory that is no run yet."""
+    """Read the fields that the run was started with; None for a directory that is not a run yet."""
     path = run_dir / SETTINGS
     if not path.is_file():
         return None
@@ -92,7 +92,7 @@ def read_settings(run_dir: Path, name: str) -> Source | None:
 
 @contextlib.contextmanager
 def remember_settings(run_dir: Path, name: str, config: Any) -> Iterator[None]:
-    """Write them for the training inside. One that cannot begin leaves everything as it was before."""
+    """Record the settings for the training inside. If it cannot begin, everything is left as it was."""
     path, is_ours, num_bytes = run_dir / SETTINGS, not run_dir.exists(), _measure_steps(run_dir)
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def remember_settings(run_dir: Path, name: str, config: Any) -> Iterator[None]:
 
 
 def require_new(run_dir: Path, name: str) -> None:
-    """Refuse to train anew where somebody has trained."""
+    """Refuse to start a new training in a directory that already has one."""
     if has_begun(run_dir):
         raise UsageError(
             f"{run_dir} already holds a training. Go on with it by steadygrad train {name} --resume {run_dir}, "
@@ -119,7 +119,7 @@ def require_new(run_dir: Path, name: str) -> None:
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether a step or a checkpoint is there."""
+    """Whether the directory has a step or a checkpoint."""
     return _measure_steps(run_dir) > 0 or any(path.is_dir() for path in (run_dir / CHECKPOINTS).glob("*"))
 
 
@@ -129,23 +129,23 @@ def is_recorded(run_dir: Path) -> bool:
 
 
 def _measure_steps(run_dir: Path) -> int:
-    """Bytes of what is recorded."""
+    """Return the size of the record in bytes."""
     steps = run_dir / STEPS
     return steps.stat().st_size if steps.is_file() else 0
 
 
 # --- folders ------------------------------------------------------------------------------------------------------
-# Where a command writes its run: a new folder with the time in its name, or the newest of those there are.
+# Where a command writes its run: a new folder with the time in its name, or the newest existing one.
 
 
 def name_folder(parent: Path, name: str) -> Path:
-    """runs/seo-20260131-101500, or with -2, -3, ... when somebody was there in the same second."""
+    """Return a new name such as runs/seo-20260131-101500, with -2, -3, ... if it was taken in the same second."""
     stem = f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     names = (stem if number == 1 else f"{stem}-{number}" for number in range(1, 1000))
     return next(parent / name for name in names if not (parent / name).exists())
 
 
 def find_newest(parent: Path, name: str, *, holding: str = "") -> Path | None:
-    """The last folder that `name_folder` has named, by its time, of those that have a folder `holding` inside."""
+    """Return the latest folder named by `name_folder`, of those that contain a folder `holding`."""
     folders = sorted(path for path in parent.glob(f"{name}-[0-9]*") if (path / holding).is_dir())
     return folders[-1] if folders else None

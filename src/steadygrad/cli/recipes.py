@@ -1,4 +1,4 @@
-"""The recipes by name: which are installed, found by entry point, ours and other people's alike.
+"""The installed recipes by name, found by entry point, ours and third-party ones alike.
 
 A recipe is a module that a distribution registers in the group `steadygrad.recipes`. It offers `SUMMARY` (a line),
 `Config` (a frozen dataclass with a text below each field), `QUICK` (what `--quick` changes) and `train(config, *,
@@ -25,7 +25,7 @@ GROUP = "steadygrad.recipes"
 OWN = "steadygrad_recipes"
 """The package of our own recipes, in the same wheel. Never imported by name: it is on top of this one."""
 DEMO = "demo"
-"""Registered like a recipe, and run by a command of its own."""
+"""Registered like a recipe, but run by a separate command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Recipe:
     module: str
 
     def load(self) -> Any:
-        """The module, imported now; what it needs to train it imports when it trains."""
+        """Import and return the module; it imports what it needs for training when it trains."""
         return importlib.import_module(self.module)
 
     @property
     def summary(self) -> str:
-        """What it trains, in a line; why it cannot be run where importing it fails."""
+        """Return in one line what it trains, or why it cannot be run if importing it fails."""
         try:
             return str(getattr(self.load(), "SUMMARY", ""))
         except Exception as error:  # one broken plug-in must not hide the other recipes
@@ -49,12 +49,12 @@ class Recipe:
 
 
 def list_recipes() -> list[Recipe]:
-    """Every recipe that is installed, by name."""
+    """Return every installed recipe, by name."""
     return [Recipe(name, module) for name, module in sorted(_find_modules().items()) if name != DEMO]
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name; an error names the nearest."""
+    """Return the recipe of that name; an error names the closest."""
     recipes = list_recipes()
     for recipe in recipes:
         if recipe.name == name:
@@ -66,7 +66,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def load_demo() -> Any:
-    """The module of the demo, which offers `tell_demo(console, *, run_dir, device, quick) -> int`."""
+    """Return the demo's module, which offers `tell_demo(console, *, run_dir, device, quick) -> int`."""
     module = _find_modules().get(DEMO)
     if module is None:
         raise UsageError(f"the demo is not installed: no package registers {DEMO!r} in the entry points {GROUP}.")
@@ -74,7 +74,7 @@ def load_demo() -> Any:
 
 
 def open_recipe(name: str, config: Any) -> Target:
-    """The training of a recipe, built and not begun."""
+    """Build a recipe's training without starting it."""
     package = find_recipe(name).load()
     if hasattr(package, "open_target"):
         target: Target = package.open_target(config)
@@ -88,9 +88,9 @@ def open_recipe(name: str, config: Any) -> Target:
 
 
 def _find_modules() -> dict[str, str]:
-    """Name -> module."""
+    """Map recipe names to modules."""
     found = {point.name: point.value for point in entry_points(group=GROUP)}
     if not any(module.partition(".")[0] == OWN for module in found.values()) and importlib.util.find_spec(OWN):
-        # A checkout on the path, or an editable install from before these entry points: their own table says the same.
+        # A checkout on the path, or an editable install older than these entry points: use the package's own table.
         found = {**importlib.import_module(OWN).RECIPES, **found}
     return found

@@ -1,6 +1,6 @@
-"""`steadygrad run`: any training script, unedited, kept from bad steps and written down.
+"""`steadygrad run`: any unedited training script, kept from bad steps and recorded.
 
-Arguments in, the script's own exit code out. What it is told goes to standard error.
+Arguments in, the script's own exit code out. Messages go to standard error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run(
 
 
 def _name_folder(target: str) -> Path | None:
-    """runs/train-20260131-101500; of several ranks only the first writes where nobody has said where."""
+    """Return a name such as runs/train-20260131-101500; without --run-dir only the first of several ranks writes."""
     if int(os.environ.get("RANK", "0")) > 0:
         return None
     name = Path(target).stem if target.endswith(".py") else target.rpartition(".")[2]

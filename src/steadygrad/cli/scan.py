@@ -1,6 +1,6 @@
 """`steadygrad scan`: what is in checkpoints, as sentences and tables or as one JSON object.
 
-Exit code 2 wins over 1: something that could not be read may hold worse than what was found elsewhere.
+Exit code 2 wins over 1: a file that could not be read may hold worse than what was found elsewhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def scan(
 
 
 def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool, trust: bool = False) -> int:
-    """Scan, tell, and return the exit code."""
+    """Scan, report, and return the exit code."""
     scans, refused = _scan_all(console, paths, quiet=as_json, trust=trust)
     if as_json:
         _print_json(
@@ -78,7 +78,7 @@ def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_jso
 def _scan_all(
     console: Console, paths: Sequence[Path], *, quiet: bool, trust: bool
 ) -> tuple[list[CheckpointScan], list[tuple[str, str]]]:
-    """What could be scanned, and (path, reason) of what could not; one that is refused does not stop the others."""
+    """Return the scans, and (path, reason) for each refused path; a refused one does not stop the others."""
     from steadygrad.errors import SteadygradError
     from steadygrad.scan.readers.formats import find_checkpoints
 
@@ -111,7 +111,7 @@ def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> Ch
 
 
 def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as_json: bool) -> int:
-    """Compare, tell, and return the exit code."""
+    """Compare, report, and return the exit code."""
     from steadygrad.scan.diff import diff_checkpoints
     from steadygrad.scan.readers.formats import read_tensors
 
@@ -145,7 +145,7 @@ def _print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def _track(console: Console, title: str, num_bytes: int, *, quiet: bool) -> Iterator[Callable[[int, str], None]]:
-    """A bar in MiB, moved by a number of bytes."""
+    """Show a bar in MiB, advanced by a number of bytes."""
     if quiet:
         yield lambda *_: None
         return

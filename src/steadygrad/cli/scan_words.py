@@ -1,4 +1,4 @@
-"""What `steadygrad scan` found, in words and tables. Names come from anyone's files and are escaped."""
+"""Format what `steadygrad scan` found, as text and tables. Names come from untrusted files and are escaped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def advising() -> Iterator[None]:
-    """A file that cannot be read is told with advice for a person at a prompt: there may be no run to resume."""
+    """Give errors about unreadable files advice that suits the command line: there may be no run to resume."""
     from steadygrad.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint
 
     try:

@@ -33,7 +33,7 @@ from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
 
 
 class RecipeGroup(click.Group):
-    """The recipes that are installed, each a command."""
+    """The installed recipes, each a command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Called by click."""
@@ -104,13 +104,13 @@ class RecipeCommand(FieldCommand):
         ctx.exit(run_recipe(self.recipe, self.package, self.read_request(ctx), Console()))
 
     def read_request(self, ctx: click.Context) -> Request:
-        """What was asked for, of words that click has read."""
+        """Return the request from the arguments that click has parsed."""
         own = {str(option.name): ctx.params[str(option.name)] for option in self.own}
         return Request(**own, values=self.read_fields(ctx))
 
 
 def make_options(name: str, package: Any) -> list[click.Option]:
-    """The options beside the fields. One that the recipe has no function for is hidden, and refused when given."""
+    """Return the options besides the fields. One that the recipe does not support is hidden, and refused if given."""
     quick = ", ".join(f"{name}={spell_value(value)}" for name, value in package.QUICK.items())
     predict = getattr(package, "PREDICT", "use the trained model of a run on PATH")
     resume = "go on exactly: latest, best, a run directory, or one of its checkpoints"
@@ -130,7 +130,7 @@ def make_options(name: str, package: Any) -> list[click.Option]:
 
 
 def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console) -> int:
-    """Train, predict or sample; the exit code."""
+    """Train, predict or sample; return the exit code."""
     if request.predict is not None or request.sample:
         return _use_run(recipe, package, request, console)
     resume, takes_weights = request.resume, getattr(package, "TAKES_WEIGHTS", False)
@@ -170,7 +170,7 @@ def _use_run(recipe: Recipe, package: Any, request: Request, console: Console) -
 
 
 def make_config(package: Any, request: Request, remembered: Source | None = None) -> Any:
-    """Defaults, what the run remembers, `--quick`, the file, the fields: what comes later wins."""
+    """Merge defaults, what the run remembers, `--quick`, the file and the fields: later ones win."""
     sources = [] if remembered is None else [remembered]
     if request.quick:
         sources.append(Source(values=package.QUICK))
@@ -180,7 +180,7 @@ def make_config(package: Any, request: Request, remembered: Source | None = None
 
 
 def write_report_of(run_dir: Path, console: Console) -> None:
-    """The report, as far as there is something to report and something to draw it with."""
+    """Write the report, if there is something to report and something to draw it with."""
     from steadygrad.view.render.report import write_report
 
     target = run_dir / "report.html"

@@ -98,7 +98,7 @@ def run_tuning(
     run_dir: Path | None,
     resume: bool,
 ) -> int:
-    """Tune, tell, write; the exit code."""
+    """Tune, report and write; return the exit code."""
     from steadygrad.tune.ledger import Ledger
     from steadygrad.tune.search import Search
     from steadygrad.tune.settings import read_search
@@ -136,7 +136,7 @@ def run_tuning(
 
 
 def choose_folder(target: str, run_dir: Path | None, storage: str | None, *, resume: bool) -> Path:
-    """Where everything is written: as asked for, or a new one."""
+    """Return the folder to write to: the requested one, or a new one."""
     if run_dir is not None:
         return run_dir
     if resume and storage is None:
@@ -145,7 +145,7 @@ def choose_folder(target: str, run_dir: Path | None, storage: str | None, *, res
 
 
 def make_folder(folder: Path) -> None:
-    """So that a folder that cannot be written is told before anything is tried."""
+    """Create the folder, so that one that cannot be written is reported before anything is tried."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,7 +155,7 @@ def make_folder(folder: Path) -> None:
 
 
 def open_target(target: str, config_file: Path | None, *, quick: bool, fields: tuple[str, ...]) -> Any:
-    """What is to be tuned; UsageError when it cannot be."""
+    """Return what is to be tuned; raise UsageError if it cannot be."""
     from steadygrad.tune.target import open_script
 
     if ":" in target:
@@ -183,7 +183,7 @@ def open_target(target: str, config_file: Path | None, *, quick: bool, fields: t
 
 
 def plan_steps(num_steps: int | None, folder: Path, *, trials: int | None, steps: int | None, resume: bool) -> Any:
-    """How much is tried; a tuning that goes on keeps the steps it began with, so that trials can be compared."""
+    """Plan how much is tried; a resumed tuning keeps its original steps, so that trials can be compared."""
     import dataclasses
 
     from steadygrad.tune.ledger import read_steps
@@ -197,7 +197,7 @@ def plan_steps(num_steps: int | None, folder: Path, *, trials: int | None, steps
 
 
 def join_ranks(run_dir: Path | None, storage: str | None) -> tuple[int, bool]:
-    """This worker's number, and whether torchrun has started several; each takes a device of its own."""
+    """Return this worker's number, and whether torchrun started several; each takes a separate device."""
     rank, num = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if num == 1:
         return 0, False
@@ -217,7 +217,7 @@ def join_ranks(run_dir: Path | None, storage: str | None) -> tuple[int, bool]:
 
 
 def tell_choice(console: Console, tuned: Any, files: list[Path]) -> None:
-    """What was chosen, and where it lies."""
+    """Print what was chosen, and where it was written."""
     from steadygrad.tune.write import describe_share
 
     choice = tuned.choice

@@ -1,4 +1,4 @@
-"""Readings -> clip coefficient, on the device. One file a strategy; `build_clipper` finds the one for its settings."""
+"""Readings -> clip coefficient, on the device. One file per strategy; `build_clipper` builds one from its settings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ _CLIPPERS: dict[type, Callable[[Any], Clipper]] = {
 
 
 def build_clipper(settings: ClipStrategy) -> Clipper:
-    """The device state that carries out `settings`."""
+    """Build the device state that carries out `settings`."""
     try:
         build = _CLIPPERS[type(settings)]
     except KeyError:

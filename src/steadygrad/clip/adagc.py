@@ -1,10 +1,10 @@
 """AdaGC: clip each tensor's gradient against the moving average of its own clipped norms (arXiv 2502.11034).
 
-While a tensor warms up it takes the global clip, and gamma is the smallest norm that it had after that. Then its factor
+While a tensor warms up it gets the global clip, and gamma is its smallest norm after that clip. Then its factor
 is min(1, relative gamma / norm), and gamma = beta gamma + (1 - beta) clipped norm. gamma and the warm-up belong to the
 parameter's name: parameters may come and go between steps, and one that is unfrozen late warms up on its own. A norm of
-exactly 0 (an unused expert, a LoRA factor at step 0) changes neither: gamma = 0 would stop that tensor for ever.
-Edits the gradients, one launch a tensor.
+exactly 0 (an unused expert, a LoRA factor at step 0) changes neither: gamma = 0 would freeze that tensor forever.
+Edits the gradients, one launch per tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steadygrad.measure import Measurement
 
 
 class AdaGCClipper:
-    """For each parameter name one gamma and one count, in two vectors on the device."""
+    """One gamma and one count per parameter name, in two vectors on the device."""
 
     edits_gradients = True
     constant_norm: float | None = None
@@ -37,7 +37,7 @@ class AdaGCClipper:
 
     @torch.no_grad()
     def clip(self, m: Measurement) -> Tensor:
-        """Scale the gradients; the ratio of the norms after and before."""
+        """Scale the gradients; return the norm after clipping divided by the norm before."""
         rows = self._find_rows(m)
         state = self._state.on(m.packed.device)
         gamma, count = state["gamma"][rows], state["count"][rows]
@@ -63,7 +63,7 @@ class AdaGCClipper:
         return torch.where(count < self._settings.warmup, smallest, average)
 
     def _find_rows(self, m: Measurement) -> Tensor:
-        """Where the parameters of this step stand in the state, [N]; new names are added at its end."""
+        """Return the rows of this step's parameters in the state, [N]; new names are appended."""
         device = m.packed.device
         rows = self._rows.get(m.names)
         if rows is None or rows.device != device:
@@ -76,12 +76,12 @@ class AdaGCClipper:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The names, and gamma and count in their order."""
+        """Return the names, and gamma and count in their order."""
         tensors = self._state.state_dict()
         return {"names": list(self._row_of), **tensors} if tensors else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back; they find their parameters by name."""
+        """Load what `state_dict()` returned, matching parameters by name."""
         names = [str(name) for name in state.get("names", ())]
         tensors = {key: value for key, value in state.items() if key != "names"}
         shapes = {tuple(torch.as_tensor(value).shape) for value in tensors.values()}

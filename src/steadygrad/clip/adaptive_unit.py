@@ -2,8 +2,8 @@
 
 A unit is a row of dimension 0 (all other dimensions of a convolution belong to it); a vector or scalar is one unit.
 ‖G‖ may reach ratio · max(‖W‖, eps): the floor lets a unit that starts at zero move. Gradient norms are summed in
-float64, for the square of 1e25 overflows fp32 and an infinite norm would scale its unit to zero; a weight norm that
-overflows clips nothing. A sparse gradient is clipped by the rows that it has. Edits the gradients.
+float64, because the square of 1e25 overflows fp32 and an infinite norm would scale its unit to zero; a weight norm that
+overflows clips nothing. A sparse gradient is clipped by its stored rows. Edits the gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from steadygrad.measure import Measurement
 
 
 class AdaptiveUnitClipper:
-    """One factor for each unit of each parameter that is not excluded."""
+    """Computes one factor for each unit of each parameter that is not excluded."""
 
     edits_gradients = True
     constant_norm: float | None = None
@@ -32,7 +32,7 @@ class AdaptiveUnitClipper:
 
     @torch.no_grad()
     def clip(self, m: Measurement) -> Tensor:
-        """Scale the gradients; the ratio of the norms after and before."""
+        """Scale the gradients; return the norm after clipping divided by the norm before."""
         chosen = [i for i, name in enumerate(m.names) if not self._is_excluded(name)]
         if not chosen:
             return torch.ones_like(m.norm)
@@ -56,11 +56,11 @@ class AdaptiveUnitClipper:
         return tell_ratio(norm_before, norm_after, (factors < 1.0).any())
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
+        """Do nothing: there is no state."""
 
 
 def _coalesce(gradient: Tensor, name: str) -> Tensor:
@@ -75,14 +75,14 @@ def _coalesce(gradient: Tensor, name: str) -> Tensor:
 
 
 def _matching_rows(weight: Tensor, gradient: Tensor) -> Tensor:
-    """The rows of `weight` that `gradient` has."""
+    """Return the rows of `weight` that `gradient` has."""
     if gradient.layout is torch.strided:
         return weight
     return weight.index_select(0, gradient.indices()[0])
 
 
 def _measure_units(tensor: Tensor, at_least: torch.dtype) -> Tensor:
-    """L2 norm of each unit, summed in `at_least` or wider, [units]."""
+    """Return the L2 norm of each unit, summed in `at_least` or wider, [units]."""
     values = stored_values(tensor)
     dims = tuple(range(1 if values.dim() > 1 else 0, values.dim()))
     wide = torch.promote_types(values.dtype, at_least)

@@ -1,8 +1,8 @@
 """AutoClip: clip at a percentile of the norms seen so far, the current one included (Seetharaman et al. 2020).
 
-The norms stand in a ring of `window` on the device, where the original keeps all of them; while fewer have been seen
-they are all of them. The percentile interpolates between neighbours as numpy's does. A norm of exactly 0 is not
-remembered: enough of them would make the threshold 0 and stop the training.
+The last `window` norms are kept in a ring on the device; the original keeps all of them. The percentile interpolates
+between neighbours as numpy's does. A norm of exactly 0 is not stored: enough of them would make the threshold 0 and
+stop the training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AutoClipper:
 
     @torch.no_grad()
     def clip(self, m: Measurement) -> Tensor:
-        """The factor for all gradients; on a bad step, which is not remembered, by the past alone."""
+        """Return the factor for all gradients; on a bad step, which is not stored, it depends on past norms only."""
         state = self._state.on(m.packed.device)
         norms, count = state["norms"], state["count"]
         position = (count % self._window).long()
@@ -43,7 +43,7 @@ class AutoClipper:
         return shrink(m.norm, self._find_percentile(**self._state.on(m.packed.device)))
 
     def _find_percentile(self, norms: Tensor, count: Tensor) -> Tensor:
-        """The threshold; inf or NaN, which clips nothing, while the ring is empty."""
+        """Return the threshold; inf or NaN, which clips nothing, while the ring is empty."""
         num_norms = count.clamp(max=self._window)
         is_filled = torch.arange(self._window, device=norms.device) < num_norms
         ordered = torch.where(is_filled, norms, math.inf).sort().values
@@ -54,9 +54,9 @@ class AutoClipper:
         return low + (high - low) * (rank - below)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ring and the count."""
+        """Return the ring and the count."""
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back; the window must be the one that they were saved with."""
+        """Load what `state_dict()` returned; the window must be the same as when it was saved."""
         self._state.load_state_dict(state)

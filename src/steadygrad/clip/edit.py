@@ -1,8 +1,8 @@
-"""Gradients -> the same gradients, scaled or looked into, in place; and norms before and after -> what to tell.
+"""Scale gradients in place, access their stored values, and compute the clip ratio from norms before and after.
 
 Shared by the strategies that edit gradients. Half-precision gradients are multiplied in fp32 and rounded once: a factor
-rounded to fp16 first is zero below 6e-8, and in bf16 0.999 is 1. Nothing is read back; only an uncoalesced sparse
-gradient waits for the device, as it does when it is measured.
+rounded to fp16 first would be zero below 6e-8, and 0.999 would be 1 in bf16. Nothing is read back; only an uncoalesced
+sparse gradient waits for the device, as it does when it is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DOUBLE = (torch.float64, torch.complex128)
 
 
 def stored_values(gradient: Tensor) -> Tensor:
-    """The dense tensor that holds the elements of `gradient`: itself, or the values of a sparse one, as they lie."""
+    """Return the dense tensor that stores the elements of `gradient`: itself, or the values of a sparse one."""
     if gradient.layout is torch.strided:
         return gradient
     if gradient.layout is torch.sparse_coo:
@@ -27,7 +27,7 @@ def stored_values(gradient: Tensor) -> Tensor:
 
 
 def scale_gradients(gradients: Sequence[Tensor], factors: Tensor, sizes: Sequence[int]) -> None:
-    """Multiply in place. `factors` is float64 [sum of `sizes`]: for each gradient one for all of it, or one a row."""
+    """Multiply in place. `factors` is float64 [sum of `sizes`]: per gradient, one for all of it or one per row."""
     wide, narrow = torch.split(factors, list(sizes)), torch.split(factors.float(), list(sizes))  # one cast for all
     values = [stored_values(g) for g in gradients]
     shaped = [_shape_like(v, w if v.dtype in DOUBLE else n) for v, w, n in zip(values, wide, narrow)]
@@ -41,16 +41,16 @@ def _shape_like(values: Tensor, factor: Tensor) -> Tensor:
 
 
 def write_back(edited: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Put what was edited in a coalesced copy into the sparse gradient that the copy was made from."""
+    """Copy values edited in a coalesced copy back into the sparse gradient that it was made from."""
     for source, gradient in zip(edited, gradients):
         if source is not gradient:
             gradient.copy_(source)
 
 
 def tell_ratio(before: Tensor, after: Tensor, engaged: Tensor) -> Tensor:
-    """after / before, in (0, 1), where something was clipped; exactly 1 where nothing was.
+    """Return after / before, in (0, 1), where something was clipped; exactly 1 where nothing was.
 
-    Two norms of one tensor differ by rounding, so that neither "clipped" nor "not clipped" can be told from them alone.
+    Two norms of the same tensor differ by rounding, so they alone cannot show whether it was clipped.
     """
     ratio = torch.nan_to_num(after / before, nan=1.0).clamp(TINY, BELOW_ONE)
     return torch.where(engaged, ratio, 1.0)

@@ -22,12 +22,12 @@ class FixedNormClipper:
         self.constant_norm: float | None = settings.max_norm
 
     def clip(self, m: Measurement) -> Tensor:
-        """The factor for all gradients."""
+        """Return the factor for all gradients."""
         return limit(m.norm, self.threshold)
 
     @property
     def threshold(self) -> float:
-        """What the norm is clipped to now."""
+        """The norm that gradients are clipped to now."""
         return self._max_norm * self._factor
 
     def tighten(self, factor: float) -> None:
@@ -36,10 +36,10 @@ class FixedNormClipper:
         self.constant_norm = self.threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """By how much the threshold was lowered; the threshold itself is the user's."""
+        """Return the factor by which the threshold was lowered; the threshold itself is the user's."""
         return {} if self._factor == 1.0 else {"factor": self._factor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it."""
+        """Load what `state_dict()` returned."""
         self._factor = float(state.get("factor", 1.0))
         self.constant_norm = self.threshold

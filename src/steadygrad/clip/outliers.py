@@ -1,13 +1,13 @@
 """OutlierClip: scale the gradients of a step only when their norm is many times what is usual in this run.
 
 Usual is what all but one in 32 of the last `window` healthy norms stayed below. Not their median: where episodes grow
-longer, or a new term comes in, norms rise a hundredfold within steps and swing by more than ten times the median, and
-all of it is training. An outlier says nothing about what is usual; only when `warmup` of them have come, more than went
-by in between, are they what is usual now.
+longer, or a new loss term starts, norms rise a hundredfold within steps and swing by more than ten times the median,
+and that is healthy training. An outlier does not count towards what is usual, unless `warmup` of them have come and
+outnumber the usual norms in between: then they are the new usual.
 
 The norms are kept on the host: each step's arrives there anyway, and the threshold goes into the measuring kernel as a
-plain number, so that clipping costs no launch and no wait. A step's threshold knows the norms up to the second last
-step, no matter how fast the device is: equal runs clip alike. Until `warmup` norms are known nothing is clipped.
+plain number, so that clipping costs no launch and no wait. A step's threshold uses the norms up to the step before
+last, however fast the device is, so equal runs clip alike. Nothing is clipped until `warmup` norms are known.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NO_LIMIT = 3e38
 """Above every norm, and still a float32: infinity would make the coefficient of an infinite norm NaN."""
 
 RARE = 32
-"""One in so many norms may be an outlier; of an actor-critic's, whose largest are a hundred times the median, none."""
+"""One in this many norms may be an outlier. Actor-critics, with norms up to 100 times the median, then have none."""
 
 
 class OutlierClipper:
-    """The last usual norms in order of time and of size, outliers since, and one that is too new to be counted."""
+    """The last usual norms by time and by size, recent outliers, and one norm that is too new to count."""
 
     edits_gradients = False
 
@@ -46,7 +46,7 @@ class OutlierClipper:
         self.constant_norm: float | None = NO_LIMIT
 
     def clip(self, m: Measurement) -> Tensor:
-        """The factor for all gradients."""
+        """Return the factor for all gradients."""
         return limit(m.norm, torch.as_tensor(self.constant_norm or NO_LIMIT, dtype=torch.float64))
 
     def prepare(self, step: int) -> None:
@@ -57,7 +57,7 @@ class OutlierClipper:
         self.constant_norm = self._find_threshold()
 
     def hear(self, step: int, norm: float) -> None:
-        """A healthy step's norm, before clipping; steps come in order."""
+        """Record a healthy step's norm before clipping; call in step order."""
         if self._newest is not None:
             self._admit(self._newest[1])
         self._newest = (step, norm) if 0 < norm < math.inf else None
@@ -82,13 +82,13 @@ class OutlierClipper:
         return min(NO_LIMIT, self._settings.ratio * self._sorted[num - 1 - num // RARE])
 
     def state_dict(self) -> dict[str, Any]:
-        """The norms; empty before the first step."""
+        """Return the norms; empty before the first step."""
         newest = {} if self._newest is None else {"newest": list(self._newest)}
         outliers = {"outliers": list(self._outliers)} if self._outliers else {}
         return {"norms": list(self._norms), **outliers, **newest} if self._norms or newest else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Load what `state_dict()` returned."""
         self._norms = deque(float(norm) for norm in state.get("norms", ()))
         self._sorted = sorted(self._norms)
         self._outliers = deque(float(norm) for norm in state.get("outliers", ()))

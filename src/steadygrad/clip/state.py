@@ -1,8 +1,8 @@
 """DeviceState: the tensors that a strategy remembers -> the same tensors one healthy step later.
 
-Everything is float64 and starts at zero, made on the device of the first step, so that building a clipper needs no
-device. A bad step never gets in: `advance` selects with `keep_if_bad` for every tensor, in one place. Nothing that is
-not finite is kept as a mark for "empty" either, so that a checkpoint can be checked for such values.
+Everything is float64 and starts at zero, created on the device of the first step, so that building a clipper needs no
+device. A bad step never gets in: `advance` applies `keep_if_bad` to every tensor, in one place. "Empty" is never marked
+with a non-finite value, so that a checkpoint can be checked for such values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DeviceState:
         self._values: dict[str, Tensor] = {}
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """The tensors, on `device`: made if this is the first step, moved if they were loaded from elsewhere."""
+        """Return the tensors on `device`: created at the first step, moved if they were loaded from elsewhere."""
         if not self._values:
             self._values = {
                 name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in self._shapes.items()
@@ -41,16 +41,16 @@ class DeviceState:
         self._values = {name: torch.cat([value, value.new_zeros(num_entries)]) for name, value in self._values.items()}
 
     def advance(self, m: Measurement, **new: Tensor) -> None:
-        """Take the new tensors, or keep the old ones when the step is bad."""
+        """Store the new tensors, or keep the old ones when the step is bad."""
         for name, value in new.items():
             self._values[name] = keep_if_bad(m, self._values[name], value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Clones of the tensors; empty before the first step."""
+        """Return clones of the tensors; empty before the first step."""
         return {name: value.clone() for name, value in self._values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take clones of what `state_dict()` gave; an empty state goes back to before the first step."""
+        """Load clones of what `state_dict()` returned; an empty state means before the first step."""
         if state and set(state) != set(self._shapes):
             raise UsageError(
                 f"the state to load into {self._owner} has entries {sorted(state)}, expected {sorted(self._shapes)}. "

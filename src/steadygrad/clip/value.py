@@ -1,7 +1,7 @@
 """ClipValue: clamp each gradient element to [-value, value]. Stateless; edits the gradients.
 
-What is told is the norm after clamping over the norm before, which costs one more pass. A tensor whose largest element
-is within the bound was not changed, so its measured norm stands and a step without clamping is told as exactly 1.
+Reports the norm after clamping divided by the norm before, which costs one more pass. A tensor whose largest element is
+within the bound was not changed, so its measured norm is reused and a step without clamping reports exactly 1.
 NaN stays NaN: that step is skipped anyway. Complex gradients have no order to clamp by and are refused by name.
 """
 
@@ -19,7 +19,7 @@ from steadygrad.errors import UnsupportedError
 from steadygrad.measure import Measurement
 
 PIECE = 1 << 12
-"""Elements summed in one go on the CPU, where float64 sums cost 25 times as much and long fp32 sums are 4e-4 off."""
+"""Elements summed at once on the CPU, where float64 sums cost 25 times as much and long fp32 sums are off by 4e-4."""
 
 
 class ValueClipper:
@@ -33,7 +33,7 @@ class ValueClipper:
 
     @torch.no_grad()
     def clip(self, m: Measurement) -> Tensor:
-        """Clamp the gradients; the ratio of the norms after and before."""
+        """Clamp the gradients; return the norm after clamping divided by the norm before."""
         _refuse_complex(m)
         coalesced = [g.coalesce() if g.layout is torch.sparse_coo else g for g in m.gradients]
         values = [stored_values(g) for g in coalesced]
@@ -52,17 +52,17 @@ class ValueClipper:
         return tell_ratio(m.norm, after, changed.any())
 
     def _clamp(self, group: list[Tensor]) -> None:
-        # Beyond the largest number of the dtype there is nothing to clamp, and torch refuses such a bound.
+        # torch refuses a bound beyond the dtype's largest number, where there is nothing to clamp anyway.
         bound = min(self._value, torch.finfo(group[0].dtype).max)
         torch._foreach_clamp_min_(group, -bound)
         torch._foreach_clamp_max_(group, bound)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to remember."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take."""
+        """Do nothing: there is no state."""
 
 
 def _refuse_complex(m: Measurement) -> None:
@@ -75,7 +75,7 @@ def _refuse_complex(m: Measurement) -> None:
 
 
 def _group_alike(values: Sequence[Tensor]) -> Iterable[list[int]]:
-    """Positions of the tensors that share a device and a dtype: foreach is one launch only for those."""
+    """Group the positions of tensors by device and dtype: foreach is a single launch only within such a group."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, value in enumerate(values):
         groups.setdefault((value.device, value.dtype), []).append(i)

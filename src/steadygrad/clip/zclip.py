@@ -4,7 +4,7 @@ While warming up it only collects: mean and population variance by Welford's upd
 After that z = (norm - mean) / (std + eps), and a norm with z > z* is clipped to mean + z*^2 std / z: the larger the
 spike, the closer to the mean. Mean and variance move with the clipped norm, so a spike cannot drag them; as in the
 authors' code the variance is alpha var + (1 - alpha) (x - new mean)^2, and `max_norm` bounds what reaches the optimizer
-but not what the statistics see. A norm of exactly 0 is not collected: a mean of 0 would clip everything to 0 for ever.
+but not what the statistics see. A norm of exactly 0 is not collected: a mean of 0 would clip everything to 0 forever.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ZClipper:
 
     @torch.no_grad()
     def clip(self, m: Measurement) -> Tensor:
-        """The factor for all gradients."""
+        """Return the factor for all gradients."""
         state = self._state.on(m.packed.device)
         target = self._find_target(m.norm, **state)
         moved = self._move(target, **state)
@@ -44,14 +44,14 @@ class ZClipper:
         return factor
 
     def _find_target(self, norm: Tensor, count: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """What the norm is clipped to: itself, unless it is a spike."""
+        """Return what the norm is clipped to: itself, unless it is a spike."""
         deviation = variance.sqrt()
         score = (norm - mean) / (deviation + self._settings.eps)
         is_spike = (count >= self._settings.warmup) & (score > self._settings.z)
         return torch.where(is_spike, mean + self._settings.z**2 * deviation / score, norm)
 
     def _move(self, value: Tensor, count: Tensor, mean: Tensor, variance: Tensor) -> dict[str, Tensor]:
-        """The statistics with `value` in them: Welford's update while warming up, the moving averages after that."""
+        """Return the statistics updated with `value`: by Welford while warming up, by moving averages after that."""
         warming = count < self._settings.warmup
         rate = torch.where(warming, 1.0 / (count + 1.0), 1.0 - self._settings.alpha)
         new_mean = mean + rate * (value - mean)
@@ -59,9 +59,9 @@ class ZClipper:
         return {"count": count + 1.0, "mean": new_mean, "variance": (1.0 - rate) * variance + rate * square}
 
     def state_dict(self) -> dict[str, Any]:
-        """count, mean and variance."""
+        """Return count, mean and variance."""
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Load what `state_dict()` returned."""
         self._state.load_state_dict(state)

@@ -15,20 +15,20 @@ class CheckpointConfig:
     every: int | None = None
     """Steps between two saves that a Guard makes by itself; None: only `guard.save()` and signals save."""
     keep_last: int = 3
-    """Newest checkpoints that stay."""
+    """How many of the newest checkpoints to keep."""
     keep_best: int = 1
-    """Checkpoints with the lowest `best_by` that stay beside them."""
+    """How many checkpoints with the lowest `best_by` to keep as well."""
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this stay for ever; None: none does."""
+    """Checkpoints whose step is a multiple of this are never removed; None: no such rule."""
     best_by: str = "val_loss"
-    """The metric that makes a checkpoint the best one; lower is better, and one that is not finite never is."""
+    """The metric that makes a checkpoint the best one; lower is better, and a non-finite one never counts."""
     good_after: int = 20
     """Healthy steps beyond a checkpoint before it counts as good."""
     asynchronous: bool = True
     """True: a save returns when the state has been copied to host memory, and a thread writes it."""
     clean: bool = False
-    """True: values that are not finite are replaced in the saved copy, which is marked as cleaned. False: such a state
-    is refused."""
+    """True: non-finite values are replaced in the saved copy, which is marked as cleaned. False: such a state is
+    refused."""
     clean_value: float = 0.0
     """What `clean` writes in their place."""
     signals: bool = True

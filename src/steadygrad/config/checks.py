@@ -18,13 +18,13 @@ def require(condition: bool, owner: object, name: str, rule: str, hint: str) -> 
 
 
 def require_argument(condition: bool, where: str, rule: str, value: object, hint: str) -> None:
-    """The same for an argument of a function, `where` says of which."""
+    """Raise a ConfigError about a function's argument unless the condition holds; `where` names the function."""
     if not condition:
         raise ConfigError(f"{where} must {rule}, got {value!r}. {hint}")
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # NaN is not
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # false for NaN
 
 
 def is_positive(value: Any) -> bool:
@@ -41,7 +41,7 @@ def require_whole(owner: object, name: str, *, least: int, hint: str, why: str =
 
 
 def require_booleans(owner: Any) -> None:
-    """Every field of `owner` whose default is a boolean must be one: text such as "no" would count as true."""
+    """Require every field of `owner` with a boolean default to be a boolean: a string such as "no" counts as true."""
     for item in dataclasses.fields(owner):
         if isinstance(item.default, bool):
             fits = isinstance(getattr(owner, item.name), bool)
@@ -49,7 +49,7 @@ def require_booleans(owner: Any) -> None:
 
 
 def set_names(owner: object, name: str, example: str) -> None:
-    """Keep the field as a tuple of text; one text alone is refused, its letters would become the names."""
+    """Store the field as a tuple of strings. A single string is refused: its letters would become the names."""
     value = getattr(owner, name)
     fits = isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value)
     meant = value if isinstance(value, str) else example
@@ -58,14 +58,14 @@ def set_names(owner: object, name: str, example: str) -> None:
 
 
 def require_kinds(owner: object, kinds: Mapping[str, type]) -> None:
-    """Each of these fields of `owner` must be of its kind: the settings of a part, not a mapping or a name of them."""
+    """Require each of these fields of `owner` to have its type: a settings object, not a mapping or a name."""
     for name, kind in kinds.items():
         fits = isinstance(getattr(owner, name), kind)
         require(fits, owner, name, f"be a {kind.__name__}", f"Write {name}={kind.__name__}(...).")
 
 
 def require_positive(owner: Any, *, but: tuple[str, ...] = ()) -> None:
-    """Every field of `owner` whose default is a number must be a positive one, and a whole one where the default is."""
+    """Require every field of `owner` with a numeric default to be positive, and an integer if the default is one."""
     for item in dataclasses.fields(owner):
         value = getattr(owner, item.name)
         optional = item.type == "int | None" and value is not None

@@ -39,9 +39,9 @@ class OutlierClip:
     kind: ClassVar[str] = "outliers"
 
     ratio: float = 10.0
-    """Times the usual norm above which a step is clipped, and to which. Usual: all but 1 in 32 were smaller."""
+    """Multiple of the usual norm that a step is clipped to when above it. Usual: all but 1 in 32 norms were smaller."""
     window: int = 128
-    """Healthy steps whose norms say what is usual."""
+    """Healthy steps whose norms define what is usual."""
     warmup: int = 32
     """Healthy steps before anything is clipped."""
 
@@ -76,9 +76,9 @@ class ZClip:
     z: float = 2.5
     """Score above which a norm is a spike."""
     warmup: int = 25
-    """Healthy steps that only collect; `max_norm` still holds."""
+    """Healthy steps that only collect statistics; `max_norm` still applies."""
     max_norm: float | None = 1.0
-    """Upper bound that holds at all times; None for none."""
+    """Upper bound that always applies; None for none."""
     eps: float = 1e-6
     """Added to the standard deviation."""
 
@@ -141,7 +141,7 @@ class AdaptiveUnitClip:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGC:
-    """Clip each tensor against its own moving norm (arXiv 2502.11034); a global clip while that is collected."""
+    """Clip each tensor against its own moving norm (arXiv 2502.11034), and globally while that is being collected."""
 
     kind: ClassVar[str] = "adagc"
 

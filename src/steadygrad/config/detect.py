@@ -1,4 +1,4 @@
-"""Thresholds of the rules, a value object for each family. Absolute ones are `info`; see `DetectConfig`."""
+"""Thresholds of the rules, one value object per family. Absolute thresholds give `info`; see `DetectConfig`."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class LossThresholds:
     """Robust standard deviations above the recent level at which a loss is a spike, in Gaussian noise; heavier tails
     raise the limit by themselves. OLMo-core uses 6 standard deviations too."""
     spike_floor: float = 0.01
-    """Least standard deviation assumed, as a share of the level: a loss without noise is not certainty."""
+    """Smallest standard deviation assumed, as a share of the level: a loss without noise does not mean certainty."""
     level_window: int = 17
     """Losses whose median is the recent level. Short, so that early decay does not look like spread."""
     spread_window: int = 256
     """Distances from the level that make up the spread."""
     restart_ratio: float = 2.0
-    """A learning rate that grows by this factor in one step is a restart: the loss may rise for a while."""
+    """Growth of the learning rate in one step that counts as a restart, after which the loss may rise for a while."""
     restart_grace: int = 64
     """Steps after a restart in which only a loss above the run's first ones is a finding."""
     explosion_ratio: float = 10.0
-    """Times the loss of the epoch or window before at which the loss has exploded."""
+    """Multiple of the previous epoch's or window's loss at which the loss has exploded."""
     explosion_patience: int = 8
-    """Steps in a row that must be that high: single batches of one sample can be."""
+    """Steps in a row that must be that high: single batches of one sample can reach it by chance."""
     recovery_steps: int = 16
-    """Steps after an explosion was told in which the loss must come back; below `SnapshotConfig.good_after`, so that no
-    snapshot of the wreck counts as good."""
+    """Steps after a reported explosion within which the loss must recover; below `SnapshotConfig.good_after`, so that
+    no snapshot of the broken state counts as good."""
     recovery_ratio: float = 3.0
-    """Times the loss before the explosion above which it has not come back."""
+    """Multiple of the loss before the explosion above which it has not recovered."""
     block: int = 16
     """Losses whose median is one point of the slow trend."""
     divergence_blocks: int = 4
@@ -48,11 +48,11 @@ class LossThresholds:
     divergence_share: float = 0.5
     """Share of the progress since the start that must be lost."""
     plateau_steps: int = 1000
-    """Steps without progress that are told (info)."""
+    """Steps without progress that are reported (info)."""
     plateau_improvement: float = 0.01
     """Least progress, as a share of the best level."""
     zero_patience: int = 3
-    """Losses of exactly 0 in a row that are told (info); one is enough where the others were far from 0."""
+    """Losses of exactly 0 in a row that are reported (info); one is enough where the others were far from 0."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -66,32 +66,32 @@ class StartThresholds:
     """What counts as harm in the first steps of a run, all relative to how it began."""
 
     steps: int = 28
-    """Steps that are looked at; while these run, the state before the first one is still there to go back to."""
+    """Steps that are examined; the state before the first one is kept for a rollback that long."""
     weight_growth: float = 1.4
-    """Times their norm before the first step to which the first eight steps must have taken the weights."""
+    """Multiple of their initial norm that the weights must have reached within the first eight steps."""
     runaway_growth: float = 3.0
-    """... and at which they have run so far that it is told within `runaway_steps`; else `steps` are waited for."""
+    """... and the multiple from which it is reported within `runaway_steps` instead of after `steps`."""
     runaway_steps: int = 12
-    """Steps in which weights that ran far must have made loss or gradient grow."""
+    """Steps within which weights that ran that far must have made the loss or the gradient grow."""
     gradient_ratio: float = 2.0
-    """Times the first gradient norm that counts as a gradient that grew."""
+    """Multiple of the first gradient norm that counts as growth."""
     loss_rise: float = 0.1
     """Share of the first loss by which it must have risen where the gradient did not grow."""
     lost_share: float = 0.75
     """Share of what had been learnt that a later loss must have given back: a gradient that grows while the loss falls
     does no harm. Progress of less than `loss_rise` counts as that much."""
     climb_ratio: float = 3.0
-    """Times the first losses at which the loss has climbed."""
+    """Multiple of the first losses at which the loss has climbed."""
     climb_patience: int = 8
     """Steps in a row that must be that high."""
     climb_score: float = 3.5
     """... and how far from the first ones, in standard deviations of their logarithms: batches of one sample vary."""
     ruin_ratio: float = 100.0
-    """Times the first gradient norm that the last one before NaN or Inf must be."""
+    """Multiple of the first gradient norm that the last one before NaN or Inf must reach."""
     thrown_ratio: float = 5.0
-    """Times the first loss to which it must have been thrown, where it is flat and no lower afterwards."""
+    """Multiple of the first loss that it must have jumped to, if it is flat and no lower afterwards."""
     learnt_share: float = 0.3
-    """Share of the first loss below which something was learnt all the same."""
+    """Share of the first loss below which the run has learnt something anyway."""
     recovered_share: float = 0.45
     """The same after `steps`, for weights that did not run so far."""
     usual_move: float = 0.1
@@ -124,11 +124,11 @@ class FlowThresholds:
     dead_share: float = 0.7
     """Share of zeros in a gradient, or of units that never fire, that is called dead; AUTOTRAINER."""
     dead_rise: float = 0.4
-    """How much more than the parameter's own usual share it must be for a warning: an embedding is always sparse."""
+    """How far above the parameter's own usual share it must be for a warning: an embedding is always sparse."""
     dead_patience: int = 10
     """Steps in a row that a finding needs."""
     missing_patience: int = 10
-    """Steps in a row without a gradient that are told."""
+    """Steps in a row without a gradient that are reported."""
     missing_share: float = 0.5
     """Share of all trainable elements that must be without a gradient for a warning: an unused pooler is common."""
 
@@ -138,7 +138,7 @@ class FlowThresholds:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerThresholds:
-    """What counts as trouble in activations, inputs, weights and updates, which are looked at now and then."""
+    """What counts as trouble in activations, inputs, weights and updates, which are scanned periodically."""
 
     saturated_share: float = 0.7
     """Share of elements at a bound above which an activation is saturated (info)."""
@@ -150,17 +150,17 @@ class LayerThresholds:
     outlier_ratio: float = 10.0
     """... and how many times the usual value it must be as well."""
     unchanged_patience: int = 3
-    """Scans in a row without a change that are told."""
+    """Scans in a row without a change that are reported."""
     large_update: float = 0.1
-    """Update-to-weight ratio of the median parameter that is told (info); about 1e-3 is usual."""
+    """Update-to-weight ratio of the median parameter that is reported (info); about 1e-3 is usual."""
     small_update: float = 1e-7
     """The same at the low end: float32 rounds an update of 6e-8 away."""
     adam_rms: float = 2.3
-    """RMS of g^2/v of a tensor that is told (info): the spikes of arXiv 2304.13013 come 1 to 8 steps later."""
+    """RMS of g^2/v of a tensor that is reported (info): the spikes of arXiv 2304.13013 come 1 to 8 steps later."""
     adam_rms_ratio: float = 3.0
-    """Times the tensor's usual RMS at which it becomes a warning."""
+    """Multiple of the tensor's usual RMS at which it becomes a warning."""
     min_values: int = 8
-    """Looks before a baseline judges."""
+    """Scans before a baseline judges."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -182,12 +182,12 @@ class ValidationThresholds:
 
 @dataclass(frozen=True, kw_only=True)
 class HabitThresholds:
-    """What counts as too often."""
+    """What counts as too often: clips, skips, actions, overflows, and a norm that keeps rising."""
 
     window: int = 100
     """Steps in which clips and skips are counted."""
     clipped_share: float = 0.5
-    """Share of clipped steps that is told (info)."""
+    """Share of clipped steps that is reported (info)."""
     num_skips: int = 10
     """Skipped steps in the window that are a warning."""
     num_actions: int = 5
@@ -197,13 +197,13 @@ class HabitThresholds:
     scaler_overflows: int = 5
     """Overflows in a row, after a scale that worked, at which the loss scale is collapsing."""
     least_scale: float = 1.0
-    """Loss scale below which an overflow is no search any more."""
+    """Loss scale below which an overflow is no longer part of the search for a scale."""
     rising_block: int = 64
     """Norms whose median is one point of the norm's slow trend."""
     rising_blocks: int = 6
     """Blocks in a row that must each be above the one before."""
     rising_ratio: float = 3.0
-    """Growth of the norm over them that is told (info); a warning when the loss did not fall meanwhile."""
+    """Growth of the norm over these blocks that is reported (info); a warning if the loss did not fall meanwhile."""
 
     def __post_init__(self) -> None:
         require_positive(self)
@@ -212,14 +212,14 @@ class HabitThresholds:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastConfig:
-    """The forecast of instability: a learnt rule, which looks ahead where the others look at what is."""
+    """The forecast of instability: a learnt rule that looks ahead, where the others judge the present."""
 
     enabled: bool = False
     """Whether `instability_forecast` is among the rules. docs/forecast.md has the numbers that set the default."""
     horizon: int = 32
     """Steps ahead; there is a model for each horizon that can be chosen."""
     threshold: float | None = None
-    """Probability from which it is told; None: the model's own, which was chosen for few false alarms."""
+    """Probability from which it is reported; None: the model's own, which was chosen for few false alarms."""
 
     def __post_init__(self) -> None:
         require_booleans(self)
@@ -241,13 +241,13 @@ class DetectConfig:
     exploding_early_ratio: float = 1000.0
     """Before the baseline judges: how many times the largest norm so far is a warning."""
     early_warning_factor: float = 5.0
-    """Norms above this many times the clip threshold are told (info)."""
+    """Norms above this many times the clip threshold are reported (info)."""
     window: int = 128
     """Steps that make up the baseline."""
     min_values: int = 32
     """Steps before the baseline judges."""
     repeat_after: int = 1000
-    """Steps after which a condition that goes on is told again."""
+    """Steps after which a continuing condition is reported again."""
     start: StartThresholds = field(default_factory=StartThresholds)
     loss: LossThresholds = field(default_factory=LossThresholds)
     flow: FlowThresholds = field(default_factory=FlowThresholds)
@@ -258,7 +258,7 @@ class DetectConfig:
     off: tuple[str, ...] = ()
     """Names of rules to leave out."""
     rules: tuple[Any, ...] = field(default=(), metadata={"plain": False})
-    """Rules of your own, asked after the others; see `steadygrad.detect.rule`. Not read from files."""
+    """Your own rules, run after the others; see `steadygrad.detect.rule`. Not read from files."""
 
     def __post_init__(self) -> None:
         require_positive(self)

@@ -39,13 +39,13 @@ class GuardConfig:
     """How gradients are clipped; None: not at all. The default touches only a step whose norm is ten times the run's
     usual one: a fixed norm of 1.0 clips most steps of most small models, and changes how they train."""
     on_nonfinite: Action = Action.SKIP
-    """What a NaN or Inf in loss or gradients leads to: SKIP the step, SANITIZE the gradients, or RAISE."""
+    """What to do about a NaN or Inf in loss or gradients: SKIP the step, SANITIZE the gradients, or RAISE."""
     sanitize_value: float = 0.0
     """What SANITIZE writes in place of each non-finite gradient element."""
     drop_bad_microbatches: bool = False
-    """With accumulation, leave out only the bad microbatch instead of the whole step, and let the average count the
-    others only. Costs one host read and one set of gradients a microbatch: a gradient can be bad when its loss is
-    fine, so each microbatch must be looked at on its own before it is added."""
+    """With accumulation, drop only the bad microbatch instead of the whole step, and average over the others. Costs one
+    host read per microbatch and a second set of gradients: a gradient can be bad while its loss is fine, so each
+    microbatch must be checked before it is added."""
     autocast: Precision | None = None
     """Autocast opened around fn and the loss; None: whatever the caller has open."""
     scheduler_interval: Interval = Interval.STEP
@@ -102,7 +102,7 @@ class GuardConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GuardConfig:
-        """Build from nested plain values, as a file has them; every wrong field is named in one error."""
+        """Build from nested plain values, as read from a file; one error names every wrong field."""
         return typing.cast(GuardConfig, build(cls, values))
 
     @classmethod

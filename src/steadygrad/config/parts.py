@@ -1,4 +1,4 @@
-"""The smaller parts of GuardConfig: what is measured, kept and recorded, when, and in which precision."""
+"""The smaller parts of GuardConfig: what is measured, kept and recorded, and how often."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Precision(enum.StrEnum):
 
 
 class Implementation(enum.StrEnum):
-    """Which kernel measures the gradients; `auto` takes Triton on CUDA where it is there, foreach otherwise."""
+    """Which kernel measures the gradients; `auto` uses Triton on CUDA if it is installed, foreach otherwise."""
 
     AUTO = "auto"
     REFERENCE = "reference"
@@ -48,8 +48,8 @@ class MeasureConfig:
     and a copy of them while the optimizer runs); 0: never."""
 
     scan_every: int = 100
-    """Steps between two looks at the batch, the activations, the weights and Adam's ratio (a few passes over the
-    weights, no wait); the first step's graph is looked at too. 0: only after a bad step."""
+    """Steps between two scans of the batch, the activations, the weights and Adam's ratio (a few passes over the
+    weights, no wait); the first step's graph is scanned too. 0: only after a bad step."""
 
     def __post_init__(self) -> None:
         kernel = as_enum(Implementation, self.implementation, "MeasureConfig.implementation")
@@ -75,7 +75,7 @@ class SnapshotConfig:
     """Host memory for all of them; None: a quarter of what is free when the Guard is created, shared by the ranks of
     the machine. When not even one fits, there are none, and the summary says so."""
     skip_batches: int = 200
-    """Batches left out after a rollback; fewer early in a run."""
+    """Batches skipped after a rollback; fewer early in a run."""
     enabled: bool = True
     """False: no snapshots, so nothing to roll back to."""
 
@@ -86,18 +86,18 @@ class SnapshotConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnoseConfig:
-    """When a bad step is replayed to find who broke it, and what is kept of it."""
+    """When a bad step is replayed to find what broke it, and what is kept of it."""
 
     enabled: bool = True
-    """False: no replay, nothing is held back for one."""
+    """False: no replay, and nothing is kept for one."""
     first: int = 3
-    """Bad steps of a run that are each replayed."""
+    """How many of a run's first bad steps are all replayed."""
     cooldown: int = 100
-    """Steps from one replay to the next after those: one costs several steps."""
+    """Steps between replays after those: a replay costs as much as several steps."""
     keep_batches: bool = True
     """Keep the batch of a replayed step in the run directory's `batches/`."""
     max_bytes: int = 256 << 20
-    """Of all kept batches together."""
+    """Size limit for all kept batches together."""
     max_batches: int = 16
     """Batches kept at most."""
 

@@ -1,4 +1,4 @@
-"""Plain values, as a file has them, <-> settings. Every unknown or wrong field is named in one error."""
+"""Plain values, as read from a file, <-> settings. One error names every unknown or wrong field."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class WrongField:
     """A field that settings refuse."""
 
     path: str
-    """Where it stands in the plain values, 'clip.alpha'; empty for the values as a whole."""
+    """Its path in the plain values, 'clip.alpha'; empty for the values as a whole."""
     text: str
-    """What is wrong with it, to be read behind its name: ': unknown; ...' or ' must be ..., got ...'."""
+    """What is wrong with it, to follow its name: ': unknown; ...' or ' must be ..., got ...'."""
     line: str
-    """Both, as `build` tells them."""
+    """Both in one line, as `build` reports them."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether the value cannot be taken whatever the other fields are; a rule may be about several of them."""
+        """Whether the value is wrong regardless of the other fields; some rules involve several fields."""
         return self.text.startswith(": ")
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:
-    """The mapping in a .yaml, .yml or .toml file."""
+    """Return the mapping in a .yaml, .yml or .toml file."""
     if not path.is_file():
         raise ConfigError("no such file. Give the path of a YAML or TOML file.")
     if path.suffix == ".toml":
@@ -67,7 +67,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
 
 
 def _spell_yaml(error: Any) -> str:
-    """Where and what, in one line: yaml's own text draws the place over several."""
+    """Format where and what in one line: yaml's own text takes several."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
@@ -82,7 +82,7 @@ def _read_text(path: Path) -> str:
 
 
 def build(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass `cls` from plain values; all errors in one ConfigError."""
+    """Build an instance of the dataclass `cls` from plain values; raise all errors in one ConfigError."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{cls.__name__} must be given as a mapping of field to value, got {values!r}. {{}} will do.")
     made, wrong = try_build(cls, values)
@@ -92,18 +92,18 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def try_build(cls: type, values: Mapping[str, Any]) -> tuple[Any, list[WrongField]]:
-    """An instance of `cls`, and every field that it refuses: whoever knows where they were written can say so."""
+    """Return an instance of `cls` and every field that it refuses, so the caller can add where each was written."""
     errors: list[WrongField] = []
     return _build(cls, values, "", errors), errors
 
 
 def list_wrong(lines: Sequence[str]) -> str:
-    """How many are wrong, and each in a line of its own."""
+    """Format how many fields are wrong, and each on its own line."""
     return "\n  ".join([f"{spell_count(len(lines), 'wrong field')}:", *lines])
 
 
 def _add(errors: list[WrongField], where: str, problem: str) -> None:
-    """A field whose value cannot be taken."""
+    """Add a field whose value is wrong by itself."""
     errors.append(WrongField(where, f": {problem}", f"{where}: {problem}"))
 
 
@@ -128,9 +128,10 @@ def _build(cls: type, values: Mapping[str, Any], path: str, errors: list[WrongFi
 
 
 def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], path: str, errors: list[WrongField]) -> Any:
-    """An instance of `cls`; each field that it refuses is told, and left at its default to find the next one.
+    """Build an instance of `cls`; report each refused field and leave it at its default to find the next one.
 
-    An error whose rule speaks of a field already told (`min_values` of a wrong `window`) is left out: it may be none.
+    An error whose rule involves a field already reported (`min_values` with a wrong `window`) is omitted: it may be a
+    mere consequence.
     """
     while True:
         try:
@@ -148,7 +149,7 @@ def _construct(cls: type, arguments: dict[str, Any], wrong: set[str], path: str,
 
 
 def _convert(hint: Any, value: Any, where: str, errors: list[WrongField]) -> Any:
-    """`value` as the annotation `hint` wants it; on failure an error is added and None returned."""
+    """Convert `value` to the annotation `hint`; on failure add an error and return None."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None

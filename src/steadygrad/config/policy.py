@@ -1,4 +1,4 @@
-"""Policy: what is done about a finding, how often, and what comes next when it does not help."""
+"""Policy: what to do about a finding, how often, and what to try next when it does not help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from steadygrad.facts.kinds import KINDS, suggest_kind
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is done about findings, how often, and what comes next when it does not help.
+    """What to do about findings, how often, and what to try next when it does not help.
 
     One non-finite step is skipped; three in a row lower the learning rate; ten roll back; the third rollback halts.
     Finite numbers are acted on only with proof that the present weights are worse than earlier ones.
@@ -31,14 +31,14 @@ class Policy:
     act: bool = True
     """False: only watch. Non-finite steps are still kept from the weights, as `GuardConfig.on_nonfinite` says."""
     require_proof: bool = True
-    """Whether finite numbers are acted on only when the paired test has shown that the weights were harmed; if not, at
-    once, by the table of `Policy.eager()`. Answers of your own in `actions` need no proof."""
+    """True: act on finite numbers only after the paired test has shown that the weights were harmed. False: act at
+    once, by the table of `Policy.eager()`. Your own answers in `actions` need no proof."""
     change_hyperparameters: bool = True
-    """Whether learning rate and weight decay may be changed; if not, what would come next takes their place."""
+    """Whether learning rate and weight decay may be changed; if not, the next action is taken instead."""
     halt_at: Severity | None = None
     """End the run at the first finding this severe."""
     actions: Mapping[str, Action] = field(default_factory=dict)
-    """Your own answers to findings above info, by kind: `{"loss_spike": Action.ROLLBACK}`; `none` only tells it."""
+    """Your own answers to findings above info, by kind: `{"loss_spike": Action.ROLLBACK}`; `none` only reports it."""
     nonfinite_steps_to_scale_lr: int = 3
     """Non-finite steps in a row that lower the learning rate."""
     nonfinite_steps_to_rollback: int = 10
@@ -49,26 +49,26 @@ class Policy:
     """... and after a loss explosion."""
     start_lr_factor: float = 0.05
     """... and when it is too high from the first steps on, which also rolls back to the start. Where weights ran away,
-    how far they did says how much: `StartThresholds.usual_move` or `adam_move`."""
+    the factor depends on how far: `StartThresholds.usual_move` or `adam_move`."""
     weight_decay_factor: float = 1.5
     """What the weight decay is multiplied by on overfitting."""
     clip_factor: float = 0.5
-    """What the threshold of FixedNorm is multiplied by where an answer of yours is `tighten_clip`."""
+    """What the threshold of FixedNorm is multiplied by where your own answer is `tighten_clip`."""
     rollbacks_to_halt: int = 3
     """The rollback that halts instead, when none of those before it helped for 100 steps."""
     max_lr_changes: int = 3
-    """Changes of the learning rate in `budget_steps`; a rollback takes the place of a further one. As many times a run
-    that a rate too high has ruined begins anew with a lower one, and then halts."""
+    """Changes of the learning rate in `budget_steps`; after that a rollback replaces a further one. A run ruined by too
+    high a rate also restarts with a lower one at most this many times, and then halts."""
     max_weight_decay_changes: int = 3
-    """Changes of the weight decay in `budget_steps`; further ones are left out."""
+    """Changes of the weight decay in `budget_steps`; further ones are not made."""
     max_clip_changes: int = 3
-    """Changes of the clip threshold in `budget_steps`; further ones are left out."""
+    """Changes of the clip threshold in `budget_steps`; further ones are not made."""
     max_skips: int = 250
     """Skipped steps in `budget_steps`; one more halts: a run that skips a quarter of its data hides a defect."""
     budget_steps: int = 1000
-    """Steps in which the budgets count."""
+    """Length in steps of the window in which the budgets count."""
     cooldown_steps: int = 100
-    """Steps after a change of learning rate or weight decay in which there is no other of the same sort."""
+    """Steps after a change of learning rate or weight decay during which it is not changed again."""
     ramp_back_steps: int | None = None
     """Healthy steps over which a lowered learning rate climbs back to its schedule; None: it stays lowered."""
     early_stopping_patience: int | None = None

@@ -9,7 +9,7 @@ from steadygrad.config.checks import require, require_booleans, require_positive
 
 @dataclass(frozen=True, kw_only=True)
 class ProveConfig:
-    """When finite numbers look like trouble: how earlier weights and the present ones are compared.
+    """How earlier weights are compared with the present ones when finite numbers look like trouble.
 
     The figures come from `benchmarks/harm.py` and `benchmarks/rescue.py`; docs/proof.md has the table.
     """
@@ -19,26 +19,26 @@ class ProveConfig:
     num_batches: int = 8
     """Batches on which both sets of weights are compared."""
     patience: int = 8
-    """Steps from a first test that says "damaged" until batches are collected for the second, which must agree."""
+    """Steps between a first test that says "damaged" and collecting batches for the second, which must agree."""
     ratio: float = 2.0
-    """Times the loss of the earlier weights that the present ones must reach, on every batch."""
+    """Multiple of the earlier weights' loss that the present ones must reach on every batch."""
     share: float = 0.25
-    """Share of what the earlier weights had learnt since the start that the present ones must have given back."""
+    """Share of what the earlier weights had learnt since the start that the present ones must have lost."""
     excess: float = 0.2
-    """Where only the initial weights can be compared with: by how much of their loss the present ones must be worse."""
+    """Where only the initial weights are available: by what share of their loss the present ones must be worse."""
     lead: float = 0.1
-    """Where a learning rate looks too high: by how much of the run's loss a lower one must be ahead of it. Where the
-    data has changed: the share of what earlier weights learnt on it that the run must lack."""
+    """Where a learning rate looks too high: by what share of the run's loss a lower one must be ahead. Where the data
+    has changed: the share of what earlier weights learnt on it that the run must lack."""
     rate_steps: int = 40
-    """... and the steps for which the lower one is tried."""
+    """... and for how many steps the lower one is tried."""
     fresh_ratio: float = 1.5
-    """Where the data has changed: by which factor earlier weights, trained on the same batches, must be ahead."""
+    """Where the data has changed: the factor by which earlier weights, trained on the same batches, must be ahead."""
     budget_share: float = 0.01
-    """Share of a run's steps that all tests together may cost; a forward of a test counts as a step."""
+    """Share of a run's steps that all tests together may cost; each forward of a test counts as a step."""
     first_budget: int = 128
     """Steps that tests may cost at the start of a run, before that share amounts to anything."""
     max_bytes: int = 256 << 20
-    """Batches held for a test, all together; larger ones are kept in host memory, or fewer of them."""
+    """Size limit for all batches held for a test; beyond it they are kept in host memory, or fewer are kept."""
 
     def __post_init__(self) -> None:
         require_booleans(self)

@@ -1,4 +1,4 @@
-"""TrainerConfig: what a Trainer needs to know beside the model and the data."""
+"""TrainerConfig: what a Trainer needs to know besides the model and the data."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ SCHEDULES = ("constant", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """What a Trainer needs to know beside the model and the data.
+    """What a Trainer needs to know besides the model and the data.
 
     >>> TrainerConfig(epochs=3).max_grad_norm
     1.0
     """
 
     epochs: int = 10
-    """Passes over the training data, where no stages are given."""
+    """Passes over the training data if no stages are given."""
     max_steps: int | None = None
     """Optimizer steps after which training ends, whatever the epochs; None: the epochs decide."""
     learning_rate: float = 1e-3
-    """Learning rate of AdamW at its highest."""
+    """Peak learning rate of AdamW."""
     weight_decay: float = 1e-4
     """Weight decay of AdamW."""
     max_grad_norm: float | None = 1.0
@@ -32,7 +32,7 @@ class TrainerConfig:
     accumulation_steps: int = 1
     """Batches whose gradients are averaged for one optimizer step."""
     precision: str = "fp32"
-    """fp32, bf16, fp16 (with a loss scaler), or auto: the best of a GPU, and fp32 on a CPU."""
+    """fp32, bf16, fp16 (with a loss scaler), or auto: the best format on a GPU, and fp32 on a CPU."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from near 0, in each stage."""
     schedule: str = "constant"
@@ -40,17 +40,17 @@ class TrainerConfig:
     patience: int | None = None
     """Validations in a row without a better loss that end a stage; None: never."""
     eval_every: int | None = 1000
-    """Steps between two evaluations, beside the one at each epoch's end; None: only there."""
+    """Steps between two evaluations, besides the one at each epoch's end; None: only there."""
     save_every: int | None = 1000
-    """Steps between two checkpoints, beside the one at each epoch's end; None: only there."""
+    """Steps between two checkpoints, besides the one at each epoch's end; None: only there."""
     keep_last: int = 3
-    """Newest checkpoints that stay, beside the best one and the last good one."""
+    """How many of the newest checkpoints to keep, besides the best one and the last good one."""
     ema_decay: float | None = None
-    """Decay of an exponential moving average of the weights, which is what is evaluated then; None: no average."""
+    """Decay of an exponential moving average of the weights, which is then used for evaluation; None: no average."""
     seed: int | None = 0
-    """Seed of every random generator when a training starts; None: they are left as they are."""
+    """Seed for every random generator at the start of training; None: leave them as they are."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, or auto: cuda where there is one."""
+    """cpu, cuda, cuda:1, or auto: cuda if available."""
     protect: bool = True
     """False: the same loop without a guard's protection: nothing is clipped, skipped, judged or recorded."""
 

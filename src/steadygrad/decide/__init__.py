@@ -1,4 +1,4 @@
-"""Findings -> Verdicts. Pure: no torch, no clock, no side effect. `Judge` decides; `table.py` is what it goes by."""
+"""Findings -> Verdicts. Pure: no torch, no clock, no side effect. `Judge` decides, by the table in `table.py`."""
 
 from __future__ import annotations
 

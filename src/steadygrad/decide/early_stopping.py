@@ -28,7 +28,7 @@ class EarlyStopping:
         self.best: float | None = None
         """The lowest validation loss so far."""
         self.best_step: int | None = None
-        """The step at which it was told: the weights to keep."""
+        """The step at which it was observed: the weights to keep."""
         self.num_bad = 0
         """Finite validations since the last one that was better by `min_delta`."""
         self._mark: float | None = None
@@ -39,10 +39,10 @@ class EarlyStopping:
         return self.num_bad >= self.patience
 
     def observe(self, step: int, loss: float) -> bool:
-        """Take one validation loss, and say whether to stop."""
+        """Record one validation loss and return whether to stop."""
         if not math.isfinite(loss):
             return self.should_stop
-        # Many small gains add up to one that counts, so patience has a mark of its own.
+        # Many small gains add up to one that counts, so patience compares with its own mark, not with the best loss.
         if self._mark is None or loss < self._mark - self.min_delta:
             self._mark, self.num_bad = loss, 0
         else:
@@ -52,10 +52,10 @@ class EarlyStopping:
         return self.should_stop
 
     def state_dict(self) -> dict[str, Any]:
-        """Best loss, its step, and how long ago it was."""
+        """Return the best loss, its step, and how long ago it was."""
         return {"best": self.best, "best_step": self.best_step, "num_bad": self.num_bad, "mark": self._mark}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of `state_dict()`."""
+        """Load what `state_dict()` returned."""
         self.best, self.best_step = state["best"], state["best_step"]
         self._mark, self.num_bad = state["mark"], int(state["num_bad"])

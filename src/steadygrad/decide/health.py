@@ -1,6 +1,7 @@
-"""A step's findings -> whether they speak for the weights or against them.
+"""A step's findings -> whether they are evidence for the weights or against them.
 
-Checkpoints and snapshots become good by steps that speak for them, and suspect by one that speaks against them. Pure.
+Steps with evidence for the weights make checkpoints and snapshots good; one with evidence against makes them suspect.
+Pure.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from steadygrad.facts.kinds import KINDS, find_kind
 
 
 def tell_health(reading: Reading, findings: Sequence[Finding]) -> bool | None:
-    """Whether a step speaks for the weights it began with (True), against them (False), or for nothing (None).
+    """Return whether a step is evidence for the weights it began with (True), against them (False), or neither (None).
 
-    Most warnings are about the program: a layer without gradient, labels
-    that are all masked, a long clip. They would be the same with any earlier weights, so they count for nothing here.
-    A spike that no test has laid to the weights is as likely the batch's.
+    Most warnings are about the program: a layer without gradient, labels that are all masked, a long clip. They would
+    be the same with any earlier weights, so they are neither. A spike that no test has attributed to the weights is
+    just as likely the batch's.
     """
     if reading.is_nonfinite:
         return False
@@ -27,7 +28,7 @@ def tell_health(reading: Reading, findings: Sequence[Finding]) -> bool | None:
 
 
 def _accuses_weights(finding: Finding) -> bool:
-    """A rule of the user's own does so from `error` on."""
+    """Whether the finding blames the weights; one of the user's own rules does so from `error` on."""
     kind = KINDS.get(finding.kind)
     if kind is None:
         return finding.severity in (Severity.ERROR, Severity.CRITICAL)

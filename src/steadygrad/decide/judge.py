@@ -1,9 +1,9 @@
 """Judge: a Finding -> a Verdict, with escalation, budgets and cool-downs. Pure: no torch, no clock, no side effect.
 
 Order of authority: `on_nonfinite`, which the reflex has already carried out; the severity at which the policy halts;
-the table. A rung that the budget or the policy forbids gives way to the next one; where there is none left, a rollback
-that is not allowed any more halts the run, and everything else is left at what the reflex did. What a verdict asks for
-counts as done. An `info` is never acted on.
+the table. A rung that the budget or the policy forbids gives way to the next one. When none is left, a rollback that is
+no longer allowed halts the run, and everything else stays at what the reflex did. What a verdict asks for counts as
+done. An `info` is never acted on.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ HYPERPARAMETERS = (Action.SCALE_LR, Action.SCALE_WEIGHT_DECAY, Action.TIGHTEN_CL
 """Actions that change a hyperparameter, and have a cool-down: their effect takes a while to show."""
 
 RESTART = "restart"
-"""A rollback of a run that is no longer finite, with a lower rate: another attempt, with nothing to lose, and not the
-same one again. So it counts as a change of the rate, and by itself."""
+"""Budget for rolling back, with a lower rate, a run that is no longer finite: a different attempt, with nothing to
+lose. So it counts as a change of the rate, on a separate count."""
 
 HELPED = 100
-"""Steps of training after which a rollback has helped: what comes then is another trouble, and no reason to give up."""
+"""Steps of training after which a rollback has helped: later trouble is new trouble, and not a reason to give up."""
 
 
 class Judge:
-    """Decides what is done about findings, and knows what was done before."""
+    """Decides what to do about findings, and remembers what was done before."""
 
     def __init__(self, policy: Policy | None = None, *, on_nonfinite: Action = Action.SKIP) -> None:
         self._policy = policy if policy is not None else Policy()
@@ -50,7 +50,7 @@ class Judge:
         self._now = 0
 
     def decide(self, finding: Finding, *, reading: Reading | None = None) -> Verdict:
-        """What to do about one Finding; `reading` is the step that was judged, None when there is none."""
+        """Return what to do about one Finding; `reading` is that of the judged step, None when there is none."""
         self._now = max(self._now, finding.step if reading is None else reading.step)
         reflex = decide(finding, reading, self._on_nonfinite)
         halt_at = self._policy.halt_at
@@ -77,14 +77,14 @@ class Judge:
         return self._answer_proven(ladder, reflex, why, _find_factor(finding))
 
     def _needs_proof(self, finding: Finding) -> bool:
-        """Whether finite numbers must be proven to have done harm; an answer of the user's own needs no proof."""
+        """Whether harm must be proven first because the numbers are finite; the user's own answers need no proof."""
         own = finding.kind in self._policy.actions
         return self._policy.require_proof and not own and find_kind(finding.kind).needs_proof
 
     def _answer_proven(self, ladder: Ladder, reflex: Verdict, why: str, advised: float | None) -> Verdict:
-        """Earlier weights are better on the same batches: go back to them; the second time with a lower rate as well.
+        """Go back to earlier weights, proven better on the same batches; the second time with a lower rate as well.
 
-        A budget that is spent ends in a report, never in a halt: the numbers are finite, and a person can decide.
+        When the budget is spent, only report, never halt: the numbers are finite, and a person can decide.
         """
         taken = self._list_recent(Action.ROLLBACK)
         if len(taken) >= self._budgets[Action.ROLLBACK]:
@@ -104,7 +104,7 @@ class Judge:
     # --- the ladders ------------------------------------------------------------------------------------------------
 
     def _answer_step(self, step: int, ladder: Ladder, reflex: Verdict) -> Verdict:
-        """One step was not finite: its loss and its gradient are one event."""
+        """Answer one non-finite step: its loss and its gradient are one event."""
         if step == self._bad_step:
             return reflex
         self._num_bad = self._num_bad + 1 if step == self._bad_step + 1 else 1
@@ -118,15 +118,15 @@ class Judge:
         due = tuple(rung for rung in ladder if rung.after == self._num_bad and rung.action not in done)
         verdict = self._climb(due, reflex, f"{self._num_bad} non-finite steps in a row")
         if verdict.action is Action.ROLLBACK:
-            self._num_bad = 0  # what comes after is another stretch
+            self._num_bad = 0  # a new stretch of bad steps starts after this
         return verdict
 
     def _climb(
         self, ladder: Ladder, reflex: Verdict, why: str, advised: float | None = None, *, budget: str | None = None
     ) -> Verdict:
-        """The first rung that nothing forbids; `advised` is by how much the rule would lower the learning rate.
+        """Take the first rung that nothing forbids; `advised` is the rule's own factor for the learning rate.
 
-        `budget`: what is counted where that is not the action itself.
+        `budget`: what to count instead of the action itself.
         """
         forbidden = ""
         for rung in ladder:
@@ -139,11 +139,11 @@ class Judge:
             if rung.action is Action.ROLLBACK and self._is_spent(counted):
                 return Verdict(action=Action.HALT, reason=f"{why}, and {forbidden}")
             if self._is_cooling(rung.action):
-                break  # the last change has had no time to work: neither again nor more
+                break  # the last change has not had time to work: do not repeat it or go further
         return Verdict(action=reflex.action, reason=f"{why}, but {forbidden}") if forbidden else reflex
 
     def _choose_factor(self, rung: Rung, advised: float | None) -> float | None:
-        """A rollback that takes the rates back does so once: if that was not enough, they stay as they were lowered."""
+        """Choose the factor. A rollback undoes rate changes only once: if that did not help, they stay lowered."""
         if rung.action is not Action.ROLLBACK or rung.factor is None:
             return rung.factor
         if _lowers_rates(rung):
@@ -151,13 +151,13 @@ class Judge:
         if self._taken[Action.ROLLBACK.value] or self._taken[RESTART]:
             return None
         if self._taken[Action.SCALE_LR.value]:
-            self._taken[Action.SCALE_LR.value].pop()  # undone, so it neither counts nor cools
+            self._taken[Action.SCALE_LR.value].pop()  # undone, so it neither counts nor starts a cool-down
         return rung.factor
 
     # --- budgets ----------------------------------------------------------------------------------------------------
 
     def _find_objection(self, rung: Rung, counted: str) -> str:
-        """Why this rung is not to be taken now; empty when it may be."""
+        """Return why this rung must not be taken now; empty when it may be."""
         changes = rung.action in HYPERPARAMETERS or _lowers_rates(rung)
         if changes and not self._policy.change_hyperparameters:
             return "the policy changes no hyperparameters"
@@ -188,7 +188,7 @@ class Judge:
         return f"the budget of {count} x {counted} in {self._policy.budget_steps} steps is spent"
 
     def _count_vain(self, rollbacks: list[int]) -> int:
-        """The last ones that did not help."""
+        """Count the most recent rollbacks that did not help."""
         num, later = 0, self._now
         for step in reversed(rollbacks):
             if later - step >= HELPED:
@@ -207,7 +207,7 @@ class Judge:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was done so far, and the stretch of bad steps that may be going on."""
+        """Return what was done so far and the current stretch of bad steps, if any."""
         return {
             "taken": {action: list(steps) for action, steps in self._taken.items()},
             "bad_step": self._bad_step,
@@ -216,7 +216,7 @@ class Judge:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of `state_dict()`."""
+        """Load what `state_dict()` returned."""
         for action in self._taken:
             self._taken[action] = [int(step) for step in state["taken"].get(action, ())]
         self._bad_step, self._num_bad = int(state["bad_step"]), int(state["num_bad"])
@@ -224,11 +224,11 @@ class Judge:
 
 
 def _lowers_rates(rung: Rung) -> bool:
-    """Whether it goes back with a lower learning rate."""
+    """Whether this rung rolls back with a lower learning rate."""
     return rung.action is Action.ROLLBACK and rung.factor is not None and rung.factor < 1.0
 
 
 def _find_factor(finding: Finding) -> float | None:
-    """What the rule says the learning rate should be multiplied by; None when it says nothing."""
+    """Return the rule's own factor for the learning rate; None when it has none."""
     factor = finding.evidence.get("lr_factor")
     return float(factor) if isinstance(factor, int | float) and 0 < factor < 1 else None

@@ -1,4 +1,4 @@
-"""The first answer: what the reflex has already done about a step, told as a Verdict. Stateless."""
+"""The first answer: what the reflex has already done about a step, as a Verdict. Stateless."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from steadygrad.facts.kinds import find_kind
 
 
 def decide(finding: Finding, reading: Reading | None, on_nonfinite: Action) -> Verdict:
-    """What the reflex did about one Finding: it skipped or sanitised on the device, before anything was judged."""
+    """Return what the reflex did about one Finding: it skipped or sanitised on the device, before any judgement."""
     if find_kind(finding.kind).about_step:
         if on_nonfinite is Action.HALT and finding.severity is not Severity.INFO:
             return Verdict(action=Action.HALT, reason="on_nonfinite is RAISE")

@@ -1,8 +1,8 @@
 """The policy table: from the kind of a finding to the actions that answer it, mildest first.
 
-Kinds that are not here are reported and not acted on: a spike, a dead layer or a slow trend needs a person. Those that
-speak of finite numbers are acted on only with proof that the weights were harmed (`prove/`), and then by going back to
-the weights that are better; `Policy.eager()` acts on the symptom at once.
+Kinds that are not listed are reported and not acted on: a spike, a dead layer or a slow trend needs a person. Kinds
+about finite numbers are acted on only with proof that the weights were harmed (`prove/`), and then by going back to
+better weights; `Policy.eager()` acts on the symptom at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rung:
 
     action: Action
     factor: float | None = None
-    """Of what is scaled. With `rollback`: 1 takes the rates back with the weights, less lowers the learning rate."""
+    """What the setting is multiplied by. With `rollback`: 1 also undoes rate changes, less lowers the learning rate."""
     after: int = 1
     """Non-finite steps in a row at which it is due; 1 for findings that are not about a step."""
 
@@ -30,12 +30,12 @@ Ladder = tuple[Rung, ...]
 
 
 def build_table(policy: Policy) -> Mapping[str, Ladder]:
-    """The ladders of a policy by the kind of finding; the user's own answers take the place of ours."""
+    """Return a policy's ladders by kind of finding; the user's own answers replace ours."""
     lower = Rung(action=Action.SCALE_LR, factor=policy.lr_factor)
     lower_much = Rung(action=Action.SCALE_LR, factor=policy.explosion_lr_factor)
     decay_more = Rung(action=Action.SCALE_WEIGHT_DECAY, factor=policy.weight_decay_factor)
     go_back = Rung(action=Action.ROLLBACK)
-    undo = Rung(action=Action.ROLLBACK, factor=1.0)  # what was done about the rates did not heal: it is taken back too
+    undo = Rung(action=Action.ROLLBACK, factor=1.0)  # rate changes did not help, so undo them too
     begin_anew = Rung(action=Action.ROLLBACK, factor=policy.start_lr_factor)
     bad_step = (
         Rung(action=Action.SKIP),

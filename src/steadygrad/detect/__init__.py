@@ -1,4 +1,4 @@
-"""Facts -> Findings. Pure Python; one file a family of rules; `Detector` asks them all in order."""
+"""Facts -> Findings. Pure Python; one file per family of rules; `Detector` runs them all in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Detector", "FunctionRule", "Rule", "rule", "standard_rules"]
 
 
 def standard_rules(config: DetectConfig, *, clip_threshold: float | None = None) -> list[Rule]:
-    """The rules that every Guard asks, in the order in which their Findings are told; then the user's own."""
+    """Return the rules that every Guard runs, in the order their Findings are reported; then the user's own."""
     rules = _all_rules(config, clip_threshold)
     names = {one.name for one in rules} | {InstabilityForecast.name}
     unknown = [name for name in config.off if name not in names]
@@ -63,7 +63,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         flow.StaleGradient(config),
         leading.AdamRms(config),
         leading.UpdateNorm(config),
-        # what is looked at now and then
+        # periodic scans
         inputs.OutlierInput(config),
         inputs.AllLabelsMasked(config),
         activations.DeadActivation(config),
@@ -87,26 +87,26 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
 
 
 class Detector:
-    """Asks every rule about every Fact."""
+    """Runs every rule on every Fact."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = list(rules)
         self._listeners: dict[type, tuple[Rule, ...]] = {}
 
     def observe(self, fact: Fact) -> list[Finding]:
-        """All Findings about this Fact."""
+        """Return all Findings about this Fact."""
         findings: list[Finding] = []
         for one in self._find_listeners(type(fact)):
             try:
                 findings.extend(one.observe(fact))
-            except Exception as error:  # a broken rule silences no other, and ends no training
+            except Exception as error:  # a broken rule must not silence another one or end the training
                 self._rules.remove(one)
                 self._listeners.clear()
                 logger.error("the rule %s failed and is switched off, training goes on: %r", one.name, error)
         return findings
 
     def _find_listeners(self, kind: type) -> tuple[Rule, ...]:
-        """The rules that hear of this kind of Fact, in order; a third of them never hear of a Reading."""
+        """Return the rules that take this kind of Fact, in order; a third of them never take a Reading."""
         listeners = self._listeners.get(kind)
         if listeners is None:
             heard = [(one, getattr(one, "hears", ())) for one in self._rules]
@@ -114,11 +114,11 @@ class Detector:
         return listeners
 
     def state_dict(self) -> dict[str, Any]:
-        """Each rule's history under its name."""
+        """Return each rule's history under its name."""
         return {one.name: one.state_dict() for one in self._rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the histories of the rules that are still there; a new rule starts fresh."""
+        """Load the histories of the rules that still exist; a new rule starts fresh."""
         for one in self._rules:
             if one.name in state:
                 one.load_state_dict(state[one.name])

@@ -44,7 +44,7 @@ class FrequentClipping(Remembering):
 
 
 class ManySkips(Remembering):
-    """Many steps were not finite and left out. The search for a loss scale before the first good step is none."""
+    """Many steps were not finite and skipped. The search for a loss scale before the first good step does not count."""
 
     name = "many_skips"
     memory = ("_skips", "_began", "_episode")

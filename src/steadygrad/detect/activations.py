@@ -1,7 +1,7 @@
-"""Rules about what modules put out: dead units, saturation, an output that does not depend on the input.
+"""Rules about the outputs of modules: dead units, saturation, an output that does not depend on the input.
 
 Absolute shares are `info` (AUTOTRAINER: 70 % dead). A warning compares a module with what was usual for it, and needs
-several looks in a row.
+several scans in a row.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from steadygrad.facts import ActivationScan, Fact, Finding, Severity
 from steadygrad.stats import Baseline
 
 LOOKS = 3
-"""Looks in a row that a warning needs."""
+"""Scans in a row that a warning needs."""
 FIRST_LOOKS = 8
-"""Looks at which a module's usual share is learnt."""
+"""Scans in which a module's usual share is learnt."""
 
 
 class Shares(Remembering):
     """Which modules' share of bad units is above a limit, and which have risen there above all that was usual.
 
-    Usual is the largest share of the first looks, and of every excursion that ended by itself: small batches vary.
+    Usual is the largest share of the first scans, and of every excursion that ended by itself: small batches vary.
     """
 
     memory = ("_usual", "_num_looks", "_doubts")
@@ -32,7 +32,7 @@ class Shares(Remembering):
         self._limit, self._rise = limit, rise
         self._usual: dict[str, float] = {}
         self._num_looks: dict[str, int] = {}
-        self._doubts: dict[str, list[float]] = {}  # name -> step where it began, looks since, largest share
+        self._doubts: dict[str, list[float]] = {}  # name -> step where it began, scans since, largest share
 
     def feed(self, step: int, shares: Mapping[str, float]) -> tuple[list[str], list[str], int]:
         """(modules above the limit, those that have newly risen there, the step where the first of these began)."""
@@ -65,7 +65,7 @@ class DeadActivation(Remembering):
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when units have died since the first look, an info when most are dead."""
+        """A warning when units have died since the first scan, an info when most are dead."""
         if not isinstance(fact, ActivationScan):
             return
         shares = {name: m.dead_share for name, m in fact.modules.items() if m.dead_share is not None}
@@ -94,7 +94,7 @@ class SaturatedActivation(Remembering):
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when it has come there since the first look, an info when most elements are there."""
+        """A warning when it has got there since the first scan, an info when most elements are there."""
         if not isinstance(fact, ActivationScan):
             return
         shares = {name: m.saturated_share for name, m in fact.modules.items() if m.saturated_share is not None}
@@ -112,7 +112,7 @@ class SaturatedActivation(Remembering):
 
 
 class ConstantOutput(Remembering):
-    """The model says the same for every sample: collapsed, or an input that does not reach the output."""
+    """The model's output is the same for every sample: collapsed, or an input that does not reach the output."""
 
     name = "constant_output"
     hears = (ActivationScan,)

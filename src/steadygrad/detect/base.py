@@ -1,8 +1,8 @@
-"""The seam of the rules: a Fact comes in, Findings go out. Pure Python, no torch, no clock, no side effect.
+"""The interface of the rules: a Fact comes in, Findings go out. Pure Python, no torch, no clock, no side effect.
 
 A rule never sees the tensors, never changes training and must not be blinded by what it looks for: histories live in
-`stats.Baseline` and its like, which admit finite values only. A rule looks at the kinds of Fact that it knows and lets
-the others pass. `rule` makes one out of a function.
+`stats.Baseline` and similar classes, which admit finite values only. A rule handles the kinds of Fact that it knows and
+ignores the others. `rule` makes one out of a function.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Rule(Protocol):
         ...
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """What there is to say about this Fact; Readings come in order of their steps."""
+        """Return the Findings about this Fact; Readings come in order of their steps."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, as plain numbers and lists."""
+        """Return the history, as plain numbers and lists."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the history of `state_dict()`."""
+        """Load what `state_dict()` returned."""
         ...
 
 
@@ -49,7 +49,7 @@ class FunctionRule(Remembering):
         return self._function(reading)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """The function's Finding, or one made of the message that it returned."""
+        """Return the function's Finding, or one made from the message that it returned."""
         said = self._function(fact) if isinstance(fact, Reading) else None
         if isinstance(said, Finding):
             yield said
@@ -58,7 +58,7 @@ class FunctionRule(Remembering):
 
 
 def rule(name: str, *, severity: Severity = Severity.WARNING, advice: str = "") -> Callable[[Judgement], FunctionRule]:
-    """Make a rule of a function from a Reading to a message, a Finding or None.
+    """Turn a function from a Reading to a message, a Finding or None into a rule.
 
     >>> @rule("tiny_learning_rate")
     ... def tiny_learning_rate(reading):

@@ -6,7 +6,7 @@ more when less is known or when the tail is heavy. Heaviness is the second large
 noise would have given by now; a constant limit has to choose between missing 10 sigma in clean runs (8 MAD: found in
 97 %) and crying wolf in heavy-tailed ones (Student t with 3 degrees of freedom passes 20 MAD once in 10 000 steps).
 
-Only finite values that were no spike are admitted, so neither a NaN nor a spike changes what comes next.
+Only finite values that are not spikes are admitted, so neither a NaN nor a spike changes what comes next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steadygrad.stats import MAD_TO_SIGMA, median
 EARLY = 256
 """Values after which the limit comes near its final height; below, it grows with (EARLY / n) ** 1.5."""
 EARLY_FACTOR = 3.0
-"""The most that little history raises the limit."""
+"""The largest factor by which a short history raises the limit."""
 TAIL_POWER, TAIL_SHARE = 3.0, 2e-5
 """The limit is the second largest score, times its heaviness to this power, at most as far as a tail with the index
 of Student's t with 3 degrees of freedom reaches with this share of its values."""
@@ -35,7 +35,7 @@ TAIL_START = 64
 TAIL_BLOCK = 2048
 """Scores after which the older half of the tail is forgotten."""
 PATIENCE = 32
-"""Refused values in a row that are a new level."""
+"""Refused values in a row that make a new level."""
 _GAUSS = NormalDist()
 
 
@@ -63,7 +63,7 @@ class Tail(Remembering):
             self._top = sorted([*self._top, score], reverse=True)[:2]
 
     def reach(self) -> float:
-        """How far a score may go by what was seen: little beyond the past in Gaussian noise, far in a heavy tail."""
+        """Return how far a score may go, given the past: little beyond it in Gaussian noise, far in a heavy tail."""
         top = sorted(self._top + self._old_top, reverse=True)
         if len(top) < 2 or self.count < 8:
             return 0.0
@@ -148,7 +148,7 @@ class Forecast(Remembering):
         return (math.log(value) - median(sorted(logs[-5:]))) / spread
 
     def admit(self, value: float, score: float | None) -> None:
-        """Take a value that is no spike; without its score (while the level is on the move) the tail learns nothing."""
+        """Admit a value that is not a spike; without a score (while the level is moving) the tail learns nothing."""
         self._refused.clear()
         self._num_values += 1
         if len(self._recent) >= 4:
@@ -174,6 +174,6 @@ class Forecast(Remembering):
         bisect.insort(self._sorted, distance)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the history of `state_dict()`."""
+        """Load what `state_dict()` returned."""
         super().load_state_dict(state)
         self._sorted = sorted(self._distances)

@@ -16,7 +16,7 @@ from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, Reading,
 from steadygrad.stats import median
 
 FEWEST_ROWS = 8
-"""Parameters below which quarters of the model say nothing."""
+"""Fewer parameters than this are too few to compare quarters of the model."""
 SHORT_HISTORY = 32
 """Steps in which the usual share of zeros is learnt."""
 
@@ -163,7 +163,7 @@ class MissingGradient(Remembering):
         self._warning = Episode(config.repeat_after, quiet=100)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told when the same parameters were missing for `missing_patience` steps in a row."""
+        """Report when the same parameters were missing for `missing_patience` steps in a row."""
         if not isinstance(fact, Reading) or fact.is_nonfinite:
             return
         here = set(fact.missing)
@@ -189,7 +189,7 @@ class MissingGradient(Remembering):
 
 
 class StaleGradient(Remembering):
-    """Gradients of the step before were still there when backward began: zero_grad() was forgotten."""
+    """Gradients of the previous step were still there when backward began: zero_grad() was forgotten."""
 
     name = "stale_gradient"
     memory = ("_episode",)

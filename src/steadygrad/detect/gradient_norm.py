@@ -21,7 +21,7 @@ from steadygrad.stats import Baseline, median
 EARLY_VALUES = 5
 """Norms before `exploding_early_ratio` judges."""
 MOST = 1e6
-"""Scores end here: a baseline without any spread would give 1e300."""
+"""Upper bound of scores: a baseline without any spread would give 1e300."""
 RECENT = 16
 """Norms that must be as far below as the baseline: a norm that has grown there slowly belongs to `RisingNorm`."""
 
@@ -127,7 +127,7 @@ class RisingNorm(Remembering):
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told at the step where the growth began."""
+        """A finding at the step where the growth began."""
         if not isinstance(fact, Reading) or fact.is_nonfinite:
             return
         loss = None if fact.loss is None else self._losses.add(fact.step, fact.loss)

@@ -1,6 +1,6 @@
-"""Rules about the program, looked at once: what no threshold can be wrong about.
+"""Rules about the program, checked once: they need no threshold that could be wrong.
 
-These are facts about the code and not distances, so the certain ones are warnings at once.
+These are facts about the code, not distances, so the certain ones are warnings at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from steadygrad.words import spell_count
 class UnregisteredLayers(Remembering):
     """Parameters that take part and are never updated.
 
-    Layers in a plain list, or an optimizer made before the model's surgery (it holds parameters that the model has no
-    more), are mistakes: a warning. Parameters simply left out of the optimizer may be meant: an info.
+    Layers in a plain list, or an optimizer created before the model was modified (it holds parameters that the model no
+    longer has), are mistakes: a warning. Parameters simply left out of the optimizer may be intended: an info.
     """
 
     name = "unregistered_layers"
@@ -29,7 +29,7 @@ class UnregisteredLayers(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told once."""
+        """Report once."""
         if not isinstance(fact, GraphScan) or self._told or not (fact.hidden or fact.unoptimized):
             return
         self._told = True
@@ -59,7 +59,7 @@ class SilentBroadcast(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told once, with the shapes."""
+        """Report once, with the shapes."""
         if not isinstance(fact, GraphScan) or self._told:
             return
         for one in fact.broadcasts:
@@ -96,7 +96,7 @@ class DoubleSoftmax(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told once, with the line."""
+        """Report once, with the line."""
         if not isinstance(fact, GraphScan) or self._told or not fact.double_softmaxes:
             return
         self._told = True
@@ -121,7 +121,7 @@ class AnomalyMode(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told once."""
+        """Report once."""
         if not isinstance(fact, GraphScan) or self._told or not fact.anomaly_mode:
             return
         self._told = True

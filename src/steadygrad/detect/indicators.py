@@ -2,7 +2,7 @@
 
 Each is relative to the run's own past, so that it means the same in every model, task and unit of the loss: logarithms
 of norm, loss and rate, compared with exponential averages over about 4, 16 and 64 steps. Constant work a step; no list
-grows. A step that was skipped or is not finite is counted as such and enters no average. What is measured now and then
+grows. A step that was skipped or is not finite is counted as such and enters no average. What is measured periodically
 (Adam's ratio, the update) counts for `STALE` steps, and is 0 when it was never measured.
 """
 
@@ -49,7 +49,7 @@ NAMES = (
     "update_ratio",
     "update_rise",
 )
-"""What `Indicators.values` gives, in order."""
+"""The names of what `Indicators.values` returns, in order."""
 
 WORDS = {
     "norm_trend": "the gradient norm is rising",
@@ -86,7 +86,7 @@ WORDS = {
     "update_ratio": "updates are large for the weights",
     "update_rise": "updates are growing",
 }
-"""Each of them for a person, as it reads when it points to trouble."""
+"""Each indicator in words, phrased as trouble."""
 
 FAST, MIDDLE, SLOW = 0.75, 0.9375, 0.984375
 """Decays of averages over about 4, 16 and 64 steps."""
@@ -95,7 +95,7 @@ PEAK = 0.97
 WARM_UP = 16
 """Finite steps before the indicators say anything."""
 STALE = 32
-"""Steps for which a number that is measured now and then still counts."""
+"""Steps for which a number that is measured periodically still counts."""
 BOUND = 20.0
 """No indicator is larger: beyond it, a logarithm says nothing more."""
 FLOOR = 1e-3
@@ -112,7 +112,7 @@ class Averages(Remembering):
         self.weights = [0.0, 0.0, 0.0]
 
     def add(self, value: float) -> None:
-        """Take one value."""
+        """Add one value."""
         w = self.weights
         w[0] += (1.0 - w[0]) * (1.0 - FAST)
         w[1] += (1.0 - w[1]) * (1.0 - MIDDLE)
@@ -133,7 +133,7 @@ class Series(Remembering):
         self._count = 0
 
     def add(self, value: float) -> float:
-        """Take one value; returns how far it moved."""
+        """Add one value; return how far it moved."""
         move = value - self.last if self._count else 0.0
         self.peak = max(PEAK * self.peak, value - self.level.slow) if self._count else 0.0
         self.level.add(value)
@@ -167,7 +167,7 @@ class Series(Remembering):
 
 
 class Sometimes(Remembering):
-    """A number that is measured now and then."""
+    """A number that is measured periodically."""
 
     memory = ("value", "before", "_age")
 
@@ -230,7 +230,7 @@ class Indicators(Remembering):
         return self.num_finite >= WARM_UP
 
     def observe(self, reading: Reading) -> None:
-        """Take one step."""
+        """Add one step."""
         self._skips.add(float(reading.skipped))
         if reading.loss_scale is not None and 0.0 < reading.loss_scale < math.inf:
             self._scale = math.log2(reading.loss_scale)

@@ -24,7 +24,7 @@ from steadygrad.facts import Fact, Finding, Reading, Severity
 
 FORMAT = 1
 NUM_TOLD = 3
-"""Indicators that a Finding names."""
+"""How many indicators a Finding names."""
 ADVICE = (
     "Lower the learning rate or lengthen its warm-up, or clip tighter. "
     'Policy(actions={"instability_forecast": Action.SCALE_LR}) does the first by itself.'
@@ -40,7 +40,7 @@ class Model:
 
     horizon: int
     threshold: float
-    """Probability at which a run is told, chosen on other programs than it was measured on."""
+    """Probability at which it is reported, chosen on different programs from those it was measured on."""
     patience: int
     """Steps in a row that it must be that high."""
     base: float
@@ -132,7 +132,7 @@ class InstabilityForecast(Remembering):
         self._episode = Episode(config.repeat_after, quiet=self._model.horizon)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the step at which the probability became high; bad steps are other rules' matter."""
+        """A warning at the step where the probability became high; bad steps are left to other rules."""
         if not isinstance(fact, Reading):
             return
         self._indicators.observe(fact)

@@ -20,7 +20,7 @@ START = 16
 
 
 SMALL = 0.01
-"""Share of the first losses below which a jump is no trouble: a loss of 1e-5 may well become 1e-3 for a while."""
+"""Share of the first losses below which a jump is harmless: a loss of 1e-5 may well become 1e-3 for a while."""
 LOG_SHARE = 0.4
 """Share of the limit that a spike must reach on the logarithm as well."""
 
@@ -39,7 +39,7 @@ class Restarts(Remembering):
         """Median of the run's first losses; NaN until they are there."""
 
     def feed(self, reading: Reading) -> bool:
-        """Whether this step lies in the grace after a restart."""
+        """Return whether this step is in the grace period after a restart."""
         rate = reading.learning_rate
         if rate is not None and self._rate is not None and rate >= self._config.restart_ratio * self._rate and rate > 0:
             self._until = reading.step + self._config.restart_grace
@@ -51,7 +51,7 @@ class Restarts(Remembering):
         return reading.step < self._until
 
     def forgive(self, loss: float, in_grace: bool) -> bool:
-        """Whether a loss is no trouble however far it jumped: below the first ones in the grace, else near zero."""
+        """Whether a loss is harmless however far it jumped: in the grace period below the first ones, else near 0."""
         return loss <= self.began_at if in_grace else 0.0 <= loss <= SMALL * self.began_at
 
 
@@ -110,7 +110,7 @@ class ZeroLoss(Remembering):
     """The loss is exactly zero and so is the gradient: nothing is learnt from this step.
 
     Seen when every label of a batch is masked and the mean is guarded against 0/0. A loss that has come down to zero,
-    or a margin loss that is satisfied, is healthy and only told; one that was never near zero before is a warning.
+    or a margin loss that is satisfied, is healthy: an info. One that was never near zero before is a warning.
     """
 
     name = "zero_loss"

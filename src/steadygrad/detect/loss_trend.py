@@ -35,7 +35,7 @@ class LossExplosion(Remembering):
     """The loss is ten times that of the epoch before, or has stayed ten times above the window before.
 
     What is done about it may not help: weights that an explosion has wrecked stay wrecked at a lower learning rate. So
-    the rule looks once more, `recovery_steps` later, and tells a loss that has not come back (`unrecovered_loss`).
+    the rule checks again `recovery_steps` later, and reports a loss that has not recovered (`unrecovered_loss`).
     """
 
     name = "loss_explosion"
@@ -61,7 +61,7 @@ class LossExplosion(Remembering):
         self._restarts = Restarts(config.loss)
         self._epoch_loss: float | None = None
         self._recovery_steps, self._recovery_ratio = config.loss.recovery_steps, config.loss.recovery_ratio
-        self._level: float | None = None  # the loss before an explosion that was told and is being watched
+        self._level: float | None = None  # the loss before a reported explosion that is being watched
         self._told_at = self._began = 0
         self._first: list[float] = []  # the losses that the run began with
         self._rise = Streak()
@@ -90,7 +90,7 @@ class LossExplosion(Remembering):
         if step >= START or began_at <= 0 or self._told_at:
             return None
         far = math.isfinite(loss) and loss > self._ratio * began_at
-        climbed = far and not self._high and self._usual() > CLIMBED * began_at  # else the history itself will tell
+        climbed = far and not self._high and self._usual() > CLIMBED * began_at  # else the history itself will show it
         if self._rise.feed(step, climbed) < self._patience:
             return None
         start = self._rise.start
@@ -146,7 +146,7 @@ class LossExplosion(Remembering):
             self._streak.feed(reading.step, False)
 
     def _is_ordinary(self, loss: float) -> bool:
-        """Nearly every step: nothing is going on, and the loss is not even ten times the lowest. Spares the sorting."""
+        """Whether nothing is going on and the loss is below ten times the lowest, as at most steps. Saves sorting."""
         if self._high or not self._history or not math.isfinite(loss):
             return False
         return loss <= self._ratio * min(self._history)

@@ -1,7 +1,7 @@
 """What rules remember, and how it is saved: every part goes into a checkpoint as plain numbers and lists.
 
-`Remembering` saves the attributes that a class names. `Episode` keeps an ongoing condition from being told at every
-step, `Streak` counts how long it has gone on and knows where it began, `Keyed` holds one history for each name.
+`Remembering` saves the attributes that a class names. `Episode` keeps an ongoing condition from being reported at every
+step, `Streak` counts how long it has lasted and where it began, `Keyed` holds one history per name.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ T = TypeVar("T", bound=HasState)
 
 
 class Remembering:
-    """Base of what has a history: `memory` names the attributes that make it up. Not to be used by itself."""
+    """Base class for anything with a history: `memory` names its attributes. Not for use by itself."""
 
     memory: ClassVar[tuple[str, ...]] = ()
     hears: ClassVar[tuple[type, ...]] = ()
-    """A rule: the kinds of Fact that it is asked about; empty: all of them."""
+    """For a rule: the kinds of Fact that it takes; empty means all."""
 
     def state_dict(self) -> dict[str, Any]:
         """The history, as plain numbers and lists."""
         return {name.lstrip("_"): _save(getattr(self, name)) for name in self.memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the history of `state_dict()`. What an earlier version did not write down yet stays as it is."""
+        """Load what `state_dict()` returned. Attributes that an earlier version did not save stay as they are."""
         for name in self.memory:
             if name.lstrip("_") in state:
                 setattr(self, name, _load(getattr(self, name), state[name.lstrip("_")]))
@@ -69,9 +69,9 @@ def _load(current: Any, saved: Any) -> Any:
 
 
 class Episode(Remembering):
-    """Decides whether a condition is told now: once when it begins, and again every `repeat_after` steps.
+    """Decides whether to report a condition now: once when it begins, and again every `repeat_after` steps.
 
-    A condition that comes back within `quiet` steps has not ended. Steps may be anything that only grows.
+    A condition that comes back within `quiet` steps has not ended. Steps may be any number that only grows.
     """
 
     memory = ("_told", "_last")
@@ -82,7 +82,7 @@ class Episode(Remembering):
         self._last: int | None = None
 
     def tell(self, step: int, active: bool) -> bool:
-        """Whether to tell the condition at this step, given whether it holds."""
+        """Return whether to report the condition at this step, given whether it holds."""
         if not active:
             return False
         begins = self._last is None or step - self._last > self._quiet + 1
@@ -103,7 +103,7 @@ class Streak(Remembering):
         self.start = 0
 
     def feed(self, step: int, active: bool) -> int:
-        """Count this step, and say how long the condition has held."""
+        """Count this step, and return how long the condition has held."""
         if not active:
             self.length = 0
             return 0
@@ -114,7 +114,7 @@ class Streak(Remembering):
 
 
 class Keyed(Generic[T]):
-    """One history for each name, made when it is first asked for."""
+    """One history per name, created on first use."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Rules about NaN and Inf in loss, gradients, weights and buffers. One is enough: these are told at every step."""
+"""Rules about NaN and Inf in loss, gradients, weights and buffers. One is enough: reported at every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spell(value: float | None) -> str:
 
 
 class NonfiniteLoss(Remembering):
-    """The loss is NaN or Inf: whatever its gradient says means nothing."""
+    """The loss is NaN or Inf: its gradient means nothing."""
 
     name = "nonfinite_loss"
 
@@ -42,7 +42,7 @@ class NonfiniteLoss(Remembering):
 
 
 class NonfiniteGradient(Remembering):
-    """A gradient holds a NaN or an Inf. Names the parameters; under a loss scaler an overflow is part of the game."""
+    """A gradient holds a NaN or an Inf. Names the parameters; under a loss scaler an overflow is normal."""
 
     name = "nonfinite_gradient"
 
@@ -72,7 +72,7 @@ class NonfiniteGradient(Remembering):
 
 
 class NonfiniteParameter(Remembering):
-    """A weight is NaN or Inf. Each is told once; it may be told again after it was healed."""
+    """A weight is NaN or Inf. Each is reported once, and again only after it had recovered."""
 
     name = "nonfinite_parameter"
     hears = (ParameterScan,)
@@ -121,7 +121,7 @@ class NonfiniteBuffer(Remembering):
         self._seen = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error for each buffer that was finite and is no more, or that a step would have left so."""
+        """An error for each buffer that was finite and no longer is, or that a step would have left non-finite."""
         if isinstance(fact, Reading) and fact.spoilt_buffers:
             yield _tell_spoilt(fact)
         if not isinstance(fact, ParameterScan):

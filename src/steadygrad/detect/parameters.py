@@ -34,7 +34,7 @@ class UnchangedParameter(Remembering):
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Told when the same parameters stood still for `unchanged_patience` scans."""
+        """Report when the same parameters stood still for `unchanged_patience` scans."""
         if not isinstance(fact, ParameterScan):
             return
         self._moved.update(fact.changed)

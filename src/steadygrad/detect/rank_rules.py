@@ -1,7 +1,7 @@
 """Rules -> those that all ranks of a training must agree on, and those about what one rank alone has seen.
 
-Batches and activations differ from rank to rank. What a rule says about them is told by the rank that saw it and never
-acted on: a rank that acts alone parts from the others.
+Batches and activations differ from rank to rank. A finding about them is reported by the rank that saw it and never
+acted on: a rank that acts alone diverges from the others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The start of a run: is the learning rate so high that the first steps throw the weights away?
 
 All evidence is distance from where the run itself began: its first loss, its first gradient norm, the norm of the
-weights it was given. One sign alone is no finding, since healthy runs have each of them: a loss that overshoots in the
-first steps, a norm that doubles, weights that grow. The rule looks at the first `StartThresholds.steps` readings and
-then never again; after a rollback to the start it looks anew.
+weights it was given. One sign alone is not a finding, since healthy runs have each of them: a loss that overshoots in
+the first steps, a norm that doubles, weights that grow. The rule looks at the first `StartThresholds.steps` readings
+only; after a rollback to the start it begins again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RateTooHigh(Remembering):
                 yield dataclasses.replace(found, evidence={**found.evidence, **proof})
 
     def _weigh(self, norms: Mapping[str, float], *, is_first: bool) -> None:
-        """Weights that begin as zero must grow, and the only layer that is trained has nothing to lose."""
+        """Measure the weights' growth. Ignore those that begin at zero, which must grow, and a single trained layer."""
         if is_first and self._losses:
             return  # a resumed run looks at the weights it was given; they are not the run's first ones
         if not self._losses:
@@ -89,7 +89,7 @@ class RateTooHigh(Remembering):
             self._num_weighed = len(self._losses) + 1  # the scan comes before the Reading of the step it follows
 
     def _find_harm(self, reading: Reading, loss: float) -> str:
-        """What this finite step shows, in words; empty when it is nothing."""
+        """Describe the harm that this finite step shows; empty if none."""
         if reading.skipped:
             return ""
         self._steps.append(reading.step)
@@ -114,7 +114,7 @@ class RateTooHigh(Remembering):
     def _find_runaway(self) -> str:
         """The weights are no longer those that were given, what was learnt was given back, and little is learnt since.
 
-        Where they ran far it is told within a few steps; else at the end of the start: some runs recover from it.
+        If they ran far it is reported within a few steps, else at the end of the start: some runs recover from it.
         """
         growth, config, num = self._growth, self._config, len(self._losses)
         if growth is None or growth < config.weight_growth:

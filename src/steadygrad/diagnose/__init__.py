@@ -1,4 +1,4 @@
-"""A failing step -> Cause: who did it. Runs only when something was found, and leaves no trace of its replays.
+"""A failing step -> its Cause. Runs only when something was found, and leaves no trace of its replays.
 
 `diagnose` takes a function and its arguments; a `Capture` is a step that was noted before it ran, and
 `diagnose_captures` is the same for those, with the generators and the autocast they ran with. The package itself can

@@ -21,7 +21,7 @@ MAX_DEPTH = 8
 
 
 def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """The first dimension that most tensors share; None when there is no such thing as a sample."""
+    """Return the first dimension that most tensors share; None if the batch does not consist of samples."""
     sizes: collections.Counter[int] = collections.Counter()
     for tensor in find_tensors([*args, *kwargs.values()], MAX_DEPTH):
         if tensor.dim():
@@ -33,7 +33,7 @@ def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | Non
 
 
 def take_samples(value: Any, indices: Sequence[int], size: int, depth: int = MAX_DEPTH) -> Any:
-    """`value` with only the samples `indices`."""
+    """Return `value` with only the samples `indices`."""
     if isinstance(value, Tensor):
         return _take_rows(value, indices, size)
     if isinstance(value, nn.Module) or not depth:
@@ -69,7 +69,7 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
 
 
 def _refill(value: Any, taken: dict[Any, Any]) -> Any:
-    """A mapping of a class of its own, with other items."""
+    """Return a mapping of the same class, with other items."""
     filled = copy.copy(value)
     if isinstance(getattr(filled, "data", None), dict):  # a UserDict shares its dict with the copy
         filled.data = dict(filled.data)

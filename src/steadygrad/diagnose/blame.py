@@ -21,7 +21,7 @@ TAKES_MINUS_INF = ("softmax", "logsumexp", "scaled_dot_product", "sub", "exp", "
 
 
 MOST_HURTS = 16
-"""Places where it hurts that are traced back one by one."""
+"""How many hurts are traced back one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Origin:
 
     event: Event
     range: Range
-    """Of what the event gave."""
+    """Range of the event's output."""
     hurt: Hurt
     path: tuple[int, ...]
     """Events from the birth to the hurt."""
@@ -89,7 +89,7 @@ class Blame:
 
     @staticmethod
     def _rank(origin: Origin) -> tuple[int, int]:
-        """A NaN that was there before the step explains all; an Inf that was may be meant, so it comes last."""
+        """Rank an origin: a NaN from before the step explains everything; an Inf may be intended, so it comes last."""
         given = 0 if origin.range.has_nan else 2
         return (given if origin.event.is_given else 1, origin.event.index)
 
@@ -114,7 +114,7 @@ class Blame:
         return self._choose(births, later, hurt)
 
     def _find_bad_writers(self, read: Read, *, wants_nan: bool) -> list[int]:
-        """The writers of a value that gave what is bad in it; all of them when none can be singled out."""
+        """Return the writers that made a value bad; all of them if none can be singled out."""
         bad = [w for w in read.writers if self._is_as_bad(self.find_output(self._events[w], read.key), wants_nan)]
         return bad or [w for w in read.writers[-1:] if read.slot is None or self._ranges[read.slot].is_nonfinite]
 
@@ -123,7 +123,7 @@ class Blame:
         return range.has_nan if wants_nan else range.is_nonfinite
 
     def _find_parents(self, event: Event, made: Range) -> list[Read]:
-        """What was read that can have made this output bad; empty when it was born here."""
+        """Return the reads that can have made this output bad; empty if it was born here."""
         bad = [read for read in event.reads if self.find_range(read).is_nonfinite]
         if event.constant and not made.has_nan:
             return []
@@ -136,7 +136,7 @@ class Blame:
         return Origin(event, made, hurt, self._follow(event.index, later), turned=self._find_turn(event, made, later))
 
     def _choose(self, births: list[Origin], later: dict[int, int | None], hurt: Hurt) -> Origin | None:
-        """The earliest birth that nobody meant; where all were meant, the event that made a NaN of them."""
+        """Choose the earliest unintended birth; if all were intended, the event that turned them into a NaN."""
         unmeant = [birth for birth in births if not self._is_legitimate(birth)]
         if unmeant:
             return min(unmeant, key=self._rank)
@@ -195,9 +195,9 @@ class Blame:
 
 
 def _choose_hurts(hurts: list[Hurt]) -> list[Hurt]:
-    """A NaN in backward reaches hundreds of gradients along one way: some tell as much as all.
+    """Choose a few hurts: a NaN in backward reaches hundreds of gradients along one path, so some are enough.
 
-    What was bad first comes nearest to the birth; a few of the others, evenly, for births of their own.
+    The first bad ones are closest to the birth; a few of the others, evenly spaced, cover separate births.
     """
     if len(hurts) <= MOST_HURTS:
         return hurts

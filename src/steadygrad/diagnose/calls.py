@@ -41,7 +41,7 @@ class _Argument:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What is known of an op before it is called."""
+    """What is known about an op before it is called."""
 
     name: str
     """Without its overload: 'aten.sqrt'."""
@@ -96,7 +96,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def find_scalars(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Scalar]:
-    """The arguments that are no tensors, by name."""
+    """Return the arguments that are not tensors, by name."""
     found: dict[str, Scalar] = {}
     for argument, value in signature.name_arguments(args, kwargs):
         if isinstance(value, bool | int | float | str):

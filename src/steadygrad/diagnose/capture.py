@@ -33,7 +33,7 @@ class AutocastState:
 
     @classmethod
     def take(cls) -> AutocastState:
-        """As they are now."""
+        """Capture the current autocasts."""
         is_open = [device for device in DEVICES if torch.is_autocast_enabled(device)]
         dtypes = tuple((device, torch.get_autocast_dtype(device)) for device in is_open)
         return cls(dtypes, torch.is_autocast_cache_enabled())
@@ -65,7 +65,7 @@ class Capture:
     is_model_call: bool = False
     """Only the model's forward is known: its loss was computed elsewhere."""
     caller: tuple[CodeType, int] | None = None
-    """Of a model's call: the user's line that made it, which a replay does not run."""
+    """For a model's call: the user's line that made it, which a replay does not run."""
 
     @classmethod
     def take(

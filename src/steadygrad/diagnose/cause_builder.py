@@ -1,4 +1,4 @@
-"""An Origin and what was seen of its op -> the Situation that is explained, and the Cause that is told.
+"""An Origin and what was seen of its op -> the Situation that is explained, and the Cause that is reported.
 
 The line, the module and the operands are those of the forward op, in backward too. Nothing is run here.
 """
@@ -21,12 +21,12 @@ from steadygrad.diagnose.trace import Event, Trace
 from steadygrad.facts import Cause
 
 MAX_NEIGHBOURS = 6
-"""Ops before and after the culprit that an explanation is told of."""
+"""Ops before and after the culprit that an explanation can use."""
 
 
 @dataclass(slots=True)
 class CauseBuilder:
-    """What is known about one origin, and how it is told."""
+    """What is known about one origin, and how it is reported."""
 
     trace: Trace
     blame: Blame
@@ -34,7 +34,7 @@ class CauseBuilder:
     modules: Mapping[int, str]
     views: Mapping[int, View] = field(default_factory=dict)
 
-    # --- who --------------------------------------------------------------------------------------------------------
+    # --- the culprit ------------------------------------------------------------------------------------------------
 
     @property
     def culprit(self) -> Event:
@@ -95,7 +95,7 @@ class CauseBuilder:
         return "nan" if self.origin.range.has_nan else "inf"
 
     def _find_grad(self) -> Operand | None:
-        """Of what the failing derivative read, the gradient that came from the node before."""
+        """Return the gradient that the failing derivative received from the previous node."""
         event = self.origin.event
         view = self.views.get(event.number)
         if view is None:
@@ -119,10 +119,10 @@ class CauseBuilder:
                     names.append(made.name)
         return tuple(names[:MAX_NEIGHBOURS])
 
-    # --- telling ----------------------------------------------------------------------------------------------------
+    # --- reporting --------------------------------------------------------------------------------------------------
 
     def tell(self) -> Cause:
-        """The Cause, without samples, terms and repetition."""
+        """Return the Cause, without samples, terms and repetition."""
         place, situation = self.place, self.situation
         why = explain(situation)
         hurt = self.origin.hurt
@@ -143,7 +143,7 @@ class CauseBuilder:
         )
 
     def tell_optimizer(self, optimizer: str, parameter: str) -> Cause:
-        """The Cause of a value that the optimizer's own arithmetic made."""
+        """Return the Cause of a value that the optimizer's own arithmetic made."""
         event, hurt = self.origin.event, self.origin.hurt
         reads = [self.blame.find_range(read) for read in event.reads]
         operands = tuple(
@@ -164,7 +164,7 @@ class CauseBuilder:
         )
 
     def find_given_key(self) -> int | None:
-        """The storage of a value from outside of the step."""
+        """Return the storage of a value from outside the step."""
         readers = [self.origin.hurt.read, *(r for index in self.origin.path for r in self.trace.events[index].reads)]
         return next((read.key for read in readers if self.origin.event.index in read.writers), None)
 
@@ -250,7 +250,7 @@ def tell_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tenso
 def name_owners(
     trace: Trace, inputs: Mapping[str, Tensor], model: nn.Module | None
 ) -> dict[int, tuple[str, str, Tensor]]:
-    """Storage -> whose it is."""
+    """Map each storage to its owner."""
     owners: dict[int, tuple[str, str, Tensor]] = {}
     states = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
     named = [*(("parameter", name, t) for name, t in states), *(("input", name, t) for name, t in inputs.items())]

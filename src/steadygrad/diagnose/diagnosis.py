@@ -2,7 +2,7 @@
 
 A plain replay says whether and where it hurts; a traced one finds where the bad value was born; a third looks at that
 op closely; parts of the batch are replayed to find the samples. Each leaves everything as it was. What cannot be
-diagnosed is said to be such, with the reason; an exception of the step's own that no bad value explains is passed on.
+diagnosed is reported as such, with the reason; the step's own exception propagates if no bad value explains it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from steadygrad.measure.loss import find_loss
 EXACT = "yes, bit for bit (software, not hardware)"
 SAME_KIND = "yes, the same kind with other bits: an op of the step is not deterministic"
 COLLECTIVE_REPLAYS = 3
-"""Each rank makes as many, whatever it finds: the others wait for it in their collectives."""
+"""Every rank makes this many, whatever it finds: the others wait for it in their collectives."""
 NOT_AGAIN = "no: the same step, replayed, was healthy"
 
 
@@ -111,7 +111,7 @@ class Diagnosis:
     # --- finding ----------------------------------------------------------------------------------------------------
 
     def _find_obstacle(self) -> str:
-        """Why no replay may be made; empty when one may."""
+        """Return why the step must not be replayed; empty if it may be."""
         group = torch.distributed
         num_ranks = group.get_world_size() if group.is_available() and group.is_initialized() else 1
         if num_ranks == 1 or self._collective or self._step.alone is not None:
@@ -173,7 +173,7 @@ class Diagnosis:
             **CauseBuilder.where_of(forward.place, self._modules),
         )
 
-    # --- telling ----------------------------------------------------------------------------------------------------
+    # --- reporting --------------------------------------------------------------------------------------------------
 
     def _tell(self, origin: Origin, blame: Blame) -> tuple[Cause, View | None]:
         builder = CauseBuilder(self._trace, blame, origin, self._modules)
@@ -225,7 +225,7 @@ class Diagnosis:
         return unknown(f"{second.kind} in {where}, and no op was seen making it: {reason}", kind=second.kind)
 
     def _tell_refusal(self, error: BaseException) -> Cause:
-        """A call raised, given finite values. Anything else that raised is the program's own affair."""
+        """Describe a call that raised on finite values. Any other exception is the program's own."""
         refusal = find_refusal(self._trace, self._stack, error)
         if refusal is None:
             raise error

@@ -96,7 +96,7 @@ class Effects:
         """Why the function must not be run again; None when it may."""
         self._undo: list[Callable[[], Any]] = []
         self._seen: set[int] = set()
-        self._alive: list[Any] = []  # an id is an object's own only while it lives
+        self._alive: list[Any] = []  # an id identifies an object only while it is alive
         self._array_bytes = 0
         self._todo: list[tuple[Any, str]] = [(fn, "the function"), (args, "an argument"), (dict(kwargs), "an argument")]
         while self._todo and self.obstacle is None:
@@ -104,8 +104,8 @@ class Effects:
         self._todo.clear()
 
     def undo(self) -> bool:
-        """Put back every container, attribute and generator as it was; says whether a container had changed."""
-        changed = [put_back() is True for put_back in self._undo]  # all of them, before anybody asks
+        """Restore every container, attribute and generator; return whether a container had changed."""
+        changed = [put_back() is True for put_back in self._undo]  # a list: any() alone would stop at the first
         return any(changed)
 
     # --- the walk ---------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Effects:
         self._todo += [(value, f"{name}.{key}") for key, value in held.items() if not isinstance(value, _ATOMS)]
 
     def _look_at_generator(self, thing: Any) -> bool:
-        """Random generators of the user's own, and numpy arrays."""
+        """Handle the user's own random generators, and numpy arrays."""
         if isinstance(thing, torch.Generator):
             self._undo.append(functools.partial(thing.set_state, thing.get_state()))
         elif isinstance(thing, random.Random):
@@ -231,7 +231,7 @@ def _copy(thing: Any) -> Any:
 
 
 def _put_back(thing: Any, before: Any) -> bool:
-    """Written only where something changed: an object's own dict is in use by whoever holds the object."""
+    """Write only if something changed: other code may be using the object's own dict."""
     if isinstance(thing, dict):
         same = len(thing) == len(before) and all(k in thing and thing[k] is v for k, v in before.items())
     elif isinstance(thing, set):

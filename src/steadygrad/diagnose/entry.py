@@ -23,7 +23,7 @@ OUTSIDE = (
     "The model's forward is healthy when it is replayed: look at the loss and at the code around the model. To have "
     "them replayed too, give guard.step the function, or run: steadygrad diagnose RUN --entry MODULE:FUNCTION"
 )
-"""What is told when only a part of the step could be replayed, and that part did nothing wrong."""
+"""Reported when only a part of the step could be replayed, and that part did nothing wrong."""
 
 
 def diagnose(
@@ -34,7 +34,7 @@ def diagnose(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     **kwargs: Any,
 ) -> Cause | None:
-    """Run the step `fn(*args, **kwargs)` again and name who broke it; None when it is healthy.
+    """Run the step `fn(*args, **kwargs)` again and name what broke it; None when it is healthy.
 
     `fn` returns what a training step returns: a scalar loss, a dict with `loss`, a tuple that starts with it. `model`
     gives the modules their names; without it the first module among the arguments, or that the function refers to, is
@@ -71,11 +71,11 @@ def diagnose_capture(
     alone: nn.parallel.DistributedDataParallel | None = None,
     effects: Effects | None = None,
 ) -> Cause | None:
-    """Diagnose a step that was captured before it ran. Never raises: what goes wrong is told in the Cause.
+    """Diagnose a step that was captured before it ran. Never raises: failures are reported in the Cause.
 
     `scale` is the loss scale it ran with; `suspect` ('exploding', 'vanishing', 'dead') what its numbers look like;
-    `expects` ('nan', 'inf') what was seen when it ran: a replay that is healthy is then told as such, with what is to
-    be suspected. Weights and buffers must be those that the step began with. `collective`: every rank makes this call.
+    `expects` ('nan', 'inf') what was seen when it ran: a healthy replay is then reported as such, with what to suspect.
+    Weights and buffers must be those that the step began with. `collective`: every rank makes this call.
     `alone`: this rank alone makes it, and trains this model with others. `effects`: what the step does to objects of
     the program's own, put back after each replay.
     """
@@ -91,7 +91,7 @@ def diagnose_capture(
 
 
 def _qualify(cause: Cause, capture: Capture, changed: Sequence[str]) -> Cause:
-    """Say what keeps the replay from being the step itself."""
+    """Add to the cause what makes the replay differ from the step itself."""
     limits = []
     if changed:
         limits.append(f"{', '.join(changed)} of the batch changed in place after the step: the replay is not exact.")
@@ -112,7 +112,7 @@ def diagnose_captures(
 ) -> tuple[Cause | None, Capture | None]:
     """Diagnose the microbatches of a step, in order: the first Cause, and the microbatch that it is about.
 
-    `settings` are those of `diagnose_capture`. That the failure does not come back is told after the last one.
+    `settings` are those of `diagnose_capture`. That the failure does not recur is reported after the last one.
     """
     for place, capture in enumerate(captures):
         is_last = place == len(captures) - 1

@@ -1,8 +1,8 @@
 """A traced step that raised -> the values that were bad when it did, or the call that refused to compute.
 
 torch's linear algebra refuses NaN, and programs check for it themselves (`assert torch.isfinite(loss)`): then there is
-no loss and no gradient to start from. The op that raised is asked first, then the newest value that is bad. Where all
-was finite, a call that torch itself refused is named; what the program raised is its own affair.
+no loss and no gradient to start from. The op that raised is checked first, then the newest bad value. If all was
+finite, a call that torch itself refused is named; the program's own exceptions are not ours to explain.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def find_refusal(trace: Trace, stack: StackReader, error: BaseException) -> Refu
 
 
 def _find_frames(error: BaseException) -> list[FrameType]:
-    """Outermost first."""
+    """Return the frames of the traceback, outermost first."""
     frames, traceback = [], error.__traceback__
     while traceback is not None:
         frames.append(traceback.tb_frame)

@@ -75,7 +75,7 @@ class _Walk:
     recomputes: bool = False
 
     def finish(self) -> Place:
-        """The Place."""
+        """Return the Place."""
         if self.user is None:
             return Place(by_engine=self.engine, module=None if self.engine else self.module)
         code, line, instruction = self.user
@@ -102,7 +102,7 @@ class StackReader:
         self._running_backward = torch._C._current_graph_task_id
 
     def read(self, start: FrameType | None = None) -> Place:
-        """The Place of whoever called into torch; `start` is the innermost frame, unless it is the caller's."""
+        """Return the Place that called into torch; `start` is the innermost frame, by default the caller's."""
         walk = _Walk(in_backward=self._running_backward() != -1)
         frame: FrameType | None = start if start is not None else sys._getframe(1)
         for _ in range(MAX_DEPTH):
@@ -116,7 +116,7 @@ class StackReader:
         return walk.finish()
 
     def _look(self, walk: _Walk, sort: _Sort, frame: FrameType) -> bool:
-        """Take what a frame tells; whether nothing more is needed."""
+        """Record what a frame shows; return whether nothing more is needed."""
         if sort is _Sort.ENGINE:
             walk.engine = walk.engine or walk.in_backward
             return walk.engine and walk.user is None
@@ -191,7 +191,7 @@ def read_source(code: CodeType | None, line: int | None) -> str | None:
 
 
 def _cut_comment(text: str) -> str:
-    """`text` up to its comment; a '#' inside quotes is none."""
+    """Return `text` up to its comment; a '#' inside quotes does not start one."""
     quote = ""
     for position, sign in enumerate(text):
         if quote:

@@ -1,8 +1,8 @@
 """A step that is finite and yet wrong -> which layer, or which op: growth with depth, fading gradients, dead units.
 
 One replay with hooks: the size of what each layer gives, the size of each layer's gradient, and the share of units
-that gave zero for the whole batch. Thresholds are far from what healthy networks show, since this is asked without a
-history to compare with; `suspect` says that somebody has reason to ask. Reads only.
+that gave zero for the whole batch. Thresholds are far from what healthy networks show, since there is no history to
+compare with; `suspect` says that the caller already has a suspicion. Reads only.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from steadygrad.measure.activations import RELU_LIKE
 MIN_LAYERS = 4
 """Layers from which growth with depth means something."""
 MIN_GROWTH = 1.15
-"""Factor a layer from which a layer grows; 1.15 to the power of 50 is 1000."""
+"""Factor per layer that counts as growth; 1.15 to the power of 50 is 1000."""
 EXPLODED = 1e3
-"""Norm of the gradients."""
+"""Norm of the gradients that counts as exploded."""
 GROWN = 100.0
 """Growth over the whole run of layers."""
 VANISHED = 1e-6
 """Gradient of the first layer against the last one's."""
 DEAD = 0.8
-"""Share of units."""
+"""Share of dead units that makes a layer an ailment."""
 MIN_SAMPLES = 8
-"""Below that a unit is often zero for all of them."""
+"""Fewest samples: with fewer, a unit is often zero for all of them."""
 MIN_UNITS = 8
-"""Below that the layer is rather a number that may well be zero: a hinge that is satisfied."""
+"""Fewest units: a smaller layer is more like a number that may well be zero, such as a satisfied hinge."""
 AMPLIFIED = 30.0
-"""Times by which one derivative enlarges the gradient, to be worth a word."""
+"""Factor by which one derivative must enlarge the gradient to be reported."""
 SUSPECTED = 10.0
-"""How much less is enough when somebody suspects it."""
+"""Factor by which thresholds are relaxed when there is already a suspicion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

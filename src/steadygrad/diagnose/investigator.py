@@ -48,7 +48,7 @@ class Investigator:
     ) -> None:
         """`ddp`: the wrapper by which this rank trains `model` together with others.
 
-        `notes`: microbatches are noted also where no diagnosis is wanted, for whoever else runs steps again.
+        `notes`: note microbatches even if no diagnosis is wanted, for other code that replays steps.
         """
         self._notes = notes or config.enabled
         self._config, self._model, self._optimizers, self._ddp = config, model, optimizers, ddp
@@ -95,7 +95,7 @@ class Investigator:
         return self._model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True)
 
     def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model is called, by whomever."""
+        """Called when the model is called."""
         if not self._inside and torch.is_grad_enabled():
             self._note(model, args, kwargs, is_model_call=True)
 
@@ -131,7 +131,7 @@ class Investigator:
         return True
 
     def investigate(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
-        """The cause of what was found, if one can be told; the batch is kept. `claim` comes first."""
+        """Return the cause of what was found, if it can be determined; keep the batch. Call `claim` first."""
         if not captures:
             return None
         expects = None if not reading.is_nonfinite else _name_kind(reading)
@@ -152,14 +152,14 @@ class Investigator:
                 effects=effects,
             )
             return self._keep_batch(cause, capture, reading.step, scale)
-        except Exception as error:  # a diagnosis that fails is no diagnosis; training goes on
+        except Exception as error:  # a failed diagnosis must not end the training
             logger.error("the diagnosis of step %d failed, training goes on: %r", reading.step, error)
             return None
         finally:
             self._inside = inside
 
     def _report_obstacle(self, obstacle: str) -> None:
-        """Once: a replay would use up data. From now on the model's own call is noted, which can be replayed."""
+        """Report once that a replay would use up data. From now on note the model's own call, which can be replayed."""
         if not self._hears_inside:
             self._hears_inside = True
             logger.warning(
@@ -195,7 +195,7 @@ class Investigator:
         return cause if path is None else dataclasses.replace(cause, batch=path)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Stop listening to the model."""
         if self._hook is not None:
             self._hook.remove()
         self._captures = []
@@ -210,7 +210,7 @@ def _name_call(cause: Cause, capture: Capture) -> Cause:
 
 
 def tell_since_when(cause: Cause, given: Collection[str]) -> Cause:
-    """A bad weight: was it so before the first step (`given`), from a checkpoint, or has training made it so?"""
+    """Add when a weight went bad: before the first step (`given`), in a checkpoint, or during training."""
     if cause.phase != "parameter":
         return cause
     if cause.name in given:
@@ -228,7 +228,7 @@ def _name_kind(reading: Reading) -> str:
 
 
 def _has_many_ranks() -> bool:
-    """A replay on one rank would enter collectives alone."""
+    """Whether there are several ranks: a replay on one would enter collectives alone."""
     return (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""Kept: a replay may do what it likes, and afterwards everything is as it was, bit for bit.
+"""Kept: whatever a replay does, everything is restored afterwards, bit for bit.
 
 Random generators, gradients, training flags, `requires_grad`, hooks that act on gradients and the tensors that stand in
 the model's modules are put back; so is every storage that existed before and that an op changed in place (a buffer, a
@@ -30,7 +30,7 @@ GATHERING = "fsdp"
 
 
 class StorageKeeper:
-    """Is shown each call before and after it is made; copies what the call will change."""
+    """Sees each call before and after it is made; copies what the call will change."""
 
     def __init__(self) -> None:
         self._fresh: dict[int, StorageWeakRef] = {}
@@ -47,7 +47,7 @@ class StorageKeeper:
                     self._keep(tensor)
 
     def after(self, func: Any, result: Any) -> None:
-        """Remember what the call made. A view is of something older."""
+        """Remember what the call created; a view belongs to something older."""
         if read_signature(func).is_view:
             return
         for tensor in find_tensors(result):
@@ -87,7 +87,7 @@ class StorageKeeper:
 
 @dataclass(slots=True)
 class _Leaf:
-    """What a replay changes of a leaf beside its values."""
+    """What a replay changes of a leaf besides its values."""
 
     tensor: Tensor
     grad: Tensor | None
@@ -169,13 +169,13 @@ class Kept:
             restore_random(now)
 
     def add_leaf(self, tensor: Tensor) -> None:
-        """Not used while entered."""
+        """Add a leaf; not allowed while entered."""
         self._leaves.setdefault(id(tensor), tensor)
 
 
 @contextlib.contextmanager
 def undone(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Whatever steps are made inside leave no trace in the optimizers' own books."""
+    """Undo what steps taken inside change in the optimizers' own state."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
             stack.enter_context(_undone(optimizer))
@@ -184,7 +184,7 @@ def undone(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undone(optimizer: Optimizer) -> Iterator[None]:
-    """Entries that a step adds to the state go away, numbers come back; tensors are the replay's to put back."""
+    """Remove entries that a step adds to the state and restore numbers; the replay itself restores tensors."""
     before: dict[Any, Any] = {
         key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()
     }
@@ -203,7 +203,7 @@ def _undone(optimizer: Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
-    """Compiled code is run as it was written: a mode cannot look into a compiled graph."""
+    """Run compiled code eagerly: a dispatch mode cannot see inside a compiled graph."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -213,7 +213,7 @@ def _eagerly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """A replay makes thousands of small objects; collecting cycles among all others takes longer than the replay."""
+    """Disable garbage collection: a replay creates thousands of objects, and collecting would take longer than it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -238,7 +238,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _set_version(tensor: Tensor, version: int) -> None:
-    """The values are as before, so a graph that is still alive may go on using them."""
+    """Reset the version: the values are as before, so a live graph may continue to use them."""
     setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
     if setter is None:
         return

@@ -1,8 +1,8 @@
 """Lineage: which events wrote what a tensor holds, followed by storage, without keeping a tensor alive.
 
 A storage is known by its address, which a weak reference keeps from being used again. A write to all of it forgets the
-writes before, a write to a part (a slice, an index) adds to them. A storage that nobody was seen writing came from
-outside of the step: a weight, a batch, a constant.
+writes before, a write to a part (a slice, an index) adds to them. A storage without a recorded write came from outside
+the step: a weight, a batch, a constant.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Lineage:
         return self._writers.get(key, ())
 
     def write(self, key: int, event: int, *, everything: bool) -> None:
-        """`event` wrote to the storage."""
+        """Record that `event` wrote to the storage."""
         before = () if everything else self._writers.get(key, ())
         self._writers[key] = (*before, event)[-MAX_WRITERS:]
 

@@ -55,7 +55,7 @@ def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
 
 
 def trace_optimizers(step: Step, optimizers: Sequence[Optimizer]) -> OptimizerOrigin | None:
-    """Run the step, then each optimizer; the first that spoils a parameter."""
+    """Run the step, then each optimizer; return the first that corrupts a parameter."""
     usable = [optimizer for optimizer in optimizers if not _has_hooks(optimizer)]
     if not usable:
         return None
@@ -92,7 +92,7 @@ def _trace_one(step: Step, run: Run, optimizer: Optimizer) -> OptimizerOrigin | 
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether a step would run somebody's code."""
+    """Whether a step would run the user's hooks."""
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everywhere = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     return any(everywhere) or any(bool(getattr(optimizer, name, None)) for name in hooks)

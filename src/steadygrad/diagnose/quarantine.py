@@ -51,7 +51,7 @@ class Quarantine:
 
     run_dir: Path
     max_bytes: int = 256 << 20
-    """Of all files together."""
+    """Size limit of all files together."""
     max_batches: int = 16
     weights_share: float = 0.5
     """Share of `max_bytes` that the weights of one step may take."""
@@ -59,7 +59,7 @@ class Quarantine:
     """Why the last batch was not kept."""
 
     def save(self, step: int, capture: Capture, *, scale: float = 1.0) -> str | None:
-        """Keep the batch of a captured step; its path inside of the run directory, None when it was refused."""
+        """Keep the batch of a captured step; return its path inside the run directory, or None if it was refused."""
         packed = Packed()
         tree = {
             "format": FORMAT,
@@ -143,7 +143,7 @@ def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unplain_random(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What `restore_random` takes. Devices that are not here are left out, and so is numpy when nobody imported it."""
+    """Return what `restore_random` takes, without devices that are not available, or numpy if it is not imported."""
     version, numbers, gauss = plain["python"]
     state: dict[str, Any] = {"torch": plain["torch"], "python": (version, tuple(numbers.tolist()), gauss)}
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -35,7 +35,7 @@ _num_replays = 0
 
 
 def is_replaying() -> bool:
-    """Whether a step is being run again, to find who broke it.
+    """Whether a step is being run again, to find what broke it.
 
     A replay undoes what it does to tensors and generators, not what the program does to objects of its own: a function
     that counts its calls or writes a log asks this first.
@@ -45,7 +45,7 @@ def is_replaying() -> bool:
 
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
-    """Inside, `is_replaying()` holds, and what the function prints or logs is dropped: it has said so already."""
+    """Inside, `is_replaying()` is true, and what the function prints or logs is dropped: it was output before."""
     global _num_replays
     _num_replays += 1
     disabled = logging.root.manager.disable
@@ -77,7 +77,7 @@ class Run:
     keeper: StorageKeeper = field(default_factory=StorageKeeper)
 
     def forget(self) -> None:
-        """Let go of everything it made."""
+        """Release everything that the replay made."""
         self.result = self.loss = None
         self.grads = {}
 
@@ -95,15 +95,15 @@ class Step:
     scale: float = 1.0
     """The loss scale of the failing step."""
     autocast: AutocastState | None = None
-    """Of the failing step; None: as it is."""
+    """Autocast of the failing step; None: the current one."""
     wrappers: tuple[nn.DataParallel[Any], ...] = ()
-    """Replayed on one device, without threads."""
+    """DataParallel wrappers, which are replayed on one device, without threads."""
     optimizers: tuple[Optimizer, ...] = ()
-    """That `fn` may step itself; what they note down is put back."""
+    """Optimizers that `fn` may step itself; their own state is restored."""
     is_model_call: bool = False
-    """`fn` is the model: what it gives is no loss, unless it has one."""
+    """`fn` is the model: its output is not a loss, unless it contains one."""
     extra_leaves: tuple[tuple[str, Tensor], ...] = ()
-    """Leaves beside the model's parameters whose gradients count."""
+    """Leaves besides the model's parameters whose gradients count."""
     alone: nn.parallel.DistributedDataParallel | None = None
     """Replayed on this rank while the others wait elsewhere: nothing may be exchanged with them."""
     stops_at_bad_loss: bool = False
@@ -172,7 +172,7 @@ class Step:
                 run.forget()  # an output of the size of a vocabulary must not live through the next replay
 
     def _settle(self) -> None:
-        """Before anybody compares or puts back what modules hold: gathered weights stand where the shards belong."""
+        """Put shards back before modules are compared or restored: gathered weights are in their place."""
         if self.sharded and self.model is not None:
             settle_shards(self.model)
 
@@ -200,7 +200,7 @@ class Step:
             }
 
     def _clear_outside(self, loss: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Leaves of the graph that nobody named: another model's weights. Their gradients are put aside."""
+        """Set aside the gradients of unnamed leaves of the graph, such as another model's weights."""
         known = {id(leaf) for _, leaf in self.named_leaves}
         cleared = []
         for leaf in find_leaves(loss):
@@ -217,7 +217,7 @@ def call_user(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def sum_outputs(result: Any) -> Tensor | None:
-    """A stand-in for a loss that was computed elsewhere: every output has a say in it, but -inf, which masks."""
+    """Return a stand-in for a loss computed elsewhere: every output contributes, except -inf, which masks."""
     parts = [tensor.float().masked_fill(tensor == -torch.inf, 0.0).sum() for tensor in find_floats(result)]
     return torch.stack(parts).sum() if parts else None
 

@@ -1,8 +1,8 @@
 """A failing step -> the samples of its batch that make it fail, by running it on parts of the batch.
 
 Rows that were bad where the value was born are tried first: if the step fails on those and not on the rest, they are
-it. Otherwise halves are tried, and halves of those. An answer is given only when the step without the samples found is
-healthy; a step that cannot be split (samples need each other) is said to be such. The number of runs is bounded.
+it. Otherwise halves are tried, and halves of those. An answer is given only if the step is healthy without the samples
+found; a step that cannot be split (samples need each other) is reported as such. The number of runs is bounded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LEAST_WORK_ON_CUDA = 0.5
 FEW = 4
 """Samples that are all tried, however many of them fail."""
 OUTLIER = 30.0
-"""Times the largest magnitude of the other samples from which a sample's own is worth a word."""
+"""Multiple of the other samples' largest magnitude from which a sample's own is reported."""
 
 
 class CannotSplit(Exception):
-    """A part of the batch tells nothing."""
+    """A part of the batch is not informative."""
 
 
 class SampleSearch:

@@ -1,8 +1,8 @@
 """Nested arguments -> tensors by name and a JSON tree, and back. No code is stored and none is run when reading.
 
 Dicts, lists and tuples come back as they were; named tuples and dataclasses as objects with the same attributes; other
-mappings (Hugging Face's BatchEncoding) as dicts. Modules are left out: whoever replays brings the model. What cannot be
-stored comes back as None, and `missing` says what it was.
+mappings (Hugging Face's BatchEncoding) as dicts. Modules are left out: the replaying code supplies the model. What
+cannot be stored comes back as None, and `missing` says what it was.
 """
 
 from __future__ import annotations

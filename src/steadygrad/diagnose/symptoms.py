@@ -20,10 +20,10 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptoms:
-    """What hurts after one replay."""
+    """What is not finite after one replay."""
 
     loss: Range | None = None
-    """Of a loss that is not finite."""
+    """Range of a loss that is not finite."""
     gradients: dict[str, Range]
     """Name -> range, of those that are not finite."""
     states: dict[str, Range]

@@ -1,6 +1,6 @@
 """A loss that is a sum -> its terms, and which of them went bad.
 
-Named losses that the step returned speak for themselves. Otherwise the events behind the loss are followed through
+Named losses that the step returned are the terms. Otherwise the events behind the loss are followed through
 additions and scalings of single numbers: what is left are the terms. Pure: nothing is run.
 """
 
@@ -53,7 +53,7 @@ def _name_scalars(result: Any) -> dict[str, Tensor]:
 
 
 def describe_summed_terms(trace: Trace, blame: Blame, loss: Read) -> tuple[str, ...]:
-    """The terms of the sum that the loss is; empty when it is none."""
+    """Return the terms of a loss that is a sum; empty if it is not one."""
     terms = _expand(trace, blame, loss, depth=16)
     if len(terms) < 2:
         return ()

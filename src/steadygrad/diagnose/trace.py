@@ -57,7 +57,7 @@ class Event:
     """One of the arguments is the number NaN or Inf."""
     is_uninitialised: bool = False
     is_scalar: bool = False
-    """It gave one element."""
+    """Its output has one element."""
     failed: bool = False
     """It raised an exception."""
 
@@ -68,7 +68,7 @@ class Event:
 
 
 class Trace:
-    """Is shown each call before and after it is made."""
+    """Sees each call before and after it is made."""
 
     def __init__(self, stack: StackReader) -> None:
         self.events: list[Event] = []
@@ -81,7 +81,7 @@ class Trace:
         self._next = 0
         self.trouble = ""
         """The first failure to note a call."""
-        self._lock = threading.RLock()  # devices run backward in threads of their own
+        self._lock = threading.RLock()  # each device runs backward in its own thread
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the call, and note it."""
@@ -98,7 +98,7 @@ class Trace:
         return result
 
     def _try(self, note: Callable[..., Event | None], *call: Any) -> Event | None:
-        """Noting must not end the step that is noted: a kind of tensor that cannot be looked at is told later."""
+        """Note a call without ever ending the step: a kind of tensor that cannot be read is reported later."""
         try:
             with self._lock:
                 return note(*call)

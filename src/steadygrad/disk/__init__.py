@@ -1,1 +1,1 @@
-"""Bytes on disk that prove themselves: written atomically, hashed, past the page cache. Knows nothing of training."""
+"""Bytes on disk that prove themselves: written atomically, hashed, past the page cache. Independent of training."""

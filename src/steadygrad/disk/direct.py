@@ -1,9 +1,9 @@
 """Bytes -> a file and back, past the page cache where the system allows it, and through it elsewhere. Knows no torch.
 
-A checkpoint is written once and seldom read: kept in the page cache it pushes out the training's own data, and finding
-pages for a gigabyte can take longer than the disk needs for it. Memory goes straight to the disk only where address,
-position and size are whole blocks; the rest, and every system that refuses, takes the ordinary way. Not durable before
-fsync, as ever. What is read back so comes from the disk, not from what the system still remembers of it.
+A checkpoint is written once and seldom read: in the page cache it would push out the training's own data, and finding
+pages for a gigabyte can take longer than writing it. Memory goes straight to the disk only where address, position and
+size are whole blocks; the rest, and systems that refuse, use ordinary writes. Not durable before fsync, as always. Data
+read back this way comes from the disk, not from the cache.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import os
 import threading
 
 BLOCK_BYTES = 4096
-"""Whole blocks for every disk in use, and a page of memory on most systems."""
+"""A multiple of the block size of every disk in use, and a page of memory on most systems."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _own = threading.local()
 
 
 def write_all(descriptor: int, data: memoryview) -> int:
-    """Write it all at the file's position, in as many parts as the system takes; how much it was."""
+    """Write all of it at the file's position, in as many parts as the system takes; return the number of bytes."""
     done = _write_blocks(descriptor, data) if _fits_blocks(descriptor, data) else 0
     _write(descriptor, data[done:])
     return len(data)
 
 
 def _write_blocks(descriptor: int, data: memoryview) -> int:
-    """Write the whole blocks of it past the cache; how many bytes that were, fewer where the system refuses.
+    """Write its whole blocks past the cache; return how many bytes were written, fewer if the system refuses.
 
-    Systems refuse with many codes, some for this memory only; a disk that fails fails the ordinary way next.
+    Systems refuse with many codes, some only for this memory; if the disk itself fails, the ordinary write fails next.
     """
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
@@ -64,10 +64,10 @@ def _write(descriptor: int, data: memoryview) -> None:
 
 
 def read_at(descriptor: int, num_bytes: int, start: int) -> memoryview:
-    """`num_bytes` from whole blocks, fewer at the end, in memory that this thread's next call uses again."""
+    """Read `num_bytes` in whole blocks, fewer at the end, into memory that this thread's next call reuses."""
     memory: mmap.mmap | None = getattr(_own, "memory", None)
     if memory is None or len(memory) < num_bytes:
-        memory = _own.memory = mmap.mmap(-1, num_bytes)  # shared: a fork meanwhile takes no page away from the disk
+        memory = _own.memory = mmap.mmap(-1, num_bytes)  # shared: a fork meanwhile must not take pages from the read
     view = memoryview(memory)[:num_bytes]
     with contextlib.suppress(OSError):
         _set_direct(descriptor, on=True)
@@ -77,7 +77,7 @@ def read_at(descriptor: int, num_bytes: int, start: int) -> memoryview:
 
 
 def _read(descriptor: int, view: memoryview, start: int) -> int:
-    """Fill `view` up to the file's end, in as many parts as the system gives; how much there was."""
+    """Fill `view` up to the file's end, in as many parts as the system gives; return the number of bytes."""
     done, end = 0, min(len(view), os.fstat(descriptor).st_size - start)
     while done < end:
         got = os.preadv(descriptor, [view[done:]], start + done)

@@ -1,7 +1,7 @@
 """Manifest: the files of one checkpoint -> sizes and hashes that prove them whole. Knows no torch.
 
 `manifest.json` is written last, so a folder without one was never finished. Each file is hashed in pieces of
-`PIECE_BYTES`, from its first byte on: pieces are hashed in parallel, and a bad one says where the damage lies. The
+`PIECE_BYTES`, from its first byte on: pieces are hashed in parallel, and a bad one shows where the damage is. The
 manifest proves itself too: its bytes must be exactly what its own contents are written as, hash included. Reading one
 never trusts it: names stay inside the folder, and everything that does not fit is a DamagedCheckpoint with a reason.
 """
@@ -33,9 +33,9 @@ SET_ASIDE = "set_aside"
 FORMAT = "steadygrad-checkpoint"
 VERSION = 1
 PIECE_BYTES = 16 << 20
-"""Large enough that a hash's start costs nothing, small enough that a 100 MB file keeps eight cores busy."""
+"""Large enough that starting a hash costs nothing, small enough that a 100 MB file keeps eight cores busy."""
 MAX_BYTES = 64 << 20
-"""A manifest of 10 TB is smaller than this."""
+"""Size limit of a manifest; that of a 10 TB checkpoint is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is, and how its files must be."""
+    """What a checkpoint contains, with the size and hashes of each file."""
 
     step: int
     serial: int
-    """Counts the saves into one folder: a run that went back, or began anew, saves earlier steps later."""
+    """Serial number of the save in its folder: a run that rolled back or restarted saves earlier steps later."""
     created: str
     files: Mapping[str, FileEntry]
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Manifest:
         return sum(entry.num_bytes for entry in self.files.values())
 
     def render(self) -> bytes:
-        """The bytes of manifest.json; the last field is the hash of all others."""
+        """Return the bytes of manifest.json; the last field is the hash of all others."""
         fields = {"format": FORMAT, "version": VERSION, "piece_bytes": PIECE_BYTES, **asdict(self)}
         return _render(fields | {"manifest_sha256": hashlib.sha256(_render(fields)).hexdigest()})
 
@@ -76,7 +76,7 @@ def _render(fields: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder; DamagedCheckpoint with the reason when it cannot be believed."""
+    """Read the manifest of a checkpoint folder; raise DamagedCheckpoint with the reason if it cannot be trusted."""
     path = folder / NAME
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -126,23 +126,23 @@ def split_pieces(whole: memoryview) -> Iterator[memoryview]:
 
 
 def hash_piece(piece: bytes | memoryview) -> str:
-    """CRC-32 as text; releases the interpreter's lock, so that threads hash in parallel.
+    """Return the CRC-32 as text; releases the interpreter's lock, so that threads hash in parallel.
 
-    It is there for disks and memory that err, and sees every flipped bit; it is twice as fast as the disk, where sha256
-    would make a save take twice as long. Nothing in a checkpoint is run, so there is nothing that a forger could gain.
+    It guards against disk and memory errors, and detects every single flipped bit. It is twice as fast as the disk,
+    where sha256 would double the time of a save. Nothing in a checkpoint is executed, so a forger would gain nothing.
     """
     return f"{zlib.crc32(piece):08x}"
 
 
 def start_pool() -> ThreadPoolExecutor:
-    """Threads that hash; two cores are left to the training."""
+    """Start the threads that hash; two cores are left for the training."""
     return ThreadPoolExecutor(max(2, min(8, (os.cpu_count() or 2) - 2)), thread_name_prefix="steadygrad-hash")
 
 
 def check_files(folder: Path, manifest: Manifest, *, written_now: bool = False) -> None:
     """Compare every file of the folder with the manifest: sizes first, then hashes. DamagedCheckpoint says where.
 
-    Those that were `written_now` are read from the disk itself, and the page cache is left to others.
+    `written_now`: read from the disk itself, past the page cache.
     """
     for name, entry in manifest.files.items():
         try:
@@ -170,7 +170,7 @@ def _check_hashes(folder: Path, name: str, found: Sequence[str], wanted: Sequenc
 
 
 def hash_file(path: Path, pool: ThreadPoolExecutor, *, direct: bool = False) -> list[str]:
-    """The hash of each piece. Read, not mapped: a disk that fails is then an OSError and not the end of the process."""
+    """Hash each piece. Read, not mapped: a failing disk then raises OSError instead of killing the process."""
     read = read_at if direct else os.pread
     with path.open("rb") as file:
         descriptor = file.fileno()
@@ -184,7 +184,7 @@ def _hash_at(read: Callable[[int, int, int], bytes | memoryview], descriptor: in
 
 
 def run_soon(pool: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> Callable[[], T]:
-    """Run it in the pool, or now when the interpreter is ending and pools take no more work; gives what to ask."""
+    """Run it in the pool, or now if the interpreter is exiting and pools take no more work; return a result getter."""
     try:
         return pool.submit(call, *arguments).result
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""StagedFile: named tensors, wherever they live -> the bytes of a safetensors file, in host memory that is used again.
+"""StagedFile: named tensors, wherever they live -> the bytes of a safetensors file, in reusable host memory.
 
 The copy from the device goes straight to its place in the file, so that nothing is copied twice and the writer only
-has to write. Memory is held in pieces of the size that is hashed, pinned where the tensors are on a GPU: pinning
-4 GiB takes two seconds and fresh memory costs half a `torch.save`, so both are paid once. Returns when the copies have
-arrived; the tensors may then change.
+has to write. Memory is held in pieces of the size that is hashed, pinned if the tensors are on a GPU: pinning 4 GiB
+takes two seconds and fresh memory costs half a `torch.save`, so both are paid only once. Staging returns when the
+copies have arrived; the tensors may then change.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ CODES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What safetensors calls each kind of element; tensors of other kinds go with the plain state."""
+"""safetensors' name for each dtype; tensors of other dtypes go with the plain state."""
 ALIGNMENT = 64
-"""Of the first tensor in the file; readers map it."""
+"""Alignment in bytes of the first tensor in the file; readers map it."""
 COPIERS, LARGE = 2, 1 << 20
-"""Threads that copy host memory, 1.5 times as fast as one: more would wait for data workers. Bytes worth a thread."""
+"""Threads that copy host memory (two are 1.5 times as fast as one; more would wait for data workers), and the size in
+bytes from which a copy is worth a thread."""
 
 
 def fits_safetensors(tensor: Tensor) -> bool:
@@ -60,7 +61,7 @@ class StagedFile:
 
     @torch.no_grad()
     def stage(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Copy the tensors into their places, and wait until they are there."""
+        """Copy the tensors into their places and wait until they have arrived."""
         order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # keeps every element aligned
         header = _make_header({name: tensors[name] for name in order}, metadata)
         self._num_bytes = len(header) + sum(map(_count_bytes, tensors.values()))
@@ -79,14 +80,14 @@ class StagedFile:
             torch.cuda.current_stream(device).synchronize()
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file from its first byte on, in pieces as they are hashed."""
+        """Yield the file from its first byte on, in the pieces that are hashed."""
         for i, start in enumerate(range(0, self._num_bytes, PIECE_BYTES)):
             size = min(PIECE_BYTES, self._num_bytes - start)
-            # By address, since a buffer of a tensor needs numpy, which need not be there.
+            # By address: a tensor's buffer needs numpy, which may not be installed.
             yield memoryview((ctypes.c_ubyte * size).from_address(self._segments[i].data_ptr()))
 
     def _make_room(self, *, pinned: bool) -> None:
-        """Pieces for the whole file; those that are there and large enough stay."""
+        """Allocate pieces for the whole file; existing ones that are large enough are kept."""
         for i, start in enumerate(range(0, self._num_bytes, PIECE_BYTES)):
             wanted = min(PIECE_BYTES, self._num_bytes - start)
             if i < len(self._segments) and self._segments[i].numel() >= wanted:
@@ -95,7 +96,7 @@ class StagedFile:
             self._segments[i : i + 1] = [made]
 
     def _put(self, position: int, data: Tensor, pool: ThreadPoolExecutor | None = None) -> list[Future[None]]:
-        """Copy bytes to their place in the file, across the borders of pieces; the copies that `pool` still makes."""
+        """Copy bytes to their place in the file, across pieces; return the copies that `pool` is still making."""
         done, under_way = 0, []
         while done < data.numel():
             piece, offset = divmod(position + done, PIECE_BYTES)
@@ -117,18 +118,18 @@ def _move(to: int, data: Tensor, start: int, size: int) -> None:
 
 
 def _take_memory(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Memory that begins with a whole block, as the disk wants it; pinned memory always does."""
+    """Allocate memory that starts at a block boundary, as direct writes need; pinned memory always does."""
     if pinned:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # no more memory may be locked: slower, not wrong
+        except RuntimeError:  # the limit on locked memory is reached: slower, not wrong
             pass
     memory = torch.empty(num_bytes + BLOCK_BYTES, dtype=torch.uint8)
     return memory[-memory.data_ptr() % BLOCK_BYTES :]
 
 
 def _make_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Length as 8 bytes, then JSON with the place of every tensor, filled up with spaces to the alignment."""
+    """Build the header: length as 8 bytes, then JSON with every tensor's place, padded with spaces to the alignment."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
     for name, tensor in tensors.items():
@@ -145,5 +146,5 @@ def _count_bytes(tensor: Tensor) -> int:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Its elements in row-major order, as bytes on its own device."""
+    """Return its elements in row-major order, as bytes on the same device."""
     return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

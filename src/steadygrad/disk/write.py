@@ -1,8 +1,8 @@
-"""Bytes in memory -> a checkpoint folder on disk that is there whole or not at all.
+"""Bytes in memory -> a checkpoint folder on disk that is either complete or absent.
 
 Everything is written into a folder of another name, each file fsynced, the manifest last; then the folder is renamed
-and its parent fsynced. A process that dies at any moment leaves either no new name or a whole checkpoint. Hashes are
-made from memory, in parallel with the writing, so that what the disk made of it can be checked against them.
+and its parent fsynced. A process that dies at any moment leaves either no new name or a complete checkpoint. Hashes are
+computed from memory, in parallel with the writing, so that what is on disk can be checked against them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from steadygrad.disk.direct import write_all
 from steadygrad.disk.manifest import NAME, FileEntry, Manifest, hash_piece, run_soon, start_pool
 
 WRITING, REMOVING = ".writing-", ".removing-"
-"""How names begin that are no checkpoints: one under way, one on its way out."""
+"""Prefixes of folders that are not checkpoints: one being written, one being removed."""
 
 Pieces = Iterable[bytes | memoryview]
 
@@ -26,7 +26,7 @@ Pieces = Iterable[bytes | memoryview]
 def write_folder(
     target: Path, files: Mapping[str, Pieces], describe: Callable[[dict[str, FileEntry]], Manifest]
 ) -> None:
-    """Write `files` and their manifest, and give them the name `target`, which must be free. OSError when it fails."""
+    """Write `files` and their manifest under the name `target`, which must not exist. Raise OSError on failure."""
     aside = target.with_name(f"{WRITING}{os.getpid()}-{target.name}")
     remove_folder(aside)
     try:
@@ -39,12 +39,12 @@ def write_folder(
         sync_folder(target.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            remove_folder(aside)  # a full disk needs its room back
+            remove_folder(aside)  # give a full disk its space back
         raise
 
 
 def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> FileEntry:
-    """Write and fsync one file; its size, and the hashes of its pieces."""
+    """Write and fsync one file; return its size and the hashes of its pieces."""
     with path.open("xb", buffering=0) as file:
         hashes = []
         num_bytes = 0
@@ -57,14 +57,14 @@ def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> 
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file so that its old or its new contents are seen, never a half of either. Not fsynced."""
+    """Write a small file so that readers see its old or its new contents, never a mix. Not fsynced."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_bytes(data)
     aside.replace(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in it survive a power cut from now on, where the system can promise that."""
+    """Make the names in it survive a power cut, where the system can guarantee that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot
@@ -74,7 +74,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take its name away first, so that a half-removed checkpoint is never taken for one."""
+    """Remove a folder, renaming it first so that a half-removed checkpoint is never mistaken for a complete one."""
     if not folder.is_dir():
         return
     if not folder.name.startswith("."):
@@ -86,7 +86,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """What processes that are no more have left half-written or half-removed."""
+    """Remove what dead processes left half-written or half-removed."""
     for folder in parent.iterdir():
         prefix = next((p for p in (WRITING, REMOVING) if folder.name.startswith(p)), None)
         if prefix is None:
@@ -98,7 +98,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether there is a process of this number on this machine, whoever owns it."""
+    """Whether a process with this id exists on this machine, whoever owns it."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

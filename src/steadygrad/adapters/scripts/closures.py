@@ -1,8 +1,8 @@
-"""Steps whose gradients are made inside: `optimizer.step(closure)`.
+"""Steps that compute their gradients inside: `optimizer.step(closure)`.
 
-First-order optimizers call the closure once; a bad result is answered by taking the gradients away until the step is
-over, which for torch's optimizers is no step at all. LBFGS calls it many times and moves the weights in between, so
-there everything is copied before and put back when one evaluation was bad.
+First-order optimizers call the closure once; after a bad result the gradients are removed until the step is over, which
+makes torch's optimizers do nothing. LBFGS calls it many times and changes the weights in between, so there everything
+is copied first and restored if any evaluation was bad.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def step_with_closure(
     is_bad: Callable[[], bool],
     conclude: Callable[[bool], None],
 ) -> Any:
-    """Make the step; `is_bad` is asked after the first evaluation, with LBFGS after each."""
+    """Take the step; `is_bad` is called after the first evaluation, with LBFGS after each."""
 
     def make_with(around: Callable[[Callable[[], Any]], Any]) -> Any:
         if "closure" in kwargs:
@@ -73,7 +73,7 @@ def _step_many_times(
 
     def watch(closure: Callable[[], Any]) -> Any:
         result = closure()
-        if not any(bad):  # the numbers of the first bad evaluation, else of the last one, are those that are told
+        if not any(bad):  # report the first bad evaluation's numbers, else the last one's
             bad.append(is_bad())
         return result
 
@@ -94,7 +94,7 @@ class _Copy:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Everything as it was; the optimizer's own dict stays the one that others may know."""
+        """Restore everything; the optimizer keeps its own dict, which other code may refer to."""
         for parameter, weight in self._weights:
             parameter.copy_(weight)
         self._optimizer.state.clear()

@@ -25,7 +25,7 @@ from steadygrad.errors import UsageError
 
 
 def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
-    """Run it. Leaves by SystemExit where the program does not end by itself."""
+    """Run the program. Raises SystemExit where a plain run would exit with a code."""
     if not as_module and not Path(target).exists():
         raise UsageError(f"there is no script {target} in {Path.cwd()}. Give its path, or -m and the name of a module.")
     sys.argv[:] = [target, *arguments]
@@ -50,7 +50,7 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
 
 
 def _die_of_interrupt() -> None:
-    """As the interpreter does: by the signal itself, so that a shell sees what it was."""
+    """Die as the interpreter does, by the signal itself, so that a shell sees the reason."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -71,12 +71,12 @@ def _run_file(path: Path) -> None:
         __builtins__=builtins,
         __loader__=importlib.machinery.SourceFileLoader("__main__", place),
     )
-    sys.modules["__main__"] = main  # stays: threads, exit handlers and workers look there after the last line
+    sys.modules["__main__"] = main  # not restored: threads, exit handlers and workers look there after the last line
     exec(compile(path.read_bytes(), place, "exec", dont_inherit=True), main.__dict__)
 
 
 def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the program's first frame on."""
+    """Return the traceback from the program's first frame on."""
     ours = (__file__, "<frozen runpy>", runpy.__file__)
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
@@ -84,13 +84,13 @@ def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | N
 
 
 # --- when torch is imported ---------------------------------------------------------------------------------------
-# Calls back when the script has imported torch, and not before: what a script sets up first must still count.
+# Calls back when the script has imported torch, and not before: what a script sets up first must still take effect.
 #
-# Never imports torch itself. A callback that fails is reported, and the script goes on.
+# Never imports torch itself. A failing callback is reported, and the script continues.
 
 
 def when_torch_arrives(call: Callable[[], None]) -> None:
-    """At once if torch is here already."""
+    """Call back when torch is imported; at once if it already is."""
     if "torch" in sys.modules:
         _tell_failure(call)
     else:

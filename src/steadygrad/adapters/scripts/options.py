@@ -1,4 +1,4 @@
-"""What `steadygrad run` was asked for, as plain values that can be handed to another process."""
+"""The options of `steadygrad run`, as plain values that can be passed to another process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadygrad.config import GuardConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What `steadygrad run` was asked for."""
+    """The options of `steadygrad run`."""
 
     config: GuardConfig = field(default_factory=GuardConfig)
     observe: bool = False

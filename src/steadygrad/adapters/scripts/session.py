@@ -1,9 +1,9 @@
-"""Session: the places in torch that every training passes, tied to a Watch for each optimizer.
+"""Session: connects the places in torch that every training passes to a Watch for each optimizer.
 
-Made when torch has been imported, before the script makes anything. Replaced for this process: what happens when an
-optimizer is made and when it steps (each class once), `torch.autograd.backward`, `GradScaler.step` and
-`clip_grad_norm_`. A process that the script forks passes through untouched, and so does everything inside a compiled
-graph. Its own failure never ends or alters a training: it is told once, and that optimizer goes on unguarded.
+Created when torch has been imported, before the script creates anything. Replaced for this process: what happens when
+an optimizer is created and when it steps (once per class), `torch.autograd.backward`, `GradScaler.step` and
+`clip_grad_norm_`. Forked processes are left untouched, and so is everything inside a compiled graph. Its own failure
+never ends or alters a training: it is reported once, and that optimizer continues unguarded.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from steadygrad.measure.gradients import is_dtensor
 
 logger = logging.getLogger("steadygrad")
 MAX_WATCHED = 16
-"""Optimizers of a script that are guarded; one for each parameter, stepped inside of backward, is another design."""
+"""How many optimizers of a script are guarded; one per parameter, stepped inside backward, is a different design."""
 NUM_FRAMES = 10
-"""Between a Guard and the optimizer's own step: ours, the scheduler's, torch's wrappers."""
+"""Most frames between a Guard and the optimizer's own step: ours, the scheduler's, torch's wrappers."""
 KEY, LOSS = "_steadygrad_watch", "_steadygrad_loss"
-"""Under which an optimizer keeps its Watch, and a scaled loss the loss that it was."""
+"""Attributes under which an optimizer keeps its Watch, and a scaled loss the unscaled one."""
 
 
 class Session:
     """One run of a script in one process."""
 
     def __init__(self, options: Options, *, rank: int | None = None) -> None:
-        """`rank` of a process that the script has started; else torchrun's variables say it."""
+        """`rank`: that of a process started by the script; otherwise it comes from torchrun's variables."""
         self._options = options
         self._process = os.getpid()
         torchrun = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
@@ -58,10 +58,10 @@ class Session:
         self._losses_are_spent = False
         self._thread = threading.local()
 
-    # --- ties -------------------------------------------------------------------------------------------------------
+    # --- hooks ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Tie everything."""
+        """Install all hooks."""
         self._keep_log_to_itself()
         _replace(Optimizer, "__init__", self._after_making)
         _replace(torch.autograd, "backward", self._around_backward)
@@ -79,12 +79,12 @@ class Session:
             watch.finish()
 
     def _tell_nothing(self) -> None:
-        """At the end of a script that made no optimizer: a person who hears nothing believes that all is well."""
+        """Report at exit that the script created no optimizer: silence would suggest that all is well."""
         if not self._num_watched and not self._has_started_others and os.getpid() == self._process:
             self._terminal.say("the script made no optimizer, so nothing was guarded and nothing is recorded")
 
     def _keep_log_to_itself(self) -> None:
-        """The script's logging may go to standard output, and incidents are told here: only errors show."""
+        """Log only errors, since the script's logging may go to standard output; incidents are printed here."""
         handler = logging.StreamHandler(sys.stderr)
         handler.setLevel(logging.ERROR)
         logger.addHandler(handler)
@@ -92,7 +92,7 @@ class Session:
 
     @property
     def _is_here(self) -> bool:
-        """Whether this is the script's own process, in a moment that is the script's and not ours."""
+        """Whether this is the script's own process, running the script's code and not ours."""
         return os.getpid() == self._process and not getattr(self._thread, "is_ours", False)
 
     # --- what is made -----------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Session:
         return start(GuardedEntry(fn, self._options) if self._is_here else fn, *args, **kwargs)
 
     def _find_folder(self) -> Path | None:
-        """Of the next optimizer, of this rank."""
+        """Return the run directory of the next optimizer on this rank."""
         folder = self._options.run_dir
         if folder is not None and self._rank:
             folder = folder / f"rank-{self._rank}"
@@ -146,7 +146,7 @@ class Session:
         self, run: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         is_loss = grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1
-        is_inside = torch._C._current_graph_task_id() != -1  # of another backward, as checkpointing has it
+        is_inside = torch._C._current_graph_task_id() != -1  # inside another backward, as with activation checkpointing
         if is_loss and not is_inside and self._is_here:
             self._note_loss(tensors)
         run(tensors, grad_tensors, *args, **kwargs)
@@ -161,7 +161,7 @@ class Session:
             watch.forget_clipping()
 
     def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
-        """A scaled loss can overflow where the loss itself did not: remember that one."""
+        """Remember the unscaled loss: a scaled loss can overflow where the loss itself did not."""
         scaled = scale(scaler, outputs)
         if self._is_here and isinstance(scaled, Tensor) and scaled is not outputs and scaled.numel() == 1:
             vars(scaled)[LOSS] = outputs.detach()
@@ -185,7 +185,7 @@ class Session:
     def _around_step(self, make: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._is_here or getattr(self._thread, "is_stepping", False) or _is_called_by_guard():
             return make(optimizer, *args, **kwargs)
-        if KEY not in vars(optimizer):  # a copy, or loaded from a file: nobody has made it
+        if KEY not in vars(optimizer):  # a copy, or loaded from a file: its constructor never ran
             self._ours(self._watch, optimizer)
         watch: Watch | None = vars(optimizer).get(KEY)
         if watch is None:
@@ -221,7 +221,7 @@ class Session:
         self._thread.scaler, self._thread.has_stepped = scaler, False
         try:
             result = make(scaler, optimizer, *args, **kwargs)
-            if not self._thread.has_stepped:  # the scaler has found an overflow, and left the step out
+            if not self._thread.has_stepped:  # the scaler found an overflow and skipped the step
                 self._ours(watch.measure, self._look_around(optimizer))
                 self._ours(watch.conclude, skipped=True)
                 self._losses_are_spent = True
@@ -234,7 +234,7 @@ class Session:
         many = _count_ranks() > 1
         return Circumstances(
             losses=tuple(self._losses),
-            # Ranks see the same gradients and each its own loss; with several optimizers nobody knows whose loss it is.
+            # Ranks share gradients but not losses; with several optimizers it is unknown whose loss it is.
             loss_counts=not many and self._num_watched == 1,
             may_skip=not many or not _is_sharded(optimizer),
             carried_scale=getattr(optimizer, "grad_scale", None),
@@ -244,12 +244,12 @@ class Session:
     # --- our own ----------------------------------------------------------------------------------------------------
 
     def hear(self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A model is called."""
+        """Called when a model is called."""
         if self._is_here and module.training and torch.is_grad_enabled():
             self._ours(watch.begin, module, args, kwargs)
 
     def _ours(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call something of ours. None when it fails: the training goes on as if we were not there."""
+        """Call our own code. Return None if it fails: the training continues as if we were not there."""
         self._thread.is_ours = True
         try:
             return call(*args, **kwargs)
@@ -268,9 +268,9 @@ class Session:
 
 
 class GuardedEntry:
-    """What a process calls that the script has started with `torch.multiprocessing.spawn`: its function, in a Session.
+    """Entry of a process that the script starts with `torch.multiprocessing.spawn`: runs its function in a Session.
 
-    Such a process begins as a fresh interpreter. Workers of a DataLoader are started in another way.
+    Such a process begins as a fresh interpreter. Workers of a DataLoader are started differently.
     """
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
@@ -282,11 +282,11 @@ class GuardedEntry:
         try:
             return self._function(number, *args)
         finally:
-            session.close()  # such processes leave without running exit handlers
+            session.close()  # such processes exit without running exit handlers
 
 
 class _Listener:
-    """Passes calls of a model on, without keeping its Watch alive."""
+    """Forwards calls of a model without keeping its Watch alive."""
 
     def __init__(self, watch: weakref.ref[Watch], session: Session) -> None:
         self._watch, self._session = watch, session
@@ -298,7 +298,7 @@ class _Listener:
 
 
 def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
-    """From now on `place.name(...)` is `around(original, ...)`, except inside a graph that is being compiled."""
+    """Replace `place.name(...)` by `around(original, ...)`, except inside a graph that is being compiled."""
     original = getattr(place, name)
 
     @functools.wraps(original)
@@ -311,7 +311,7 @@ def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _is_called_by_guard() -> bool:
-    """Whether the script has a Guard of its own, which makes this very step. Between the two are a few wrappers."""
+    """Whether the script has its own Guard, which takes this very step. A few wrappers are between the two."""
     frame = inspect.currentframe()
     for _ in range(NUM_FRAMES):
         if frame is None:
@@ -328,24 +328,23 @@ def _count_ranks() -> int:
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:
-    """Whether each rank holds another part of the gradients, so that one may see a NaN that the others do not."""
+    """Whether each rank holds a different part of the gradients, so that one may see a NaN that the others do not."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return any(is_dtensor(p) or hasattr(p, "_sharded_size") or hasattr(p, "_params") for p in parameters)
 
 
 # --- calls --------------------------------------------------------------------------------------------------------
-# Hears when a module is called, without leaving a trace in what the script saves.
+# Listen for calls of a module without leaving a trace in what the script saves.
 #
-# A forward pre-hook stands in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold
-# ours pickle and copy themselves as the plain ones that they would be without it. Inside a compiled graph the hook is
-# nothing.
+# A forward pre-hook lives in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold
+# ours pickle and copy themselves as the plain ones they would be without it. In a compiled graph the hook does nothing.
 
 
 OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 
 
 class _Hooks(OrderedDict[int, Any]):
-    """A dict of hooks of which one is ours."""
+    """A dict of hooks, one of which is ours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -353,7 +352,7 @@ class _Hooks(OrderedDict[int, Any]):
         self.listeners: list[OnCall] = []
 
     def values(self) -> Any:
-        """What torch.jit.script compiles: without ours, which is Python. Calls go by `items()`."""
+        """Return the hooks without ours: torch.jit.script compiles these, and ours is Python. Calls use `items()`."""
         return {key: hook for key, hook in self.items() if key != self.ours}.values()
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
@@ -361,13 +360,13 @@ class _Hooks(OrderedDict[int, Any]):
 
 
 def hear_calls(module: nn.Module, call: OnCall) -> bool:
-    """From now on `call(module, args, kwargs)` comes before each forward; False where that cannot be had."""
+    """Have `call(module, args, kwargs)` run before each forward; return False where that is not possible."""
     hooks, flags = (vars(module).get(name) for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"))
     if isinstance(hooks, _Hooks):
         hooks.listeners.append(call)
         return True
     if type(hooks) is not OrderedDict or type(flags) is not OrderedDict or hooks or flags:
-        return False  # the script's own handles know these dicts, and could no longer take their hooks off
+        return False  # the script's own handles refer to these dicts, and could no longer remove their hooks
     hooks, flags = _Hooks(), _Hooks()
     module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
 

@@ -1,8 +1,8 @@
-"""Watch: one optimizer of a script. Gradients in, a word out: may this step be made? And everything is written down.
+"""Watch: one optimizer of a script. Gradients -> whether this step may be taken; everything is recorded.
 
-The order of a step: `begin` (the model is called), `measure` (the optimizer is about to step), then the caller makes
-the step or leaves it, then `conclude`. What a forward did to the buffers is put back after a step that was left out.
-Reads one small vector from the device a step. While observing it reads only.
+The order of a step: `begin` (the model is called), `measure` (the optimizer is about to step), then the caller takes or
+skips the step, then `conclude`. After a skipped step, the buffers that the forward changed are restored. Reads one
+small vector from the device per step. While observing it only reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_LOSS = "a script does not tell how it computes its loss."
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
-    """What a backward began from."""
+    """The loss that a backward started from."""
 
     value: Tensor
     is_scaled: bool
@@ -55,16 +55,16 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """What is around a step that is about to be made, as far as a script lets it be known."""
+    """The circumstances of a step about to be taken, as far as they can be known from a script."""
 
     losses: Sequence[Loss] = ()
-    """Of each backward since the last step."""
+    """The loss of each backward since the last step."""
     loss_counts: bool = True
     """Whether a bad loss alone makes the step bad."""
     carried_scale: Tensor | None = None
     """The loss scale that the gradients still carry."""
     loss_scale: Tensor | None = None
-    """The loss scale as it stands."""
+    """The current loss scale."""
     may_skip: bool = True
     """Whether all ranks see what this one sees."""
 
@@ -79,13 +79,13 @@ class _Clipped:
 
     @property
     def coefficient(self) -> float:
-        """What the script multiplied them by; 1 where that was no number."""
+        """What the script multiplied them by; 1 if that was not a number."""
         norm = float(self.norm)
         return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
 
 class Watch:
-    """Measures, and knows what was measured before."""
+    """Measures, and remembers what was measured before."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class Watch:
         run_dir: Path | None,
     ) -> None:
         self.optimizer, self._observe, self._terminal, self._run_dir = optimizer, observe, terminal, run_dir
-        # Whatever goes beyond leaving a step out needs a loop that knows of it.
+        # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(_list_parameters(optimizer))
         self._buffers = BufferKeeper(nn.Module() if observe else self.owner)
         settings = self._config.diagnose
         self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=run_dir)
-        self._investigator.close()  # its own hook would go into what the script saves; it is told of calls by `begin`
+        self._investigator.close()  # its own hook would end up in what the script saves; `begin` reports calls to it
         self._judgement: Judgement | None = None
         self._transfer = Transfer()
         self._step = 0
@@ -118,12 +118,12 @@ class Watch:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model, or a part of it, is called for training."""
-        if not self._has_begun:  # the first microbatch: what moved since the last step was moved by somebody else
+        """Called when the model, or a part of it, is called for training."""
+        if not self._has_begun:  # the first microbatch: changes since the last step are not the forward's
             self._has_begun = True
             self._buffers.begin(anew=True)
         if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
-            return  # called with what another model has made: that graph is gone when there is something to replay
+            return  # called with another model's output, whose graph is gone by the time of a replay
         self._looks.batch = (args, kwargs)
         if self._config.diagnose.enabled:
             self._investigator.hear(module, args, kwargs)
@@ -133,22 +133,22 @@ class Watch:
         return {id(p) for p in _list_parameters(self.optimizer) if p.grad is not None} <= parameters
 
     def note_clipping(self) -> None:
-        """The script is about to clip: these are the gradients to tell about."""
+        """Note the gradients to report, since the script is about to clip them."""
         self._prepare()
         measurement = self._meter.measure()
         self._clipped = None if measurement is None else _Clipped(measurement)
 
     def note_clipped(self, norm: Tensor, max_norm: float) -> None:
-        """It has clipped; `norm` is what it has found."""
+        """Note that the script has clipped; `norm` is the norm it found."""
         if self._clipped is not None:
             self._clipped.norm, self._clipped.max_norm = norm, float(max_norm)
 
     def forget_clipping(self) -> None:
-        """New gradients are added."""
+        """Forget the clipping, since new gradients are added."""
         self._clipped = None
 
     def measure(self, around: Circumstances) -> bool:
-        """Look at the gradients as the optimizer will get them; says whether the step must be left out."""
+        """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
         self._prepare()
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
@@ -168,10 +168,10 @@ class Watch:
         return leave_out
 
     def conclude(self, *, skipped: bool) -> None:
-        """The step was made, or left out: keep what the forward made of the buffers or put it back, and judge."""
+        """Judge the step after it was taken or skipped; keep the forward's changes to the buffers or undo them."""
         reading, self._reading, self._clipped, self._has_begun = self._reading, None, None, False
         looks, cause, self._looks, self._cause = self._looks, self._cause, Looks(), None
-        self._investigator.take()  # the batches are the script's again
+        self._investigator.take()  # release the batches
         if reading is None:
             return
         reading = dataclasses.replace(reading, skipped=skipped)
@@ -194,11 +194,11 @@ class Watch:
         return m.read(numbers, context, skipped=False)
 
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
-        """Clipping spreads one NaN to every gradient, and makes every large norm the same: tell what was before."""
+        """Report the numbers before clipping, which spreads a NaN to every gradient and makes all large norms equal."""
         m = clipped.measurement
         before = m.read(self._transfer.send(m.packed).wait(), StepContext(step=reading.step), skipped=False)
         if before.num_nonfinite == 0 < reading.num_nonfinite:
-            return reading  # it went bad afterwards
+            return reading  # it went bad after the clipping
         return dataclasses.replace(
             reading,
             grad_norm=before.grad_norm,
@@ -210,7 +210,7 @@ class Watch:
         )
 
     def _diagnose(self, reading: Reading) -> Cause | None:
-        """Before the step is made: while observing, the weights are good for the last time."""
+        """Diagnose before the step is taken: while observing, this is the last moment with good weights."""
         with self._buffers.unchanged():
             cause = self._investigator.investigate(self._investigator.take(), reading, ())
         return None if cause is None or cause.kind == "error" else _tell_limits(cause)
@@ -218,7 +218,7 @@ class Watch:
     # --- around the steps -------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """At the first step, and when parameters were added: only now is everything where it will be trained."""
+        """Prepare at the first step, and when parameters were added: only now is everything on its final device."""
         parameters = _list_parameters(self.optimizer)
         signature = [id(p) for p in parameters]
         if signature == self._signature:
@@ -249,7 +249,7 @@ class Watch:
             actor=Actor(self._config.policy, rates=Rates([self.optimizer]), snapshots=snapshots),
             recorder=recorder,
         )
-        # When the optimizer goes, or the script ends. None of these may hold the optimizer.
+        # Runs when the optimizer is freed or the script ends, so none of these may refer to the optimizer.
         name, ledger = type(self.optimizer).__name__, (judgement.tally, judgement.incidents)
         self._finish = weakref.finalize(
             self, _finish, os.getpid(), name, recorder, ledger, self._terminal, self._run_dir, self._give_back
@@ -257,7 +257,7 @@ class Watch:
         return judgement
 
     def finish(self) -> None:
-        """Close the record, and say how it went; at once, and not when everything ends."""
+        """Close the record and print a summary now, instead of at exit."""
         if self._finish is not None:
             self._finish()
 
@@ -268,7 +268,7 @@ class Watch:
             folder = RunFolder(self._run_dir)
             self._give_back = folder.release
             folder.settle()
-            if folder.is_used:  # each start of a script is a run of its own
+            if folder.is_used:  # each start of a script is a separate run
                 folder.begin_anew()
             return [make_record(folder.path, self._config, names, run_id=folder.run_id)]
         except ConfigError as error:
@@ -286,7 +286,7 @@ def _finish(
     run_dir: Path | None,
     give_back: Callable[[], None] | None,
 ) -> None:
-    """Close the record, and say how it went; a forked process says nothing."""
+    """Close the record and print a summary; a forked process prints nothing."""
     if os.getpid() != process:
         return
     tally, incidents = ledger
@@ -299,7 +299,7 @@ def _finish(
 
 
 def _is_search(reading: Reading) -> bool:
-    """An overflow by which a loss scale is found: the script's own affair, with a good loss and good buffers."""
+    """Whether this is an overflow in the search for a loss scale: not ours to judge, with good loss and buffers."""
     return reading.loss_scale is not None and not reading.loss_is_nonfinite
 
 
@@ -308,7 +308,7 @@ def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _add_up(around: Circumstances) -> Tensor | None:
-    """The loss of the step, without its scale, on the device where it was computed."""
+    """Return the loss of the step, without its scale, on the device where it was computed."""
     if not around.losses:
         return None
     device = around.losses[-1].value.device
@@ -318,7 +318,7 @@ def _add_up(around: Circumstances) -> Tensor | None:
 
 
 def _tell_limits(cause: Cause) -> Cause:
-    """The cause in the words of a script; lines that are of the replay and not of the model are left out."""
+    """Rephrase the cause for a script; omit lines that belong to the replay and not to the model."""
     note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS)
     if cause.file is not None and Path(cause.file).name == "contextlib.py":
         cause = dataclasses.replace(cause, file=None, line=None, source=None, caller=None)

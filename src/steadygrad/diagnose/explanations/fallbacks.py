@@ -71,4 +71,4 @@ LAST = Entry(
     why="a value that training depends on went bad here, in a way that is not in the library",
     fixes=("torch.nan_to_num(x)", "x.clamp(-1e4, 1e4)"),
 )
-"""For a phase or kind that nobody has heard of."""
+"""For an unknown phase or kind."""
