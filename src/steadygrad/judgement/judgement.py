@@ -260,7 +260,7 @@ class Judgement:
             self._recorder.write_layers(step, reading.gradients, reading.update_ratios)
 
     def _ratios_are_due(self, reading: Reading) -> bool:
-        """Return whether to record update ratios now: they are measured at their own steps, which may never be layer steps."""
+        """Return whether to record the update ratios: their steps may never coincide with those of the layers."""
         if reading.update_ratios is None or reading.step < self._next_ratios:
             return False
         self._next_ratios = reading.step + self._config.record.layers_every

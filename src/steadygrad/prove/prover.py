@@ -119,7 +119,7 @@ class Prover:
         self._put_off: Finding | None = None  # until the rate is back at a level that allows a fair comparison
         self._recent: deque[float] = deque(maxlen=RECENT)  # losses while nothing was suspected
         self._memory = Memory()
-        # A quarter of the limit: these are held before anything is suspected. With several ranks no lower rate is tried.
+        # A quarter of the limit: these are held before any suspicion. With several ranks no lower rate is tried.
         self._start = None if ranks.many else HeldSteps(wanted=config.rate_steps, max_bytes=config.max_bytes // 4)
 
     @property
@@ -199,7 +199,7 @@ class Prover:
         case.num_skipped = case.num_skipped + 1 if reading.skipped else 0
         if not reading.skipped and reading.loss is not None and case.held is not self._start:
             case.held.add(captures, reading.loss)
-        case.held.wanted = self._ranks.find_least(case.held.wanted)  # a rank may lack memory, or a batch that it can repeat
+        case.held.wanted = self._ranks.find_least(case.held.wanted)  # one may lack memory, or a repeatable batch
         if case.num_skipped >= self._config.num_batches:
             return self.close("the steps since are not finite")
         proof = self._try(case, reading.step) if case.held.is_complete else None
@@ -317,7 +317,7 @@ class Prover:
         proof = self._prove_spike(finding, step, captures)
         self._memory.cost += self._comparison.take_cost()
         if proof.answer is Answer.UNKNOWN:
-            finding = dataclasses.replace(finding, severity=Severity.INFO)  # a single step, with no sign that it did harm
+            finding = dataclasses.replace(finding, severity=Severity.INFO)  # a single step, no sign of harm
         elif proof.answer is Answer.DAMAGED:
             self._open(_suspect_lasting(finding), step, is_reported=True)
         return report_spike(finding, proof)

@@ -100,7 +100,7 @@ class References:
         return now < FALLING * then
 
     def find_way_back(self, finding: Finding) -> int:
-        """Return the step of the newest verified state before the trouble; the start if the rate was always too high."""
+        """Return the newest verified step before the trouble; the start if the rate was too high from there on."""
         good = [s.step for s in self._snapshots.list_good() if s.step <= finding.step]
         return 0 if find_kind(finding.kind).at_start else max(good, default=0)
 
@@ -114,7 +114,7 @@ class References:
         return then / now if now > RAISED * then > 0 else None
 
     def _is_fair(self, snapshot: Snapshot) -> bool:
-        """Return whether rate and weight decay are no higher now than they were then."""
+        """Return whether rate and weight decay have not been raised by more than `RAISED` since then."""
         now = self._settings()
         return len(now) == len(snapshot.settings) and all(
             rate <= RAISED * old_rate and decay <= RAISED * old_decay

@@ -28,8 +28,8 @@ def report_answer(finding: Finding, proof: Proof, *, lr_factor: float | None = N
             advice=MOVED,
             evidence=evidence,
         )
-    # Without a remedy, the program itself makes the test impossible (a policy that draws its data, weights that it edits):
-    # its loss says little, and every such run would get a warning. A mere warning says too little by itself.
+    # Without a remedy, the program itself prevents the test (a policy that draws its data, weights that it edits): its
+    # loss says little, and every such run would get a warning. A mere warning says too little by itself.
     is_grave = finding.severity.rank > Severity.WARNING.rank
     return dataclasses.replace(
         finding,
