@@ -56,7 +56,7 @@ class Comparison:
     def compare(
         self, reference: Snapshot, captures: Sequence[Capture], step: int, *, initial: Snapshot | None, began_at: float
     ) -> Proof:
-        """Test whether the present weights were harmed; `began_at`: first loss, in case the initial weights are gone."""
+        """Test whether the present weights were harmed; `began_at`: first loss, if the initial weights are gone."""
 
         def run() -> Proof:
             now, then, first, damaged = self._run(reference, captures, initial, began_at)

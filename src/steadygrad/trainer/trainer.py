@@ -193,7 +193,7 @@ class Trainer:
             self._do_what_is_due(guard, val_loader)
             while guard.epoch - self._progress.first_epoch < self._num_epochs and not self._is_over(guard):
                 self._train_epoch(guard, train_loader, val_loader)
-                if self._has_reached_limit:  # save inside the epoch, so that a run with a higher limit continues from here
+                if self._has_reached_limit:  # saved inside the epoch, so a higher limit continues here
                     self._save(guard)
                 metrics = self._tell_epoch(guard, val_loader)
                 if not self._has_reached_limit:

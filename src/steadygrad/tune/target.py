@@ -127,7 +127,7 @@ def _spell_plainly(chosen: Settings, tunable: Tunable) -> dict[str, Any]:
 
 
 def _round(values: dict[str, Any]) -> dict[str, Any]:
-    """Round numbers to their significant digits."""
+    """Round numbers to four significant digits."""
     return {
         name: _round(value) if isinstance(value, dict) else float(f"{value:.4g}") if type(value) is float else value
         for name, value in values.items()
