@@ -56,7 +56,7 @@ class Plan:
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
-        """Return the trainable parameters without a gradient and their share of the elements; free if there are none."""
+        """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
         missing = [(name, _gradients.numel(p)) for name, p in self.absent if p.requires_grad]
         if not missing:
             return (), 0.0

@@ -1,4 +1,4 @@
-"""On which rank did a bad step begin? Local flags, kept on the device -> one exchange with all ranks after the incident.
+"""On which rank did a bad step begin? Local flags, kept on the device -> one exchange after the incident.
 
 DDP's all-reduce spreads one rank's NaN to all, so each rank checks a gradient of its own before that: the one of the
 model's first small parameter, through which nearly every fault in backward flows. After an incident whose rank that

@@ -199,7 +199,7 @@ class Ranks:
     def _find_layout(
         self, names: tuple[str, ...], gradients: Sequence[Tensor], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the positions of these parameters among all, and the share that this rank's part counts, [N] and [N]."""
+        """Return the positions of these parameters among all, and the share that this rank counts, [N] and [N]."""
         layout = self._layouts.get(names)
         if layout is None or layout[0].device != device:
             rows = torch.tensor([self._rows[name] for name in names], device=device)

@@ -181,7 +181,7 @@ class ParameterWatch:
         return self._looks[device].look(subjects)
 
     def _share(self, numbers: Tensor, subjects: Sequence[Subject]) -> Tensor:
-        """Combine ranks: norms of whole weights, and the maximum of all other numbers, so that all know what one sees."""
+        """Combine the ranks: norms of whole weights, and the maximum of the rest, so that all know what one sees."""
         if not self._ranks.many:
             return numbers
         if self._ranks.is_joining:  # not all ranks would answer, and none may act on what it alone sees

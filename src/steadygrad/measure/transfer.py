@@ -47,7 +47,7 @@ class Transfer:
         self._stream: torch.cuda.Stream | None = None
 
     def mark(self, device: torch.device) -> torch.cuda.Event | None:
-        """Mark this point of the device's queue: what is complete here can be sent later without waiting for the rest."""
+        """Mark this point of the device's queue: what is complete here can be sent without waiting for later work."""
         if device.type != "cuda":
             return None
         event = self._mark = self._mark or torch.cuda.Event()

@@ -295,7 +295,7 @@ class Plan:
         self._partials = torch.empty(NUM_PARTIALS * max(1, self.num_chunks), dtype=torch.float32, device=device)
         self._addresses = AddressTable(len(gradients), device)
         self._one = torch.ones((), device=device)
-        self._counter = torch.zeros((), dtype=torch.int32, device=device)  # number of finished programs; reset to 0 each time
+        self._counter = torch.zeros((), dtype=torch.int32, device=device)  # finished programs; reset to 0 each time
         sizes = {"CHUNK": chunk, "BLOCK": block, "UNROLL": UNROLL, "num_warps": num_warps}
         self._measure = [Launch(_measure_chunks, DTYPE=dtype, **sizes) for dtype, _, _ in self.spans]
         self._scale = [Launch(_scale_chunks, DTYPE=dtype, **sizes) for dtype, _, _ in self.spans]
