@@ -200,7 +200,7 @@ def find_duplicates(tensors: Sequence[StoredTensor], stats: Sequence[Stats]) -> 
         if tensor.num_bytes == 0:
             continue
         if tensor.place not in places and _is_telling(tensor, one):
-            counts = (one.num_nan, one.num_inf, one.num_zeros, one.least, one.largest)  # no sums: they may round differently
+            counts = (one.num_nan, one.num_inf, one.num_zeros, one.least, one.largest)  # a sum may round differently
             key = (tensor.kind, tensor.shape, tensor.stride, *counts)
             likely.setdefault(key, []).append(tensor.place)
         places.setdefault(tensor.place, []).append(tensor)
