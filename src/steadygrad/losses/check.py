@@ -25,7 +25,7 @@ OPTIONAL = ("mask", "weight", "pos_weight", "alpha", "negatives")
 
 LARGEST = sys.float_info.max
 SMALLEST = math.ulp(0.0)
-"""The smallest number above 0."""
+"""The largest finite number, and the smallest above 0."""
 
 
 def require_tensors(function: str, /, **tensors: object) -> None:
