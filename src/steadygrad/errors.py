@@ -26,11 +26,11 @@ from steadygrad.facts import Incident
 
 
 class SteadygradError(Exception):
-    """Root of the tree: `except SteadygradError` catches all that this library raises on purpose."""
+    """Root of the tree: `except SteadygradError` catches everything that this library raises on purpose."""
 
 
 class ConfigError(SteadygradError, ValueError):
-    """A setting has a value that cannot be meant.
+    """A setting has an invalid value.
 
     `field` is its name and `rule` what it must satisfy, where one field is at fault; `problem` is the message without
     the field's name in front, for a caller that knows where the value was written.
@@ -42,7 +42,7 @@ class ConfigError(SteadygradError, ValueError):
 
     @classmethod
     def about(cls, owner: str, field: str, problem: str, *, rule: str = "") -> Self:
-        """The error about one field: `owner` is the class that has it, `problem` begins behind the field's name."""
+        """Build the error for one field: `owner` is its class, `problem` the text that follows the field's name."""
         return cls(f"{owner}.{field}{problem}", field=field, rule=rule or problem, problem=problem)
 
 
@@ -55,7 +55,7 @@ class UnsupportedError(SteadygradError, TypeError):
 
 
 class TrainingHalted(SteadygradError, RuntimeError):
-    """Training was ended on purpose; `incidents` tells the whole story."""
+    """Training was ended on purpose; `incidents` holds the whole story."""
 
     def __init__(self, message: str, incidents: tuple[Incident, ...] = ()) -> None:
         super().__init__(message)

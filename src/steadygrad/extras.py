@@ -1,4 +1,4 @@
-"""Importing an optional library, or saying which extra brings it."""
+"""Imports of optional libraries, or an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def import_extra(extra: str, *modules: str, what: str, error: type[Exception] = ImportError) -> Any:
-    """The first of `modules` that is there, one that is already loaded before the others. `what` needs it.
+    """Return the first of `modules` that is installed, preferring one already loaded. `what` needs it.
 
     >>> import_extra("view", "json", what="this line").__name__
     'json'

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def look_up_in(new: str, *, old: str) -> Callable[[str], Any]:
-    """A `__getattr__` for the module `old`, whose contents are now in the module `new`."""
+    """Return a `__getattr__` for the module `old`, whose contents are now in the module `new`."""
 
     def look_up(name: str) -> Any:
         if name.startswith("__"):  # what the import system asks for; answering would make `old` a package

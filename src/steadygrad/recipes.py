@@ -29,7 +29,7 @@ RENAMED = {
     "mmdit.synthetic": f"{NEW}.mmdit.data",
     "demo.plain_record": f"{NEW}.demo.story",
 }
-"""What has another name now, or is part of another module, as well as in another place."""
+"""Modules that were also renamed, or merged into another one."""
 
 __path__: list[str] = []  # a package: modules below it are asked of the finder
 
@@ -47,7 +47,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Called by the import system, which takes what then stands in sys.modules."""
+        """Called by the import system, which then takes the module from sys.modules."""
         sys.modules[module.__name__] = importlib.import_module(_rename(module.__name__))
 
 

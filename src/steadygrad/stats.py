@@ -1,9 +1,9 @@
 """Baseline: what is normal for this run, as a rolling median and spread.
 
 Statistic, decision and side effect are three objects; this is only the statistic. It admits finite values only and
-keeps outliers out of its history, so neither one NaN nor one spike can blind the rule that asks it. A level that
-really has changed is accepted after `patience` outliers in a row: otherwise a baseline would deny a new normal
-for ever.
+keeps outliers out of its history, so neither one NaN nor one spike can blind the rule that uses it. A level that
+really has changed is accepted after `patience` outliers in a row: otherwise a baseline would reject a new normal
+forever.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Baseline:
 
     @property
     def is_warm(self) -> bool:
-        """Whether enough values are there to judge another one."""
+        """Whether there are enough values to judge another one."""
         return len(self._values) >= self.min_values
 
     @property
@@ -82,7 +82,7 @@ class Baseline:
         return self._spread
 
     def score(self, value: float) -> float:
-        """Robust z-score of `value`; inf when it is not finite, 0 while warming up."""
+        """Return the robust z-score of `value`; inf if it is not finite, 0 while warming up."""
         if not math.isfinite(value):
             return math.inf
         if not self.is_warm:
@@ -90,7 +90,7 @@ class Baseline:
         return (value - self.median) / self.spread
 
     def admit(self, value: float) -> bool:
-        """Add `value` to the history unless it is not finite or an outlier; say whether it was added."""
+        """Add `value` to the history unless it is not finite or an outlier; return whether it was added."""
         if not math.isfinite(value):
             return False
         if abs(self.score(value)) > self.outlier_score:
@@ -120,17 +120,17 @@ class Baseline:
         self._spread = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, as plain lists."""
+        """Return the history as plain lists."""
         return {"values": list(self._values), "refused": list(self._refused)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the history of `state_dict()`; values that are not finite are refused as ever."""
+        """Restore the history of `state_dict()`; non-finite values are refused as always."""
         self._start_again([float(v) for v in state["values"] if math.isfinite(v)])
         self._refused.extend(float(v) for v in state["refused"] if math.isfinite(v))
 
 
 def median(ordered: Sequence[float]) -> float:
-    """The middle of values that are already in order; NaN when there are none."""
+    """Return the median of sorted values; NaN if there are none."""
     n = len(ordered)
     if n == 0:
         return math.nan
@@ -139,7 +139,7 @@ def median(ordered: Sequence[float]) -> float:
 
 
 def _median_deviation(ordered: list[float], centre: float) -> float:
-    """Median of |v - centre|. Both sides of the centre are sorted: two fingers walk outwards half the list."""
+    """Return the median of |v - centre|. Both sides are sorted, so two pointers walk outwards over half the list."""
     n = len(ordered)
     if n == 0:
         return math.nan

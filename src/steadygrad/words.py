@@ -1,7 +1,7 @@
-"""Numbers, times and names -> short words that messages and views spell alike.
+"""Numbers, times and names -> short text, formatted the same way in messages and views.
 
-It knows nothing but the values that it is given, so that a rule and a page can both use it. Nothing that a file holds
-may steer a terminal.
+It depends only on the values passed to it, so that a rule and a page can both use it. Nothing read from a file may
+control a terminal.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def spell_number(value: float | None, digits: int = 4) -> str:
-    """A few digits; NaN and Inf by their names, a dash for nothing."""
+    """Format a number with a few digits; NaN and Inf by name, None as a dash."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -21,18 +21,18 @@ def spell_number(value: float | None, digits: int = 4) -> str:
 
 
 def spell_count(count: int, noun: str) -> str:
-    """'1 step', '12,000 steps', 'no step'."""
+    """Format a count as '1 step', '12,000 steps' or 'no step'."""
     return f"no {noun}" if count == 0 else f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def spell_share(part: int, whole: int) -> str:
-    """A percentage that never rounds something to nothing."""
+    """Format a percentage, never rounding a non-zero share to zero."""
     share = part / whole if whole else 0.0
     return "0 %" if part == 0 else "<0.1 %" if share < 0.001 else f"{100 * share:.3g} %"
 
 
 def spell_seconds(seconds: float) -> str:
-    """'12 s', '3 min', '2 h 5 min', '4 days'."""
+    """Format a time as '12 s', '3 min', '2 h 5 min' or '4 days'."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -43,7 +43,7 @@ def spell_seconds(seconds: float) -> str:
 
 
 def spell_value(value: Any) -> str:
-    """Any value of a record, as one line of text."""
+    """Format any value of a record as one line of text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -56,10 +56,10 @@ def spell_value(value: Any) -> str:
 
 
 def spell_duration(written: float | None, now: float) -> str:
-    """How long ago something was written."""
+    """Format how long ago something was written."""
     return "never" if written is None else f"{spell_seconds(max(0.0, now - written))} ago"
 
 
 def make_printable(text: str) -> str:
-    """The text with every character that could steer a terminal spelled out."""
+    """Return the text with every character that could control a terminal escaped."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)

@@ -1,9 +1,9 @@
 """The nouns that pass between the stages: plain numbers, frozen, no torch.
 
 A `Reading` is what was measured at one optimizer step, and the other Facts what was seen around it; a `Finding` is
-what a rule says about Facts; a `Cause` is who did it; a `Verdict` is what to do and why; an `Outcome` is what was done;
-an `Incident` joins them for the record; a `StepRecord` is one step's scalars. Nothing here computes anything beyond
-looking at its own fields. Import them from here; the files are a matter of their length.
+what a rule says about Facts; a `Cause` is what caused it; a `Verdict` is what to do and why; an `Outcome` is what was
+done; an `Incident` joins them for the record; a `StepRecord` is one step's scalars. Nothing here computes anything
+beyond its own fields. Import them from here, not from the files.
 """
 
 from steadygrad.facts.cause import Cause

@@ -1,7 +1,7 @@
-"""Who did it: a `Cause` is what a diagnosis found, and how it is told in text.
+"""`Cause`: what a diagnosis found, and how to format it as text.
 
-Whoever tells it in text takes its `headline` or `str()`, so that terminal and log say the same. Nothing here looks for
-a cause: that is `diagnose`.
+For text use its `headline` or `str()`, so that terminal and log agree. Nothing here looks for a cause: that is
+`diagnose`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Who did it: the op, the line, the module, what its inputs looked like, which samples. `str()` tells it all."""
+    """What caused it: the op, line, module, ranges of its inputs, samples. `str()` formats all of it."""
 
     kind: str
-    """'nan' or 'inf': what was born, in backward what the gradients hold; 'error': the step raised; 'exploding',
-    'vanishing', 'dead': finite, and wrong; 'unknown': no diagnosis could be made, `note` says why."""
+    """'nan' or 'inf': the value that arose, in backward what the gradients hold; 'error': the step raised an error;
+    'exploding', 'vanishing', 'dead': finite but wrong; 'unknown': no diagnosis was possible, `note` says why."""
     phase: str
     """'input', 'parameter', 'forward', 'backward' or 'optimizer'; 'unknown'."""
     op: str | None = None
     """In backward: the forward op whose derivative failed. 'input' or 'parameter' for what was bad on arrival."""
     module: str | None = None
-    """Qualified name in the model; '' is the model itself, None is code outside of any module."""
+    """Qualified name in the model; '' is the model itself, None is code outside any module."""
     file: str | None = None
     line: int | None = None
     source: str | None = None
@@ -29,13 +29,13 @@ class Cause:
     explanation: str = ""
     fixes: tuple[str, ...] = ()
     chain: tuple[str, ...] = ()
-    """From where the value was born to where it hurts."""
+    """Path from where the value arose to where it did harm."""
     reproducible: str | None = None
-    """What a second replay gave."""
+    """Result of a second replay."""
     symptom: str = ""
     """What was seen: 'NaN loss', 'Inf gradient'."""
     name: str = ""
-    """The explanation's name: 'sqrt_at_zero'. For an input, parameter or buffer: its own."""
+    """Name of the explanation, such as 'sqrt_at_zero'; for an input, parameter or buffer, its own name."""
     node: str | None = None
     """The autograd node that was running."""
     caller: str | None = None
@@ -43,15 +43,15 @@ class Cause:
     samples: tuple[int, ...] = ()
     """Indices in the batch."""
     samples_note: str = ""
-    """How many of how many, and what is special about them; or why it could not be said."""
+    """How many of how many, and what is special about them; or why that is unknown."""
     terms: tuple[str, ...] = ()
     """The terms of the loss, the bad ones first."""
     growth: float | None = None
-    """Exploding or vanishing: factor a layer."""
+    """Exploding or vanishing: factor per layer."""
     step: int | None = None
     rank: int | None = None
     batch: str | None = None
-    """Where the batch was put, inside of the run directory."""
+    """Where the batch was stored, inside the run directory."""
     note: str = ""
     """What limits this diagnosis."""
 
@@ -74,7 +74,7 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """One line: what was seen, and where it was born."""
+        """One line: what was seen, and where it arose."""
         step = "" if self.step is None else f"step {self.step}: "
         rank = "" if self.rank is None else f"rank {self.rank}: "
         what = self.symptom or self.kind

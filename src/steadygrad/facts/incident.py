@@ -52,18 +52,18 @@ class Finding:
     kind: str
     severity: Severity
     step: int
-    """Where it began, which a rule may know only later."""
+    """The step where it began, which a rule may know only later."""
     message: str
     advice: str = ""
     evidence: Evidence = field(default_factory=dict)
     noticed_at: int | None = None
-    """The step at which the rule had seen enough; None where nobody has said."""
+    """The step at which the rule had seen enough; None if unknown."""
     acted_at: int | None = None
-    """The step at which something was done about it; None when nothing was."""
+    """The step at which it was acted on; None if it was not."""
 
     @property
     def when(self) -> str:
-        """The step at which it was noticed, and those at which it began and was acted on where they differ."""
+        """The step at which it was noticed, and those at which it began and was acted on if they differ."""
         noticed = self.step if self.noticed_at is None else self.noticed_at
         parts = [f"step {noticed}"]
         if self.step != noticed:

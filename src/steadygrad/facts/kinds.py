@@ -1,7 +1,7 @@
-"""Every kind of finding that the library emits, with the properties that other stages ask about.
+"""Every kind of finding that the library emits, with the properties that other stages use.
 
-`needs_proof`: the finding speaks of finite numbers, so nothing is done about it unless the paired test shows that the
-present weights are worse than earlier ones. Kinds of a user's own rules are not listed here.
+`needs_proof`: the finding is about finite numbers, so no action is taken unless the paired test shows that the present
+weights are worse than earlier ones. Kinds of a user's own rules are not listed here.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What is known of a finding from its kind alone."""
+    """Properties of a finding that follow from its kind alone."""
 
     name: str
     about_step: bool = False
-    """It says that one step was not finite; the reflex has already answered it."""
+    """It reports one non-finite step, which the reflex has already handled."""
     fatal: bool = False
-    """Training on is pointless when it cannot be healed."""
+    """Further training is pointless unless it can be repaired."""
     needs_proof: bool = False
     """An action on it waits for the paired test."""
     is_spike: bool = False
-    """It speaks of one step that stands out, which is the batch's doing unless the paired test shows otherwise."""
+    """It reports one outlying step, blamed on its batch unless the paired test shows otherwise."""
     at_start: bool = False
-    """It says that training never began to learn, so the initial weights are what it is compared with."""
+    """It reports that training never began to learn, so it is compared with the initial weights."""
     of_settings: bool = True
-    """Another learning rate could have prevented it; the rest speaks of the data, the program or the run."""
+    """Another learning rate could have prevented it; other kinds concern the data, the program or the run."""
 
 
 _ABOUT_STEP = ("nonfinite_loss", "nonfinite_gradient")
@@ -43,7 +43,7 @@ _NOT_OF_SETTINGS = (
     *("nonfinite_input", "outlier_input", "all_labels_masked"),  # the data
     *("unregistered_layers", "silent_broadcast", "double_softmax", "anomaly_mode_left_on", "partial_overlap"),
     *("missing_gradient", "stale_gradient", "unchanged_parameter", "added_gradients", "dropped_gradients"),
-    *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate brings these about
+    *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these
     *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done
     *("resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),
 )
@@ -61,11 +61,11 @@ KINDS: dict[str, Kind] = {
 
 
 def find_kind(name: str) -> Kind:
-    """The properties of a kind; those of a user's own rule have none."""
+    """Return the properties of a kind; kinds of a user's own rules have none."""
     return KINDS.get(name) or Kind(name=name)
 
 
 def suggest_kind(name: str) -> str | None:
-    """The known kind that a misspelt one was probably meant to be; None when nothing is close."""
+    """Return the known kind that a misspelt one probably means; None if nothing is close."""
     close = difflib.get_close_matches(name, KINDS, n=1, cutoff=0.85)
     return close[0] if close else None

@@ -1,6 +1,6 @@
-"""What was seen around the steps: validations, ends of epochs, looks at weights, batches, activations and the graph.
+"""What was seen around the steps: validations, ends of epochs, scans of weights, batches, activations and the graph.
 
-With the `Reading` of each step they are the Facts that rules are asked about. Each says its step.
+With the `Reading` of each step they are the Facts that rules judge. Each names its step.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from steadygrad.facts.reading import Reading
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """A validation loss that was told."""
+    """A validation loss reported by the program."""
 
     step: int
     """The last optimizer step before it."""
     epoch: int
     loss: float
     train_loss: float | None = None
-    """Mean training loss since the validation before; None: the rules average the losses of the Readings themselves."""
+    """Mean training loss since the previous validation; with None the rules average the losses of the Readings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnd:
-    """An epoch is over."""
+    """The end of an epoch."""
 
     step: int
     """The last optimizer step of the epoch."""
@@ -39,10 +39,10 @@ class EpochEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterScan:
-    """One look at all weights and buffers. The first one comes before the first step, with `step` -1."""
+    """One scan of all weights and buffers. The first one comes before the first step, with `step` -1."""
 
     step: int
-    """The last optimizer step that was made before the look; -1 before the first."""
+    """The last optimizer step before the scan; -1 before the first."""
     nonfinite_parameters: Mapping[str, int] = field(default_factory=dict)
     """Name -> number of elements that are NaN or Inf; healthy parameters are absent."""
     nonfinite_buffers: Mapping[str, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class InputStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputScan:
-    """One look at the batch of a step; may come before or after that step's Reading."""
+    """One scan of the batch of a step; may come before or after that step's Reading."""
 
     step: int
     tensors: Mapping[str, InputStats]
@@ -85,7 +85,7 @@ class InputScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationStats:
-    """What one module put out at one step."""
+    """The output of one module at one step."""
 
     dead_share: float | None = None
     """Share of units (channels, features) that were zero for the whole batch; None where units make no sense."""
@@ -95,7 +95,7 @@ class ActivationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationScan:
-    """One look at the outputs of the modules, in training mode."""
+    """One scan of the outputs of the modules, in training mode."""
 
     step: int
     modules: Mapping[str, ActivationStats] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphScan:
-    """One look at the program: model, optimizers, and the graph of the first step's loss."""
+    """One scan of the program: model, optimizers, and the graph of the first step's loss."""
 
     step: int
     hidden: tuple[str, ...] = ()
@@ -140,11 +140,11 @@ class GraphScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTaken:
-    """Something was done about a finding above info. Clips and verdicts of `none` are not told."""
+    """An action was taken on a finding above info. Clips and verdicts of `none` are not included."""
 
     step: int
     action: Action
 
 
 Fact = Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken
-"""What a rule can be asked about."""
+"""What a rule can judge."""

@@ -1,7 +1,7 @@
-"""Proof: what the paired test found when it asked whether the present weights are worse than earlier ones.
+"""Proof: the result of the paired test whether the present weights are worse than earlier ones.
 
-Same batches, same random numbers, two sets of weights: whatever the data or the objective did, it did to both. The
-test can also end without an answer, and then it says why.
+Same batches, same random numbers, two sets of weights: whatever the data or the objective did affects both. The test
+can also end without an answer, and then it says why.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Proof:
     first: float | None = None
     """Mean loss of the initial weights on these batches, where it was measured."""
     rate_factor: float | None = None
-    """The earlier losses are those of the earlier weights trained on the same batches with this share of the rate."""
+    """The earlier losses are those of the earlier weights trained on the same batches at this share of the rate."""
     reason: str = ""
     """Why there is no answer."""
     remedy: str = ""
-    """What to change to get one; empty where nothing would help."""
+    """What to change to get an answer; empty if nothing would help."""
 
     @property
     def mean_now(self) -> float:
@@ -57,7 +57,7 @@ class Proof:
         return sum(self.then) / len(self.then)
 
     def describe(self) -> str:
-        """The numbers in words, or why there are none."""
+        """Describe the numbers in words, or why there are none."""
         if self.answer is Answer.UNKNOWN:
             return f"no proof that the weights were harmed: {self.reason}"
         num = len(self.now)
@@ -72,7 +72,7 @@ class Proof:
         return f"{on} {start} lose {self.mean_then:.4g}, those of now {self.mean_now:.4g}"
 
     def to_evidence(self) -> dict[str, int | float | str | Sequence[int | float | str]]:
-        """Plain numbers for a Finding's evidence."""
+        """Return plain numbers for a Finding's evidence."""
         if self.answer is Answer.UNKNOWN:
             return {"proof": self.answer.value, "proof_reason": self.reason}
         return {

@@ -1,7 +1,7 @@
-"""One optimizer step in numbers: what was measured at it, and which of that is written down.
+"""One optimizer step in numbers: what was measured, and which of it is recorded.
 
-A `Reading` has everything, per parameter too; a `StepRecord` is its scalars. A table of gradients keeps the numbers as
-they came from the device and decodes a row when somebody asks for it.
+A `Reading` has everything, also per parameter; a `StepRecord` holds its scalars. A table of gradients keeps the numbers
+as they came from the device and decodes a row only when it is accessed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NUM_COLUMNS = 5
 
 @dataclass(frozen=True, slots=True)
 class GradientTable(Mapping[str, GradientStats]):
-    """Per-parameter statistics of one step, decoded only for the parameters that somebody asks about.
+    """Per-parameter statistics of one step, decoded only for the parameters that are accessed.
 
     `cells` holds `NUM_COLUMNS` numbers for each name, row by row. Parameters without a gradient are absent.
     """
@@ -104,7 +104,7 @@ class Reading:
     missing_share: float = 0.0
     """Their share of all trainable elements that the optimizers hold."""
     stale: tuple[str, ...] = field(default=(), repr=False)
-    """Parameters whose `.grad` still held the step before when this step's first backward began: nobody cleared it."""
+    """Parameters whose `.grad` still held the previous step's when this step's first backward began: not cleared."""
     spoilt_buffers: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Buffers that this step's forward made NaN or Inf, with the number of bad elements; they were put back."""
     adam_rms: Mapping[str, float] | None = field(default=None, repr=False)
@@ -140,7 +140,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step's scalars, as they are written down."""
+    """One step's scalars, as they are recorded."""
 
     step: int
     loss: float | None
@@ -155,7 +155,7 @@ class StepRecord:
     num_dropped_microbatches: int
     time_seconds: float
     extra: Mapping[str, float] = field(default_factory=dict)
-    """What the user's program told beside the loss, with `guard.log`."""
+    """Numbers that the user's program logged beside the loss, with `guard.log`."""
 
     @classmethod
     def of(cls, reading: Reading, *, time_seconds: float, extra: Mapping[str, float] | None = None) -> StepRecord:

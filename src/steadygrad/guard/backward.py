@@ -1,6 +1,6 @@
-"""BackwardPass: the backward of one microbatch, ours or a framework's. Ranks exchange their losses beside it.
+"""BackwardPass: the backward of one microbatch, ours or a framework's. Ranks exchange their losses alongside it.
 
-With `drop_bad_microbatches` a bad one is left out, and reported. Nothing else here waits for the device.
+With `drop_bad_microbatches` a bad microbatch is left out and reported. Nothing else here waits for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steadygrad.measure.ranks import Ranks
 
 
 class BackwardPass:
-    """Runs backward, or watches that of somebody else begin."""
+    """Runs backward, or notes that a framework is about to run it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class BackwardPass:
         self._scaler, self._ranks, self._judgement = scaler, ranks, judgement
 
     def run_backward(self, loss: Tensor) -> None:
-        """Backward of one microbatch, which is left out when it is bad and the user wants that."""
+        """Run backward for one microbatch; leave it out if it is bad and the settings ask for that."""
         batches, ranks = self._moment.batches, self._ranks
         batches.num += 1
         self._watched.periodic_scans.look_at_graph(self._moment.next_step, self._moment.looks, loss)
@@ -58,7 +58,7 @@ class BackwardPass:
             ranks.finish_backward(batches.losses)
 
     def watch_backward(self, loss: Tensor) -> None:
-        """Before a backward that a framework runs."""
+        """Prepare for a backward that a framework is about to run."""
         batches = self._moment.batches
         self._moment.is_driven = True
         batches.num += 1
@@ -69,7 +69,7 @@ class BackwardPass:
         self._ranks.start(batches.losses)
 
     def _tell_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
-        """A microbatch was bad, and was left out."""
+        """Report that a bad microbatch was left out."""
         reading = m.read(numbers, StepContext(step=self._moment.next_step), skipped=True)
         verdict = Verdict(action=Action.SKIP, reason="drop_bad_microbatches is on")
         outcome = Outcome(action=Action.SKIP, message="the microbatch was left out")

@@ -1,8 +1,8 @@
-"""BreakdownWatch: Readings and Findings of an attempt, one by one -> is it still a training, or has it broken?
+"""BreakdownWatch: Readings and Findings of an attempt, step by step -> is it still training, or has it broken down?
 
-A loss that is not finite, weights that are not, a loss that has left the level at which it began, an error that the
-rules tell: each is a breakdown. Findings that speak of data or of the program, and not of settings, are left out. Pure:
-it decides nothing and holds a few numbers.
+A non-finite loss, non-finite weights, a loss well above its starting level, an error reported by the rules: each is a
+breakdown. Findings about the data or the program, rather than the settings, are ignored. Pure: it takes no action and
+holds only a few numbers.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from steadygrad.facts.kinds import find_kind
 from steadygrad.stats import MAD_TO_SIGMA
 
 NUM_LAST = 3
-"""Losses whose median must be beyond the start: one batch alone can be."""
+"""Number of recent losses whose median must be above the start: a single batch can be, by chance."""
 NUM_OVERFLOWS = 6
-"""Overflows in a row that a loss scaler's search does not explain: 2 ** 6 of its scale."""
+"""Consecutive overflows that a loss scaler's search for its scale no longer explains: a factor of 2 ** 6."""
 RISE_SCORE = 4.0
-"""Standard deviations of the first losses above them at which the loss has left them."""
+"""The loss has left its starting level when it is this many standard deviations of the first losses above them."""
 RISE_SHARE = 0.1
-"""... and at least this share of them."""
+"""... and at least this fraction of their level."""
 
 
 class BreakdownWatch:
-    """Tells the step at which an attempt breaks, and why."""
+    """Finds the step at which an attempt breaks down, and why."""
 
     def __init__(self, *, num_first: int, level: float | None = None, spread: float = 0.0) -> None:
-        """`num_first`: losses that are the start; or their level and spread as another attempt has found them."""
+        """`num_first`: how many losses make up the start; `level` and `spread` reuse the start of another attempt."""
         self._first: list[float] = []
         self._num_first = num_first if level is None else 0
         self._level, self._spread = level, spread
@@ -38,11 +38,11 @@ class BreakdownWatch:
 
     @property
     def start(self) -> tuple[float, float] | None:
-        """Level and spread of the first losses; None while they are not there."""
+        """Level and spread of the first losses; None until enough have been seen."""
         return None if self._level is None else (self._level, self._spread)
 
     def observe(self, reading: Reading, findings: Sequence[Finding], change: float | None = None) -> str | None:
-        """Why it has broken at this step; None: it has not.
+        """Return why the attempt broke down at this step, or None if it did not.
 
         `change`: how much the loss differs from what the same batch gave at the start, where that is known.
         """
@@ -81,7 +81,7 @@ class BreakdownWatch:
 
 
 def keep_telling(findings: Sequence[Finding]) -> list[Finding]:
-    """Those above info that settings can have brought about."""
+    """Return the findings above info that the settings may have caused."""
     return [finding for finding in findings if _matters(finding) and find_kind(finding.kind).of_settings]
 
 

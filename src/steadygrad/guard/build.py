@@ -1,7 +1,7 @@
-"""What the user gave -> the pieces of a guard, each with the few others that it uses. Built once, in one place.
+"""The user's arguments -> the pieces of a guard, each with only the few others that it uses. Built once, in one place.
 
-No piece knows the whole: `Pieces` is what `Guard` itself calls, and is handed to nobody. Nothing here holds the Guard,
-so that one that is dropped goes at once.
+No piece knows the whole: `Pieces` is for `Guard` itself and is not passed on. Nothing here holds a reference to the
+Guard, so a guard that goes out of scope is freed at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from steadygrad.view.terminal import show_findings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """What a Guard calls."""
+    """The pieces that a Guard calls."""
 
     training: Training
     moment: Moment
@@ -64,7 +64,7 @@ class Pieces:
     range_test: RangeTest
     summary: Summary
     closers: Sequence[Callable[[], None]]
-    """What leaves a whole record, and a directory that is free, of a guard that nobody closed."""
+    """Finalizers for a guard that was never closed: they complete its record and release its directory."""
 
 
 def build(
@@ -83,7 +83,7 @@ def build(
     make_guard: MakeGuard,
     close: Callable[[], Callable[[], None] | None],
 ) -> Pieces:
-    """Check what was given, and build from it. `close` gives what closes the guard, as long as there is one."""
+    """Check the arguments and build the pieces. `close` returns the guard's close function while the guard exists."""
     check_given(config, scaler, run_dir)
     trained = find_trained_parameters(model, optimizer)
     training = Training(
@@ -109,7 +109,7 @@ def build(
 def _assemble(
     device: DeviceSide, host: HostSide, make_guard: MakeGuard, close: Callable[[], Callable[[], None] | None]
 ) -> Pieces:
-    """The stages, and what a Guard is asked for beside them."""
+    """Connect the stages and the other pieces that a Guard calls."""
     training, ranks, buffers, watched = device.training, device.ranks, device.buffers, device.watched
     judgement, checkpoints, rates = host.judgement, host.checkpoints, device.optimizers.rates
     moment = Moment()
@@ -180,7 +180,7 @@ def _assemble(
 
 
 def make_judging(device: DeviceSide, host: HostSide, rollback: Rollback) -> Judging:
-    """What hands steps to judgement, and asks the other ranks and a replay about bad ones."""
+    """Build what hands steps to judgement and, for bad ones, consults the other ranks and a replay."""
     inquiry = Inquiry(
         host.investigator,
         watched=device.watched,
@@ -204,7 +204,7 @@ def make_judging(device: DeviceSide, host: HostSide, rollback: Rollback) -> Judg
 def make_loop(
     device: DeviceSide, host: HostSide, moment: Moment, rollback: Rollback, judging: Judging
 ) -> tuple[Passes, Stepping]:
-    """Who runs forward and backward, and who steps; one for all three where the guard is switched off."""
+    """Build what runs forward, backward and step; one object does all three if the guard is switched off."""
     config, watched, optimizers = device.training.config, device.watched, device.optimizers
     if device.training.off:
         plain = PlainLoop(

@@ -1,4 +1,4 @@
-"""Epochs: what a program tells between steps: a validation loss, the end of an epoch."""
+"""Epochs: what a program reports between steps: a validation loss, the end of an epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from steadygrad.measure.ranks import Ranks
 
 
 class Epochs:
-    """Counts epochs, and passes on what they came to."""
+    """Counts epochs and passes on their validation losses."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Epochs:
         self._checkpoints, self._schedule_and_ema, self._ranks = checkpoints, schedule_and_ema, ranks
 
     def validate(self, told: float) -> None:
-        """A validation loss; the mean of all ranks counts."""
+        """Take a validation loss; with several ranks, use their mean."""
         self._judging.judge_pending()
         moment, value = self._moment, self._ranks.take_mean(told)
         if math.isfinite(value):
@@ -39,7 +39,7 @@ class Epochs:
             self._judging.validate(moment.last_step, moment.epoch, value)
 
     def end(self) -> None:
-        """The epoch is over: a scheduler by epoch moves."""
+        """End the epoch: step a scheduler that moves by epoch."""
         self._judging.judge_pending()
         moment = self._moment
         if not self._training.off:

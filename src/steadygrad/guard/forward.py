@@ -1,7 +1,7 @@
 """ForwardPass: the forward of one microbatch, the user's or a framework's, watched while it runs.
 
-What must be known of the state before a step is noted before its first forward; what a diagnosis needs to run it again
-is kept; nothing here waits for the device.
+Records the state that a step starts from before its first forward, and keeps what a diagnosis needs to run it again.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steadygrad.guard.watched import Watched
 
 
 class ForwardPass:
-    """Runs forwards, or watches those that somebody else runs."""
+    """Runs forwards, or watches those that a framework runs."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class ForwardPass:
         self._is_watching = False
 
     def begin(self, *, is_loss: bool) -> Finding | None:
-        """Before the first backward of a step that is ours; `is_loss`: its forward is over."""
+        """Prepare a step before its first microbatch; `is_loss`: its forward has already run."""
         finding = self._other_gradients.settle(self._moment.next_step, is_loss=is_loss)
         self._begin_step()
-        if not is_loss:  # what was called before is no part of this step
+        if not is_loss:  # model calls made before this belong to no step
             self._buffers.begin(anew=True)
         return finding
 
     def run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the user's function returns."""
+        """Run the user's function and return its result."""
         with open_autocast(self._config, self._watched):
             if self._rollback.is_open:
                 return self._rollback.run_forward(function, args, kwargs)
@@ -61,7 +61,7 @@ class ForwardPass:
 
     @contextlib.contextmanager
     def watch_forward(self, replay: Callable[..., Any] | None, args: Any, kwargs: Any) -> Iterator[None]:
-        """Around a forward that a framework runs."""
+        """Watch a forward that a framework runs inside this context."""
         if self._is_watching:
             yield
             return
@@ -73,16 +73,16 @@ class ForwardPass:
             yield
 
     def take_captures(self) -> Sequence[Capture]:
-        """What a replay of the step's microbatches needs."""
+        """Return what a replay of the step's microbatches needs."""
         return self.investigator.take()
 
     def end_step(self) -> None:
-        """The step is over: what was noted of its forwards is let go."""
+        """Drop what was kept of the finished step's forwards."""
         self.investigator.take()
         self._other_gradients.end_step()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks from the model."""
         self._watched.close()
         self._buffers.close()
         self._other_gradients.close()
@@ -90,7 +90,7 @@ class ForwardPass:
 
     @contextlib.contextmanager
     def _watch(self, args: Any, kwargs: Any) -> Iterator[None]:
-        if self._is_watching:  # a framework's step inside of which the model says that it is called
+        if self._is_watching:  # a framework's step, inside which the model's hook reports the call
             yield
             return
         self._is_watching = True
@@ -102,14 +102,14 @@ class ForwardPass:
             self._is_watching = False
 
     def _begin_step(self) -> None:
-        """Before the first forward of a step, as far as it is ours: what must be known of the state before it."""
+        """Record the state that a step starts from, before the first of its forwards that the guard sees."""
         if self._moment.next_step == 0:
             self._rollback.take_snapshot_if_due(0)
         self._watched.periodic_scans.begin()
 
 
 def open_autocast(config: GuardConfig, watched: Watched) -> contextlib.AbstractContextManager[Any]:
-    """The autocast of the settings, on the device where the parameters are now."""
+    """Return the autocast context of the settings, for the device that the parameters are on now."""
     if config.autocast is None:
         return contextlib.nullcontext()
     device = watched.trained.named[0][1].device.type

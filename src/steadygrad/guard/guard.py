@@ -1,7 +1,7 @@
-"""Guard: one training step made safe and measured. What people call; the work is done elsewhere.
+"""Guard: one training step made safe and measured. The public class; the work is done elsewhere.
 
-`stages.py` spells out the order of a step, `build.py` makes the pieces from what the user gave. Each call here checks
-that the guard is open, lets no signal in between, and hands on.
+`stages.py` spells out the order of a step, `build.py` builds the pieces from the user's arguments. Each method here
+checks that the guard is open, holds signals back until the call is over, and delegates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Guard:
-    """Watches every optimizer step of one model, and keeps the bad ones away from its weights.
+    """Watches every optimizer step of one model and keeps bad steps away from its weights.
 
     >>> model = nn.Linear(3, 1)
     >>> guard = Guard(model, torch.optim.AdamW(model.parameters()))
@@ -58,11 +58,11 @@ class Guard:
         extras: Mapping[str, Any] | None = None,
         enabled: bool = True,
     ) -> None:
-        """`process_group`: the ranks that decide together; None: those of the model's DDP, or all there are.
+        """`process_group`: the ranks that decide together; None means those of the model's DDP, or all ranks.
 
-        `extras`: more that checkpoints hold and a resume puts back, by name; anything with `state_dict()` and
-        `load_state_dict()`. A rollback leaves them alone. `enabled=False` is the plain loop, as STEADYGRAD=off in the
-        environment is: nothing is watched, clipped or skipped.
+        `extras`: more objects, by name, for checkpoints to save and a resume to restore; anything with `state_dict()`
+        and `load_state_dict()`. A rollback leaves them alone. `enabled=False` runs the plain loop, like STEADYGRAD=off
+        in the environment: nothing is watched, clipped or skipped.
         """
         self.config = config if config is not None else GuardConfig()
         pieces = build(
@@ -85,7 +85,7 @@ class Guard:
         self._stages, self._epochs, self._summary = pieces.stages, pieces.epochs, pieces.summary
         self._saver, self._shutdown = pieces.saver, pieces.shutdown
         self._requests, self._range_test = pieces.requests, pieces.range_test
-        self._clipper, self._rates = pieces.clipper, pieces.rollback.rates  # a trial of steps sets both
+        self._clipper, self._rates = pieces.clipper, pieces.rollback.rates  # range tests and second tries set both
         self._closed = False
         for close in pieces.closers:
             weakref.finalize(self, close)
@@ -93,22 +93,22 @@ class Guard:
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def step(self, subject: Callable[..., Any] | Tensor | None = None, /, *args: Any, **kwargs: Any) -> Any:
-        """One optimizer step: from a function (replayable), from a loss, or from gradients that are already there.
+        """Make one optimizer step: from a function (replayable), from a loss, or from gradients already computed.
 
-        Returns what the function returned, detached; the detached loss; or None.
+        Return the function's result, detached; or the loss, detached; or None.
         """
         self._check_open()
         return self._stages.step(subject, args, kwargs)
 
     def backward(self, subject: Callable[..., Any] | Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """Forward (when a function is given) and backward of one microbatch; `step()` comes after the last one."""
+        """Run forward (for a function) and backward of one microbatch; call `step()` after the last one."""
         self._check_open()
         return self._stages.backward(subject, args, kwargs)
 
     def log(self, **numbers: float | Tensor) -> None:
-        """Numbers of the step under way that belong beside the loss in the record: the terms of a loss, an accuracy.
+        """Record numbers of the current step beside its loss, such as the terms of the loss or an accuracy.
 
-        A tensor is copied to the host without waiting for it; several microbatches of one step are averaged.
+        A tensor is copied to the host without waiting for it; values from several microbatches of a step are averaged.
         """
         self._check_open()
         if not self._training.off and not is_replaying():
@@ -120,10 +120,10 @@ class Guard:
     def from_accelerator(
         cls, accelerator: Any, model: nn.Module, optimizer: Any, *, scheduler: Any = None, **options: Any
     ) -> Self:
-        """A Guard for a loop of accelerate; `options` are those of Guard.
+        """Return a Guard for a loop that uses accelerate; `options` are those of Guard.
 
-        `accelerator.backward(loss)` and `accelerator.accumulate(model)` stay. `guard.step()`, or `optimizer.step()` as
-        it was, does nothing until accelerate has all microbatches of a step.
+        Keep `accelerator.backward(loss)` and `accelerator.accumulate(model)`. `guard.step()`, or `optimizer.step()` as
+        before, does nothing until accelerate has all microbatches of a step.
         """
         drive = AcceleratorDrive(accelerator, model, optimizer, scheduler)
         guard = cls(drive.model, drive.optimizers, scheduler=drive.scheduler, scaler=drive.scaler, **options)
@@ -133,53 +133,53 @@ class Guard:
 
     @contextlib.contextmanager
     def watch_forward(self, replay: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Around a forward that a framework runs; the arguments are its batch. `watch_backward`, `step()` come next.
+        """Watch a forward that a framework runs inside this context; call `watch_backward` and `step()` next.
 
-        `replay(*args, **kwargs)` runs the same forward again and leaves no other trace; None: the model's call is all
-        that a diagnosis can replay.
+        The arguments are the batch. `replay(*args, **kwargs)` must run the same forward again without side effects;
+        with None, a diagnosis can replay only the call of the model.
         """
         self._check_open()
         with self._stages.passes.forward.watch_forward(replay, args, kwargs):
             yield
 
     def watch_backward(self, loss: Tensor) -> None:
-        """A framework is about to run backward from `loss`. It clears the gradients itself."""
+        """Prepare for a framework to run backward from `loss`. The framework clears the gradients itself."""
         self._check_open()
         self._stages.passes.backward.watch_backward(loss)
 
     @property
     def num_microbatches(self) -> int:
-        """Backward calls since the last step."""
+        """Number of backward calls since the last step."""
         return self._moment.batches.num
 
     @property
     def num_steps(self) -> int:
-        """Steps tried so far, which is the number of the next one."""
+        """Number of steps tried so far, which is also the number of the next one."""
         return self._moment.next_step
 
     @property
     def is_judged(self) -> bool:
-        """Whether every step has been judged; with fused optimizers on CUDA the last one may be on its way."""
+        """Whether every step has been judged; with fused optimizers on CUDA the last one may still be pending."""
         return self._judging.pending is None
 
     def note(self, finding: Finding) -> None:
-        """Write down what somebody else has found. Nothing is done about it."""
+        """Record a finding made outside the guard. No action is taken on it."""
         if not self._training.off:
             self._judgement.note(finding)
 
     # --- judgement ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wait until the host has judged every step. On many ranks call it on each, as all that steers training."""
+        """Wait until the host has judged every step. With several ranks, call it on each of them."""
         self._judging.judge_pending()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop in which ranks may run out of data at different steps, in the place of `ddp.join()`.
+        """Wrap a loop in which ranks may run out of data at different steps; use it instead of `ddp.join()`.
 
-        A rank without data keeps the others company until all are done, and then takes over their weights. Only for
-        DistributedDataParallel. While it is open nothing is rolled back and nothing is proven; nor is it proven
-        afterwards, where the ranks have made different numbers of steps.
+        A rank without data takes part in the others' collectives until all are done, then takes over their weights.
+        Only for DistributedDataParallel. While the context is open, nothing is rolled back and nothing is proven;
+        nor is anything proven afterwards if the ranks have made different numbers of steps.
         """
         with join_uneven(self._ranks):
             yield
@@ -187,65 +187,65 @@ class Guard:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far."""
+        """All findings so far."""
         return self._judgement.findings
 
     @property
     def incidents(self) -> list[Incident]:
-        """The findings that mattered, with what was done about them."""
+        """The findings that mattered, each with the action taken."""
         return self._judgement.incidents
 
     @property
     def last(self) -> StepRecord | None:
-        """The newest step that was judged."""
+        """Record of the newest judged step."""
         return self._judgement.last
 
     # --- around the step ----------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Iterate over `loader` with a progress bar on a terminal; leaves out the window that a rollback asks for."""
+        """Iterate over `loader`, with a progress bar on a terminal; leave out the window that a rollback skips."""
         total = count_items(loader)
         batches = self._shutdown.watch_data(loader)
         yield from self._rollback.leave_out(track(batches, describe=self._describe, total=total))
 
     def validate(self, loss: float | Tensor) -> None:
-        """Tell the validation loss; a non-finite one is a finding, and steers neither scheduler nor early stopping.
+        """Report a validation loss; a non-finite one is a finding and affects neither scheduler nor early stopping.
 
-        On many ranks call it on each: their mean is what counts.
+        With several ranks, call it on each: their mean counts.
         """
         self._check_open()
         with self._shutdown.busy():
             self._epochs.validate(read_number(loss, "guard.validate(loss)"))
 
     def end_epoch(self) -> None:
-        """The epoch is over: a scheduler by epoch moves."""
+        """End the epoch: step a scheduler that moves by epoch."""
         self._check_open()
         with self._shutdown.busy():
             self._epochs.end()
 
     def scale_lr(self, factor: float, reason: str) -> None:
-        """Multiply the learning rate by `factor`, now and under whatever scheduler; the ledger says why.
+        """Multiply the learning rate by `factor`, lastingly under any scheduler; `reason` goes into the ledger.
 
-        On many ranks call it on each.
+        With several ranks, call it on each.
         """
         self._check_open()
         self.flush()
         self._requests.scale(Action.SCALE_LR, factor, reason)
 
     def scale_weight_decay(self, factor: float, reason: str) -> None:
-        """The same for the weight decay."""
+        """Multiply the weight decay by `factor`; otherwise as `scale_lr`."""
         self._check_open()
         self.flush()
         self._requests.scale(Action.SCALE_WEIGHT_DECAY, factor, reason)
 
     @property
     def epoch(self) -> int:
-        """Epochs that have ended: `for epoch in range(guard.epoch, num_epochs)` goes on after a resume."""
+        """Number of finished epochs: `for epoch in range(guard.epoch, num_epochs)` continues after a resume."""
         return self._moment.epoch
 
     @property
     def should_stop(self) -> bool:
-        """Whether early stopping (`Policy.early_stopping_patience`) has seen enough."""
+        """Whether early stopping (`Policy.early_stopping_patience`) asks to stop."""
         return self._judgement.stopping.should_stop
 
     @property
@@ -264,10 +264,10 @@ class Guard:
         steps: int = 100,
         microbatches: int = 1,
     ) -> RateCurve:
-        """Try rising learning rates on this training, and leave it bit for bit as it was.
+        """Try rising learning rates on this training, then put it back bit for bit.
 
-        `fn(batch)` is what `guard.step` is given; `microbatches` batches make a step. `result.suggested` is the rate to
-        train with, `result.plot(path)` draws what was seen, docs/tune.md says how it is read.
+        `fn(batch)` is the function passed to `guard.step`; `microbatches` batches make a step. `result.suggested` is
+        the rate to train with, `result.plot(path)` draws the curve; docs/tune.md explains how to read it.
         """
         self._check_open()
         if self._stages.drive is not None:
@@ -277,45 +277,45 @@ class Guard:
             return self._range_test.find_lr(fn, loader, start=start, end=end, steps=steps, microbatches=microbatches)
 
     def summary(self) -> str:
-        """The run so far on one screen of text."""
+        """Return the run so far as one screen of text."""
         self._judging.catch_up()
         return self._summary.describe()
 
     def health(self) -> dict[str, bool]:
-        """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
+        """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         self._judging.catch_up()
         return self._summary.tell_health()
 
     def stats(self) -> dict[str, float | int | None]:
-        """Counts and current numbers."""
+        """Return counts and current values."""
         self._judging.catch_up()
         return self._summary.tell_stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the guard itself remembers: step, detectors, clip state, totals. No weights, no optimizer state."""
+        """Return the guard's own state: step, detectors, clip state, totals. No weights, no optimizer state."""
         return self._saver.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict()` was taken. Load model and optimizer first: the buffers are copied from now."""
+        """Continue from where `state_dict()` was taken. Load model and optimizer first: the buffers are copied now."""
         self._saver.state.load_state_dict(state)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self) -> Save | None:
-        """Save the whole training, to be resumed bit for bit; returns when it may go on, the disk is written behind it.
+        """Save the whole training for a bit-exact resume; return once it may continue, and write to disk meanwhile.
 
-        None when the state cannot be saved, because it is not finite for example: that is told as an incident. So is a
-        disk that fails.
+        Return None if the state cannot be saved, for example because it is not finite: that is reported as an incident.
+        So is a disk that fails.
         """
         self._check_open()
         with self._shutdown.busy():
             return self._saver.save()
 
     def resume(self, path: str | Path | None = None, *, strict: bool = True) -> int | None:
-        """Go on from the newest good checkpoint of the run directory, or from `path`; the step that comes next.
+        """Resume from the newest good checkpoint of the run directory, or from `path`; return the next step.
 
-        None when there is no checkpoint yet. Settings of the optimizer that are given otherwise now win, and are told.
-        `strict=False` loads what fits a model that has changed.
+        Return None if there is no checkpoint yet. Optimizer settings passed now override the saved ones; each override
+        is reported. `strict=False` loads what still fits a model that has changed.
         """
         self._check_open()
         with self._shutdown.busy():
@@ -328,7 +328,7 @@ class Guard:
         return self._saver.checkpoints.store
 
     def close(self) -> None:
-        """Judge what is pending and close the record. A closed guard refuses to step."""
+        """Judge pending steps and close the record. A closed guard refuses to step."""
         if self._closed:
             return
         try:
@@ -349,7 +349,7 @@ class Guard:
         if error is not None:
             self._shutdown.after_error(error)
         self._judging.drop_pending()
-        with contextlib.suppress(TrainingHalted):  # the error on its way out is the one to show
+        with contextlib.suppress(TrainingHalted):  # do not mask the error that is already propagating
             self.close()
 
     # --- small things -------------------------------------------------------------------------------------------------

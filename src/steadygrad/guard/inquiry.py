@@ -1,7 +1,7 @@
-"""Inquiry: a step that was judged bad -> where it began, and who did it.
+"""Inquiry: a step that was judged bad -> where it began, and what caused it.
 
-On many ranks each tells what it alone has seen, and the rank on which a bad step began replays it for all. A replay
-begins from the buffers that the step began with, and leaves none of its own.
+Each of several ranks shares what it alone has seen, and the rank on which a bad step began replays it for all. A
+replay starts from the buffers that the step started from, and puts them back afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from steadygrad.record.rank_file import RankFile
 
 
 class Inquiry:
-    """Asks the other ranks, and has steps replayed."""
+    """Consults the other ranks and has steps replayed."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class Inquiry:
         rank_file: RankFile | None,
         steps_every: int,
     ) -> None:
-        """`rank_file` is told this rank's own loss every `steps_every` steps."""
+        """`rank_file` records this rank's own loss every `steps_every` steps."""
         self._investigator, self._watched, self._buffers, self._ranks = investigator, watched, buffers, ranks
         self._judgement, self._rank_file, self._steps_every = judgement, rank_file, steps_every
 
     def consult_ranks(self, reading: Reading, facts: list[Fact], looks: Looks, told: Told) -> tuple[list[Fact], Origin]:
-        """Tell what this rank alone has seen, and learn where a bad step began. The facts that are everybody's."""
+        """Share what this rank alone has seen, and learn where a bad step began; return the facts common to all."""
         if self._rank_file is not None and reading.step % self._steps_every == 0:
             self._rank_file.write_own(reading.step, told.own_loss)
         facts, own_facts = split_facts(facts)
@@ -51,7 +51,7 @@ class Inquiry:
     def find_cause(
         self, captures: Sequence[Capture], origin: Origin | None, reading: Reading, findings: Sequence[Finding]
     ) -> Cause | None:
-        """The cause of a bad step; on many ranks that on which it began finds it, and tells all."""
+        """Return the cause of a bad step; with several ranks, the one where it began finds it and sends it to all."""
         ranks = self._ranks
         if ranks.many and (origin is None or not origin.ranks or ranks.is_joining):
             return None

@@ -1,7 +1,7 @@
-"""Uneven inputs: ranks that run out of data keep the others company (torch's Join), in our exchange as in DDP's.
+"""Uneven inputs: ranks that run out of data shadow the collectives of the others (torch's Join), ours and DDP's.
 
-The order of collectives is the same on every rank: DDP's of one iteration, then ours. Therefore the exchange comes
-after backward in here, not before it. torch ends the context with a broadcast of the last rank's weights.
+The order of collectives must be the same on every rank: DDP's of one iteration, then ours. So inside this context the
+exchange comes after backward, not before it. torch ends the context with a broadcast of the last rank's weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from steadygrad.measure.ranks import Ranks
 
 @contextlib.contextmanager
 def join_uneven(ranks: Ranks) -> Iterator[None]:
-    """Inside, ranks may leave the loop at different steps. Does nothing for a process alone."""
+    """Let ranks leave the loop inside this context at different steps. Does nothing in a single process."""
     if not ranks.many:
         yield
         return
@@ -37,7 +37,7 @@ def join_uneven(ranks: Ranks) -> Iterator[None]:
 
 
 class _Companion(Joinable):
-    """Our part of an iteration, for torch's Join."""
+    """Our collectives of an iteration, for torch's Join."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class _Companion(Joinable):
 
 
 class _Shadow(JoinHook):
-    """What a rank without data does in each iteration of the others; DDP's hook has run before."""
+    """What a rank without data does in each iteration of the others; DDP's hook runs before this one."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
     def main_hook(self) -> None:
         ddp: Any = self._ranks.ddp
-        if ddp.require_forward_param_sync:  # DDP has just learnt whether the others synchronise in this iteration
+        if ddp.require_forward_param_sync:  # DDP's hook has just learned whether the others synchronise
             self._ranks.shadow()

@@ -1,8 +1,8 @@
-"""Judging: the numbers of a step that are on the host -> judgement, and what follows from it.
+"""Judging: the numbers of a step, once on the host -> judgement, and what follows from it.
 
-On CUDA with fused optimizers a step is judged when its numbers have arrived: at once where the device has kept up with
-the host, else one step late, after forward and backward of the next step are queued and before that step's optimizer
-is. So the weights that produced a failure are still there. Here a snapshot is due or a rollback is followed.
+On CUDA with fused optimizers a step is judged when its numbers have arrived: at once if the device keeps up with the
+host, otherwise one step late, after forward and backward of the next step are queued and before its optimizer step
+is. So the weights that produced a failure are still there. Afterwards a snapshot is taken or a rollback completed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from steadygrad.measure.ranks import Ranks, Told
 
 @dataclass(slots=True)
 class Pending:
-    """A step whose optimizer is queued and whose numbers are on their way."""
+    """A step whose optimizer step is queued and whose numbers are still being copied."""
 
     measurement: Measurement
     ticket: Ticket
@@ -37,7 +37,7 @@ class Pending:
 
 
 class Judging:
-    """Judges each step once, in order; at most one is on its way."""
+    """Judges each step once, in order; at most one is pending."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class Judging:
         self._ranks, self._inquiry, self._checkpoints = ranks, inquiry, checkpoints
         self.pending: Pending | None = None
         self.is_asked_to_stop = False
-        """Whether a rank has got a signal to stop, and all ranks know."""
+        """Whether some rank has received a signal to stop and all ranks know it."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def judge_pending(self) -> None:
-        """Wait for the step that is on its way, and judge it."""
+        """Wait for the numbers of the pending step, then judge it."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -70,9 +70,9 @@ class Judging:
         self.judge(reading, pending.looks, self._watched.meter.read_told(pending.measurement, numbers))
 
     def judge_if_arrived(self) -> None:
-        """Judge the step that was just queued if its numbers are here: the optimizer runs on the device meanwhile.
+        """Judge the step just queued if its numbers have arrived, while its optimizer step runs on the device.
 
-        On many ranks never: they must judge at the same point of their program, and numbers arrive when they do.
+        Never with several ranks: they must judge at the same point of their program, but numbers arrive at any time.
         """
         pending = None if self._ranks.many else self.pending
         if pending is None or pending.updates is not None or pending.looks.under_way:
@@ -81,22 +81,22 @@ class Judging:
             self.judge_pending()
 
     def catch_up(self) -> None:
-        """Judge what is pending for somebody who asks; on many ranks one may ask alone, and gets what is known."""
+        """Judge the pending step for a caller that reads results; not with several ranks, where one may call alone."""
         if not self._ranks.many:
             self.judge_pending()
 
     def drop_pending(self) -> None:
-        """An error is on its way out: the other ranks would not answer this one."""
+        """Drop the pending step when an error propagates: the other ranks would not answer this one."""
         if self._ranks.many:
             self.pending = None
 
     def judge(self, reading: Reading, looks: Looks, told: Told) -> None:
-        """Hand a step to judgement, then see to what follows from it: snapshots, or a rollback."""
+        """Hand a step to judgement, then do what follows from it: take a snapshot, or complete a rollback."""
         self._watched.hear(reading)
         if looks.rms is not None and not reading.skipped:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
         with self._buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
-            facts = self._watched.periodic_scans.read(reading, looks)  # a late judgement comes after the next forward
+            facts = self._watched.periodic_scans.read(reading, looks)  # a late judgement runs after the next forward
         origin = None
         if self._ranks.many:
             self.is_asked_to_stop |= told.asks_to_stop
@@ -115,24 +115,24 @@ class Judging:
             self._rollback.take_snapshot_if_due(reading.step + 1)
 
     def add_updates(self, reading: Reading, ticket: Ticket) -> Reading:
-        """The reading with what the optimizer did to the weights."""
+        """Return the reading with the size of the optimizer's updates added."""
         numbers = ticket.wait()
         norms, ratios = self._watched.updates.read(numbers)
         norm = self._watched.updates.read_norm(numbers)
         return dataclasses.replace(reading, parameter_norms=norms, update_ratios=ratios, update_norm=norm)
 
     def write_refused(self, step: int, learning_rates: tuple[float, ...]) -> None:
-        """A step of the window after a rollback was not made."""
+        """Record a step that was not made, in the window after a rollback."""
         self._judgement.refuse(step, learning_rates)
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
     def validate(self, step: int, epoch: int, loss: float) -> None:
-        """A validation loss was told, after `step`."""
+        """Judge a validation loss that was reported after `step`."""
         self._judgement.validate(step, epoch, loss)
         self._rollback.follow()
 
     def end_epoch(self, step: int, epoch: int) -> None:
-        """An epoch is over with `step`."""
+        """Record that an epoch ended with `step`."""
         self._judgement.end_epoch(step, epoch)
         self._rollback.follow()

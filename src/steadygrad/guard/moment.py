@@ -1,4 +1,4 @@
-"""Moment: where a training is. Every stage reads it; nobody else counts steps."""
+"""Moment: the current position of a training. Every stage reads it; steps are counted only here."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from steadygrad.measure.periodic_scans import Looks
 
 @dataclass(slots=True)
 class Moment:
-    """The numbers of step and epoch, and what the step under way has gathered so far."""
+    """The current step and epoch, and what the step under way has gathered so far."""
 
     next_step: int = 0
     epoch: int = 0
     batches: Accumulated = field(default_factory=Accumulated)
     looks: Looks = field(default_factory=Looks)
     logged: dict[str, list[float | Tensor]] = field(default_factory=dict)
-    """What `guard.log` was told, by name, a value for each microbatch that told one."""
+    """Values passed to `guard.log`, by name, one for each microbatch that logged one."""
     num_skipped_batches: int = 0
     """Batches that `guard.batches` left out after a rollback."""
     validation_loss: float | None = None
-    """The newest finite one that `guard.validate` was told, before step `validated_at`."""
+    """The newest finite loss passed to `guard.validate`, before step `validated_at`."""
     validated_at: int | None = None
     is_driven: bool = False
     """Whether a framework runs backward and clears the gradients."""
@@ -37,12 +37,12 @@ class Moment:
         return max(0, self.next_step - 1)
 
     def take_step_number(self) -> int:
-        """The number of the step that is made now."""
+        """Return the number of the step being made and advance the counter."""
         self.next_step += 1
         return self.next_step - 1
 
     def log(self, numbers: Mapping[str, float | Tensor]) -> None:
-        """Keep what the program tells beside the loss."""
+        """Keep numbers that the program logs beside the loss."""
         for name, number in numbers.items():
             value = number.detach() if isinstance(number, Tensor) else read_number(number, f"guard.log({name}=...)")
             if isinstance(value, Tensor) and value.numel() != 1:
@@ -52,7 +52,7 @@ class Moment:
             self.logged.setdefault(name, []).append(value.reshape(()) if isinstance(value, Tensor) else value)
 
     def end_step(self) -> None:
-        """Forget what the step has gathered."""
+        """Clear what the step has gathered."""
         self.batches, self.looks, self.is_driven = Accumulated(), Looks(), False
         if self.logged:
             self.logged = {}

@@ -1,4 +1,4 @@
-"""Optimizers: the optimizers of a training, and what moves along with their steps."""
+"""Optimizers: the optimizers of a training, and what advances with their steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadygrad.guard.training import Training
 
 
 class Optimizers:
-    """They step as one, and let go of their gradients as one."""
+    """Steps all optimizers, and clears all their gradients, as one."""
 
     def __init__(self, training: Training, buffers: BufferKeeper) -> None:
         self.given: tuple[torch.optim.Optimizer, ...] = training.optimizers
@@ -27,10 +27,10 @@ class Optimizers:
         )
 
     def maximise(self) -> bool:
-        """Whether one of them climbs."""
+        """Whether any of them maximises."""
         return any(group.get("maximize") for optimizer in self.given for group in optimizer.param_groups)
 
     def zero_grad(self) -> None:
-        """Let the gradients go."""
+        """Clear the gradients."""
         for optimizer in self.given:
             optimizer.zero_grad(set_to_none=True)

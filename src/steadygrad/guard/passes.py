@@ -1,4 +1,4 @@
-"""Passes: one microbatch, from the user's function or from a loss that is there.
+"""Passes: one microbatch, from the user's function or from a loss already computed.
 
 `forward.py` and `backward.py` run the passes; for a guard that is switched off, `plain.py` does.
 """
@@ -21,7 +21,7 @@ from steadygrad.measure.loss import check_loss, find_loss
 
 
 class Forward(Protocol):
-    """Who runs forwards: `ForwardPass`, or `PlainLoop` for a guard that is switched off."""
+    """Runs forwards: `ForwardPass`, or `PlainLoop` for a guard that is switched off."""
 
     def begin(self, *, is_loss: bool) -> Finding | None: ...
     def run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
@@ -34,14 +34,14 @@ class Forward(Protocol):
 
 
 class Backward(Protocol):
-    """Who runs backward: `BackwardPass`, or `PlainLoop`."""
+    """Runs backward: `BackwardPass`, or `PlainLoop`."""
 
     def run_backward(self, loss: Tensor) -> None: ...
     def watch_backward(self, loss: Tensor) -> None: ...
 
 
 class Passes:
-    """The two passes, and what stands between them."""
+    """The two passes, and the steps between them."""
 
     def __init__(
         self, forward: Forward, backward: Backward, *, moment: Moment, rollback: Rollback, judgement: Judgement
@@ -50,9 +50,9 @@ class Passes:
         self._moment, self._rollback, self._judgement = moment, rollback, judgement
 
     def find_loss(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> tuple[Any, Tensor | None]:
-        """What the function returned, or the loss that was given; and the loss to run backward from.
+        """Return the function's result, or the loss that was passed; and the loss to run backward from.
 
-        None for that in the window after a rollback: the microbatch counts, and that is all.
+        The latter is None in the window after a rollback: the microbatch is only counted.
         """
         function = None if isinstance(subject, Tensor) or not callable(subject) else subject
         if self._moment.batches.num == 0:

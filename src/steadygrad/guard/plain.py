@@ -20,7 +20,7 @@ from steadygrad.measure.ranks import Ranks
 
 
 class PlainLoop:
-    """Stands where ForwardPass, BackwardPass and Stepper do."""
+    """Takes the place of ForwardPass, BackwardPass and Stepper."""
 
     def __init__(
         self,
@@ -40,21 +40,21 @@ class PlainLoop:
         return self._other_gradients.settle(self._moment.next_step, is_loss=is_loss)
 
     def run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the user's function returns."""
+        """Run the user's function and return its result."""
         with open_autocast(self._training.config, self._watched):
             return function(*args, **kwargs)
 
     @contextlib.contextmanager
     def watch_forward(self, _replay: Callable[..., Any] | None, _args: Any, _kwargs: Any) -> Iterator[None]:
-        """Nobody looks."""
+        """Watch nothing."""
         yield
 
     def take_captures(self) -> Sequence[Capture]:
-        """Nothing is noted."""
+        """Return nothing: no microbatch is captured."""
         return ()
 
     def run_backward(self, loss: Tensor) -> None:
-        """Backward of one microbatch."""
+        """Run backward for one microbatch."""
         batches = self._moment.batches
         batches.num += 1
         self._optimizers.scaler.scale(loss).backward()
@@ -62,12 +62,12 @@ class PlainLoop:
         self._ranks.finish_backward(batches.losses)
 
     def watch_backward(self, _loss: Tensor) -> None:
-        """A framework runs it."""
+        """Do nothing: the framework runs backward."""
         self._moment.is_driven = True
         self._moment.batches.num += 1
 
     def step(self) -> None:
-        """The optimizers step, whatever the gradients are."""
+        """Step the optimizers, whatever the gradients are."""
         scaler = self._training.scaler
         for optimizer in self._optimizers.given:
             if scaler is None:
@@ -80,17 +80,17 @@ class PlainLoop:
         self._optimizers.schedule_and_ema.after_applied()
 
     def let_go(self, *, owns_backward: bool) -> None:
-        """The step is over: its gradients go, or are the caller's to clear."""
+        """Clear the gradients of the finished step, unless that is left to the caller."""
         if owns_backward:
             self._optimizers.zero_grad()
         else:
             self._watched.used.note(self._watched.trained.named)
 
     def end_step(self) -> None:
-        """The next gradients are scaled again."""
+        """End the step: the next gradients will be scaled again."""
         self._optimizers.scaler.end_step()
         self._other_gradients.end_step()
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Drop the references to the parameters."""
         self._watched.close()

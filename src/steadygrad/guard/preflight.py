@@ -1,4 +1,4 @@
-"""What can be said before the first step, from model, optimizers and what is saved with them -> Findings."""
+"""Model, optimizers and what is saved with them -> Findings that are known before the first step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from steadygrad.state.shards import is_dtensor
 from steadygrad.state.trained_parameters import TrainedParameters
 
 SHOWN = 5
-"""Names in a message; the rest are counted."""
+"""Number of names listed in a message; the rest are only counted."""
 
 
 def foresee(trained: TrainedParameters) -> list[Finding]:
-    """Findings at step 0: parameters that only one side knows, an epsilon that half precision cannot hold."""
+    """Find parameters that only the model or only the optimizers have, and an epsilon that underflows."""
     findings = [
         Finding(
             kind="partial_overlap",
@@ -52,7 +52,7 @@ def foresee(trained: TrainedParameters) -> list[Finding]:
 
 
 def foresee_uncopied(training: Training, checkpoints: RunCheckpoints) -> list[Finding]:
-    """A warning before the first step, when something cannot be copied and neither rollback nor resume will know it."""
+    """Warn before the first step of state that cannot be copied, so that neither rollback nor resume restores it."""
     left_out = find_uncopied(training.model, training.optimizers, keep_stateful(training.saved))
     where = "snapshots and checkpoints, because it cannot be copied"
     found = [_report_left_out(0, where, left_out)] if left_out else []
@@ -60,13 +60,13 @@ def foresee_uncopied(training: Training, checkpoints: RunCheckpoints) -> list[Fi
 
 
 def foresee_unsaved(checkpoints: RunCheckpoints, step: int) -> list[Finding]:
-    """The same for what has no plain form, so that checkpoints lack it."""
+    """Warn of state that cannot be reduced to plain values, so that checkpoints lack it."""
     left_out = checkpoints.find_left_out()
     return [_report_left_out(step, "checkpoints", left_out)] if left_out else []
 
 
 def _report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
-    """Some state will not be put back."""
+    """Report that some state will not be restored."""
     return Finding(
         kind="uncopied_state",
         severity=Severity.WARNING,
@@ -77,7 +77,7 @@ def _report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
 
 
 def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None:
-    """Raise where gradients lie in shards and clipping would need them whole."""
+    """Raise an error if gradients are sharded and clipping needs them whole."""
     sharded = [name for name, parameter in trained.named if is_dtensor(parameter)]
     if sharded and isinstance(clip, AdaptiveUnitClip | ClipValue):
         raise UnsupportedError(
@@ -87,7 +87,7 @@ def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None
 
 
 def _find_underflowing_epsilon(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Adam's epsilon becomes 0 in half-precision state: a zero gradient then divides 0 by 0 inside the optimizer."""
+    """Find an Adam epsilon that rounds to 0 in half-precision state: a zero gradient then gives 0 / 0."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")

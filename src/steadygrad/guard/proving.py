@@ -1,6 +1,6 @@
-"""The prover of a guard: what tests findings on finite numbers, tied to the training that it tests.
+"""The prover of a guard: tests findings on finite numbers, connected to the training that it tests.
 
-Reads only; replays and trials are made aside, where nothing takes them for steps of the run.
+Reads only; replays and trials run in isolation, so that no other piece takes them for steps of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steadygrad.prove.reference import References
 
 
 def is_proving(training: Training) -> bool:
-    """Whether findings on finite numbers are tested; else they are acted on at once, or never."""
+    """Return whether findings on finite numbers are tested; otherwise they are acted on at once, or never."""
     config = training.config
     return not training.off and config.prove.enabled and config.policy.require_proof
 
@@ -41,7 +41,7 @@ def make_prover(
     investigator: Investigator,
     make_guard: MakeGuard,
 ) -> Prover | None:
-    """What tests findings on finite numbers, if that is wanted."""
+    """Build the test of findings on finite numbers, if the settings ask for it."""
     if not is_proving(training):
         return None
     config, rates = training.config, optimizers.rates
@@ -71,6 +71,6 @@ def make_prover(
 
 @contextlib.contextmanager
 def _look_aside(investigator: Investigator, buffers: BufferKeeper) -> Iterator[None]:
-    """Around replays and trials: nothing of ours takes them for a step, and every buffer is put back."""
+    """Isolate replays and trials: no other piece takes them for a step, and every buffer is put back."""
     with investigator.aside(), buffers.unchanged():
         yield

@@ -1,9 +1,9 @@
 """A guard's training, tried at rising learning rates -> a RateCurve; the training is left bit for bit as it was.
 
 Each step is measured, clipped and judged by the guard's own rules at a rate that grows by the same factor every step,
-until training breaks or the range ends. A few batches come again and again, each with the random numbers that it came
-with first: what it gave then, at the smallest rates, is subtracted, and with it the noise of data and dropout. Groups
-keep their proportions, and no scheduler moves meanwhile.
+until training breaks down or the range ends. The same few batches repeat, each with the random numbers of its first
+use: subtracting the loss that it gave then, at the smallest rates, removes the noise of data and dropout. Parameter
+groups keep their proportions, and no scheduler moves meanwhile.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from steadygrad.state.random_state import capture_random, restore_random
 KIND = "learning_rate_test"
 MIN_STEPS = 10
 MIN_FIRST = 5
-"""Batches that come again and again, at least; else a tenth of the steps."""
+"""Least number of batches that repeat; otherwise a tenth of the steps."""
 MAX_FACTOR = 2.0
-"""From one step to the next: what grows faster is a restart to the rules, after which a loss may rise."""
+"""Largest growth from step to step: the rules take a faster one for a restart, after which a loss may rise."""
 
 
 class RangeTest:
-    """The range test on the training of a guard; that guard's own state is not touched either."""
+    """Runs the range test on the training of a guard, without touching that guard's own state."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RangeTest:
         steps: int,
         microbatches: int,
     ) -> RateCurve:
-        """Try the rates, put everything back, and leave one line in the record. All steps are judged."""
+        """Try the rates, put everything back and write one line to the record. All steps must be judged."""
         check_range(start, end, steps, microbatches)
         self._check_moment()
         training, moment = self._training, self._moment
@@ -94,7 +94,7 @@ class RangeTest:
             )
         finally:
             moment.logged = logged
-        self._buffers.forget()  # the forwards of the test have moved them, and they were put back
+        self._buffers.forget()  # the test's forwards changed them, and they were put back: copy them anew
         self._judgement.note(describe_test(moment.next_step, curve), write=True)
         return curve
 
@@ -127,7 +127,7 @@ def run_range(
     clip: Any = None,
     tell: Callable[[RatePoint], None] | None = None,
 ) -> RateCurve:
-    """Steps at rates from `start` to `end`; `tell` hears of each."""
+    """Make steps at rates from `start` to `end`; call `tell` after each."""
     check_range(start, end, steps, microbatches)
     config = dataclasses.replace(config, measure=dataclasses.replace(config.measure, parameters_every=1))
     rates, points, why = RateSetter(rehearsal.optimizers), [], ""
@@ -154,7 +154,7 @@ def run_range(
 
 
 class Repeated:
-    """The first batches of a loader, again and again, each with the same random numbers."""
+    """The first batches of a loader, repeated, each with the same random numbers."""
 
     def __init__(
         self, batches: Iterator[Any], num_first: int, microbatches: int, devices: Sequence[torch.device]
@@ -166,7 +166,7 @@ class Repeated:
         self._count = 0
 
     def draw(self) -> list[Any]:
-        """The batches of the next step; the random generators are set for it."""
+        """Return the batches of the next step and set the random generators for it."""
         if self._count < self._num_first:
             batches = list(islice(self._source, self._microbatches))
             self._kept.append((batches, capture_random(self._devices)))
@@ -175,7 +175,7 @@ class Repeated:
         return batches
 
     def compare(self, loss: float | None) -> float | None:
-        """What the step of the batches that were drawn last gave, less what they gave at first."""
+        """Return `loss` minus the first loss of the batches drawn last."""
         place, self._count = self._count % self._num_first, self._count + 1
         if len(self._losses) < self._num_first:
             self._losses.append(loss)
@@ -186,7 +186,7 @@ class Repeated:
 
 
 def make_step(guard: Any, fn: Callable[[Any], Any], batches: Iterable[Any]) -> Reading:
-    """One optimizer step from all of these microbatches, judged."""
+    """Make one optimizer step from all these microbatches and return its reading, judged."""
     for batch in batches:
         guard.backward(fn, batch)
     guard.step()
@@ -196,7 +196,7 @@ def make_step(guard: Any, fn: Callable[[Any], Any], batches: Iterable[Any]) -> R
 
 
 def make_point(rate: float, reading: Reading, change: float | None, findings: Sequence[Finding]) -> RatePoint:
-    """What stays of one step."""
+    """Return what is kept of one step."""
     ratios = [ratio for ratio in (reading.update_ratios or {}).values() if math.isfinite(ratio)]
     return RatePoint(
         rate=rate,
@@ -211,23 +211,23 @@ def make_point(rate: float, reading: Reading, change: float | None, findings: Se
 
 
 def spread_rates(start: float, end: float, steps: int) -> list[float]:
-    """From `start` to `end`, each the same factor above the one before."""
+    """Return rates from `start` to `end`, each the same factor above the one before."""
     return [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
 
 
 class RateSetter:
-    """Sets the learning rate of all groups; a group keeps its share of the highest."""
+    """Sets the learning rate of all groups; each keeps its ratio to the highest."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         given = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
         self.base = max(given)
-        """The highest rate that the groups were made with."""
+        """The highest rate that the groups were created with."""
         self._shares = [rate / self.base for rate in given] if self.base > 0 else [1.0] * len(given)
         self.devices = sorted({p.device for group in self._groups for p in group["params"]}, key=str)
 
     def set(self, rate: float) -> None:
-        """The highest group's rate; a tensor is written in place, for graphs that hold it."""
+        """Set the highest group's rate; write a tensor rate in place, because captured graphs may hold it."""
         for group, share in zip(self._groups, self._shares):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * share)
@@ -236,7 +236,7 @@ class RateSetter:
 
 
 def describe_test(step: int, curve: RateCurve) -> Finding:
-    """The one line that a record has of a test."""
+    """Return the finding that records a test in one line."""
     low, high = curve.points[0].rate, curve.points[-1].rate
     return Finding(
         kind=KIND,
@@ -249,7 +249,7 @@ def describe_test(step: int, curve: RateCurve) -> Finding:
 
 
 def check_range(start: float, end: float, steps: int, microbatches: int = 1) -> None:
-    """UsageError when no test can be made of these."""
+    """Raise UsageError if these settings make no valid test."""
     if not 0 < start < end < math.inf:
         raise UsageError(
             f"find_lr goes from start to end, got start={start:g} and end={end:g}. Give 0 < start < end, 1e-7 and 10 "

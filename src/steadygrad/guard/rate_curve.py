@@ -1,6 +1,6 @@
-"""RateCurve: what a range test has seen at each learning rate -> the rates that matter, and one to train with.
+"""RateCurve: what a range test measured at each learning rate -> the rates that matter, and one to train with.
 
-Plain numbers, no torch. The suggested rate is never above one that was seen to be quiet.
+Plain numbers, no torch. The suggested rate is never above the largest rate without a finding.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from steadygrad.stats import MAD_TO_SIGMA
 from steadygrad.view.rate_plot import plot_rates
 
 BELOW_EDGE = 4.0
-"""The suggestion stays this factor below the edge: the edge of a ramp is found late, by weights that have adapted."""
+"""The suggestion stays this factor below the edge: a ramp finds the edge late, on weights that have adapted."""
 BELOW_FINDING = 2.0
 """... and this factor below the first finding."""
 LEAST_FALL = 3.0
-"""Standard deviations of the noise by which the loss must fall for its slope to mean something."""
+"""The loss must fall by this many standard deviations of the noise for its slope to count."""
 USUAL_FACTOR = 1.2
-"""Growth of the rate from step to step that the suggestion is made for: 100 steps from 1e-7 to 10. On a faster ramp the
-weights have come less far when a rate is reached, and the loss falls fastest at a higher one; in proportion to the
-logarithm of the factor, because the rates up to r sum up to r / log(factor)."""
+"""Growth of the rate per step that the suggestion is calibrated for: 100 steps from 1e-7 to 10. On a faster ramp the
+weights have moved less when a rate is reached, so the loss falls fastest at a higher rate, in proportion to the
+logarithm of the factor: the rates up to r sum to r / log(factor)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class RatePoint:
     rate: float
     loss: float | None
     change: float | None
-    """How much the loss differs from what the same batch, with the same random numbers, gave at the start."""
+    """Loss minus the loss of the same batch, with the same random numbers, at the start."""
     grad_norm: float
     update_ratio: float | None
-    """Update / weight of the median parameter."""
+    """Ratio of update to weight, for the median parameter."""
     clipped: bool
     skipped: bool
     kinds: tuple[str, ...]
-    """What was found at this step, above info."""
+    """Kinds of the findings at this step, above info."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +52,21 @@ class RateCurve:
 
     points: tuple[RatePoint, ...] = field(repr=False)
     smoothed: tuple[float, ...] = field(repr=False)
-    """Of each point the level at the start plus the change since, smoothed over neighbours; NaN where there is none."""
+    """For each point, the starting level plus the change since, smoothed over neighbours; NaN where unknown."""
     base_rate: float
-    """The rate that the optimizer was made with."""
+    """The rate that the optimizer was created with."""
     largest_quiet: float
-    """Largest rate with no finding at it or below it."""
+    """Largest rate without a finding at or below it."""
     steepest: float | None
-    """Rate at which the loss fell fastest; None: it did not fall."""
+    """Rate at which the loss fell fastest; None if it did not fall."""
     edge: float | None
-    """Rate at which training broke; None: it did not within the range."""
+    """Rate at which training broke down; None if it did not within the range."""
     why_ended: str
     """What happened at the edge."""
     suggested: float
     """Rate to train with."""
     reason: str
-    """Why that one, in a sentence."""
+    """Why `suggested` was chosen, in a sentence."""
     start: tuple[float, float] | None
     """Level and spread of the first losses."""
     findings: tuple[Finding, ...] = field(default=(), repr=False)
@@ -88,7 +88,7 @@ class RateCurve:
         return plot_rates(self.to_dict(), path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON takes them."""
+        """Return plain values that JSON can hold."""
         plain: dict[str, Any] = to_plain(self)
         return plain
 
@@ -101,7 +101,7 @@ def read_curve(
     start: tuple[float, float] | None,
     findings: Sequence[Finding] = (),
 ) -> RateCurve:
-    """What the points say; with `why_ended` the last one is the edge."""
+    """Derive the curve from its points; with `why_ended` the last one is the edge."""
     level = 0.0 if start is None else start[0]
     smoothed = smooth([p.loss if p.change is None else level + p.change for p in points])
     edge = points[-1].rate if why_ended else None
@@ -128,7 +128,7 @@ def read_curve(
 
 
 def smooth(losses: Sequence[float | None]) -> list[float]:
-    """Each loss as the mean of the median of three, over a window of a tenth of all, both sides alike."""
+    """Smooth by a median of three, then a mean over a symmetric window of a tenth of all points."""
     known = [math.nan if x is None or not math.isfinite(x) else x for x in losses]
     calm = [_median(known[max(0, i - 1) : i + 2]) for i in range(len(known))]
     half = max(1, round(len(known) / 20))
@@ -138,7 +138,7 @@ def smooth(losses: Sequence[float | None]) -> list[float]:
 def find_steepest(
     points: Sequence[RatePoint], smoothed: Sequence[float], start: tuple[float, float] | None
 ) -> float | None:
-    """Rate where the smoothed loss falls fastest per factor of the rate; None when it does not fall beyond noise."""
+    """Return the rate at which the smoothed loss falls fastest per factor of the rate; None if only noise falls."""
     if len(points) < 5 or start is None:
         return None
     level, num = start[0], len(smoothed)
@@ -156,7 +156,7 @@ def find_steepest(
 
 
 def measure_noise(points: Sequence[RatePoint]) -> float:
-    """Spread of what a batch gives when it comes the second time, at rates that are still small."""
+    """Return the spread of the losses of repeated batches at rates that are still small."""
     num_first = sum(point.change == 0.0 for point in points[: len(points) // 2])
     second = [p.change for p in points[num_first : 2 * num_first] if p.change is not None and math.isfinite(p.change)]
     if len(second) < 3:
@@ -168,7 +168,7 @@ def measure_noise(points: Sequence[RatePoint]) -> float:
 def suggest_rate(
     base: float, good: float | None, largest_quiet: float, edge: float | None, *, is_quiet: bool
 ) -> tuple[float, str]:
-    """The rate to train with, and why."""
+    """Return the rate to train with, and why."""
     bounds = [
         (largest_quiet if is_quiet else largest_quiet / BELOW_FINDING, "half of the largest rate with no finding")
     ]
@@ -196,7 +196,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Least squares; 0 where the values are not finite."""
+    """Return the least-squares slope; 0 if the values are not finite."""
     if not all(map(math.isfinite, y)):
         return 0.0
     mean_x, mean_y = _mean(x), _mean(y)
@@ -204,7 +204,7 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def restore_curve(values: Mapping[str, Any]) -> RateCurve:
-    """The curve of `to_dict()`, without its findings' words."""
+    """Rebuild the curve from `to_dict()`, without the texts of its findings."""
     points = [
         RatePoint(
             **{

@@ -1,9 +1,9 @@
-"""Rehearsal: a training -> steps that are tried on it, as often as one likes -> the same training, bit for bit.
+"""Rehearsal: a training -> any number of trial steps on it -> the same training, bit for bit.
 
-What a step can change is copied once: weights, buffers, optimizer and loss scaler, random generators, the loader's own
-generators, gradients that are lying there. `attempt()` opens a guard of its own on the same model, which writes nothing
-and acts on nothing, and puts everything back when it ends, however it ends. What a model keeps outside of buffers, and
-what hooks of the user's do outside of the model, cannot be put back.
+Everything that a step can change is copied once: weights, buffers, optimizer and loss scaler, random generators, the
+loader's own generators, existing gradients. `attempt()` opens a separate guard on the same model, which writes nothing
+and acts on nothing, and puts everything back when it ends, however it ends. State that a model keeps outside its
+buffers, and what the user's hooks do outside the model, cannot be put back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("steadygrad")
 
 
 class Rehearsal:
-    """The state of one training, to which it returns after each attempt."""
+    """The state of one training, restored after each attempt."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Rehearsal:
         make_guard: MakeGuard,
         extras: Mapping[str, Any] | None = None,
     ) -> None:
-        """`extras`: more that a step changes, a loss scaler for example; `make_guard` is the class Guard."""
+        """`extras`: other state that a step changes, such as a loss scaler; `make_guard` is the class Guard."""
         refuse_iterator(loader)
         self.model, self.optimizers, self.loader = model, list(optimizers), loader
         self._make_guard = make_guard
@@ -62,18 +62,18 @@ class Rehearsal:
 
     @property
     def random(self) -> Mapping[str, Any]:
-        """The random generators as they were."""
+        """State of the random generators before any attempt."""
         return self._random
 
     @contextlib.contextmanager
     def attempt(self, config: GuardConfig, scaler: torch.amp.GradScaler | None = None) -> Iterator[Any]:
-        """A guard to try steps with; afterwards nothing has happened."""
+        """Open a guard to try steps with; afterwards everything is as before."""
         gradients = self._set_gradients_aside()
         modes = [(module, module.training) for module in self.model.modules()]
         with _quiet_log():
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of things that the guard of the training has told already
+                    warnings.simplefilter("ignore")  # the training's own guard has reported these already
                     guard = self._make_guard(self.model, self.optimizers, config=watch_only(config), scaler=scaler)
                 try:
                     yield guard
@@ -87,7 +87,7 @@ class Rehearsal:
                     parameter.grad = gradient
 
     def put_back(self) -> None:
-        """Everything as it was; the random generators last."""
+        """Put everything back; the random generators last."""
         for generator, state in self._generators:
             generator.set_state(state)
         if self._loader_state is not None:
@@ -107,7 +107,7 @@ class Rehearsal:
 
 
 def watch_only(config: GuardConfig) -> GuardConfig:
-    """The same measuring, clipping and rules; nothing is acted on, written, copied or replayed."""
+    """Return settings that measure, clip and judge the same, but act on, write, copy and replay nothing."""
     return dataclasses.replace(
         config,
         on_nonfinite=Action.SKIP,
@@ -121,7 +121,7 @@ def watch_only(config: GuardConfig) -> GuardConfig:
 
 
 def draw_batches(loader: Iterable[T]) -> Iterator[T]:
-    """The batches of a loader, pass after pass; a pass that somebody else has under way is not disturbed."""
+    """Yield the batches of a loader, pass after pass, without disturbing a pass that the program has under way."""
     own: Iterable[T] = loader
     if isinstance(loader, DataLoader):
         changes = {"next_iter_state": None} if hasattr(loader, "next_iter_state") else {}
@@ -136,7 +136,7 @@ def draw_batches(loader: Iterable[T]) -> Iterator[T]:
 
 
 def refuse_iterator(loader: Any) -> None:
-    """What can be drawn from once only would be missing in the training."""
+    """Refuse a one-shot iterator: batches drawn here would be missing from the training."""
     if isinstance(loader, Iterator):
         raise UsageError(
             f"the loader is a {type(loader).__name__}, whose batches can be drawn only once: those tried here would be "
@@ -145,14 +145,14 @@ def refuse_iterator(loader: Any) -> None:
 
 
 def _has_state(loader: Any) -> bool:
-    """Whether it must be put back by its own means; a DataLoader is copied instead."""
+    """Return whether the loader must restore its own state; a DataLoader is copied instead."""
     own = callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
     return own and not isinstance(loader, DataLoader)
 
 
 @contextlib.contextmanager
 def _quiet_log() -> Iterator[None]:
-    """What is found in an attempt is the attempt's, not the run's."""
+    """Silence the log: findings of an attempt are not findings of the run."""
     before, logger.disabled = logger.disabled, True
     try:
         yield

@@ -1,7 +1,7 @@
-"""What the user's own program asks a Guard to do -> done as the policy would have it done, and written down.
+"""What the user's own program asks a Guard to do -> done the way the policy does it, and recorded.
 
-A learning rate that is scaled here stays scaled under any scheduler, a rollback knows of it, and the ledger says why.
-Switched off, the optimizer's number is changed and nothing else.
+A learning rate scaled here stays scaled under any scheduler, a rollback takes it into account, and the ledger says
+why. If the guard is switched off, only the optimizer's number is changed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from steadygrad.guard.training import Training
 from steadygrad.judgement import Event, Judgement
 
 KEYS = {Action.SCALE_LR: "lr", Action.SCALE_WEIGHT_DECAY: "weight_decay"}
-"""Action -> what it scales in an optimizer's groups."""
+"""Action -> the key that it scales in an optimizer's groups."""
 
 
 class Requests:
-    """Does what is asked."""
+    """Carries out requests of the program."""
 
     def __init__(self, training: Training, *, moment: Moment, actor: Actor, judgement: Judgement) -> None:
         self._training, self._moment, self._judgement = training, moment, judgement
         self.actor = actor
 
     def scale(self, action: Action, factor: float, reason: str) -> None:
-        """Multiply a setting of every optimizer by `factor`. All steps are judged."""
+        """Multiply a setting of every optimizer by `factor`. All steps must be judged."""
         key = KEYS[action]
         if not isinstance(factor, int | float) or not math.isfinite(factor) or factor <= 0:
             raise UsageError(f"a factor of {factor!r} for the {key}. Give a number above 0: 0.5 halves it.")

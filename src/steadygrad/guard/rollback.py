@@ -1,8 +1,8 @@
-"""Rollback: the snapshots to go back to, and all that follows once a run has gone back.
+"""Rollback: the snapshots to go back to, and everything that follows once a run has gone back.
 
-A verdict is carried out in `act/actor.py`, which opens the window of data that is left out. From then on it is here:
-what was remembered of the weights is forgotten, and the batches of the window, or the steps where the loop does not use
-`guard.batches`, pass without a trace.
+`act/actor.py` carries out the verdict and opens the window of data to leave out. This module does the rest: it clears
+what was remembered about the weights and lets the batches of the window (or its steps, in loops without
+`guard.batches`) pass without a trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Rollback:
-    """Keeps the way back, and sees to what comes after it."""
+    """Keeps the snapshots, and completes a rollback."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Rollback:
     # --- before it ----------------------------------------------------------------------------------------------------
 
     def take_snapshot_if_due(self, step: int) -> None:
-        """The state before `step`, whose forward may have moved the buffers already."""
+        """Copy the state before `step` if it is time; its forward may have changed the buffers already."""
         if self.snapshots.due(step):
             with self.buffers.as_saved():
                 self.snapshots.take(step, self.rates.list_settings())
@@ -51,7 +51,7 @@ class Rollback:
     # --- after it -----------------------------------------------------------------------------------------------------
 
     def follow(self) -> bool:
-        """Whether there was a rollback since this was last asked: what was known of the weights is forgotten."""
+        """Return whether there was a rollback since the last call; if so, clear what was known about the weights."""
         rolled_back = self.window.take_new()
         if rolled_back:
             self.buffers.forget()
@@ -60,11 +60,11 @@ class Rollback:
 
     @property
     def is_open(self) -> bool:
-        """Whether what comes now is left out."""
+        """Whether the next batch or step is to be left out."""
         return self.window.is_open
 
     def leave_out(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches without those of the window."""
+        """Yield the batches except those of the window."""
         for batch in batches:
             if self.is_open:
                 self.window.pass_one()
@@ -73,15 +73,16 @@ class Rollback:
             yield batch
 
     def run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A forward in the window: a result for the caller; a batch that it draws is left out with it.
+        """Run a forward in the window, for its result only; a batch that it draws is left out with it.
 
-        With gradients where that can be: the function may ask for some. DDP would wait for a backward.
+        Gradients are enabled where possible, since the function may use them; not under DDP, which would wait for a
+        backward.
         """
         with torch.set_grad_enabled(not self._ranks.many):
             return function(*args, **kwargs)
 
     def refuse(self) -> None:
-        """A step in the window: nothing of it stays."""
+        """Discard a step in the window."""
         self.buffers.restore()
         self._watched.reflex.skip_on_host()
         self.window.pass_one()

@@ -1,9 +1,9 @@
-"""RunStart: a run directory and what the program does first -> which run this is, decided once.
+"""RunStart: a run directory and the program's first action -> which run this is, decided once.
 
-`Guard(run_dir=...)` is made before `resume()` is called, so until the first step, save or resume nothing in a used
-directory is moved, cut or appended to. A resume, or a state that was loaded by hand, goes on with the run that is
-there. A first step without either begins a run of its own: the record of the one before is moved to `earlier/`, its
-checkpoints stay, and the finding says how to go on with it instead.
+`Guard(run_dir=...)` is created before `resume()` is called, so nothing in a used directory is moved, cut or appended
+to until the first step, save or resume. A resume, or a state loaded by hand, continues the run that is there. A first
+step without either begins a new run: the record of the previous run is moved to `earlier/`, its checkpoints stay, and
+a finding says how to continue it instead.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from steadygrad.record.run_folder import RunFolder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What one guard writes into its run directory; opened when it is known which run it is."""
+    """What one guard writes to its run directory; opened once it is known which run this is."""
 
     folder: RunFolder
     record: RunDirectory | None = None
-    """The run's, which the first rank writes."""
+    """The record of the run, which the first rank writes."""
     rank_file: RankFile | None = None
-    """What this rank alone has seen, where there are many."""
+    """What this rank alone has seen, if there are several."""
 
     @property
     def sinks(self) -> list[Sink]:
-        """Where incidents go: to the record, or where another rank writes it, to this rank's own file."""
+        """Where incidents go: to the record or, if another rank writes that, to this rank's own file."""
         sink = self.record if self.record is not None else self.rank_file
         return [] if sink is None else [sink]
 
 
 def make_files(training: Training, run_dir: str | Path | None, ranks: Ranks, names: Sequence[str]) -> RunFiles | None:
-    """The files of the run directory, which `RunStart` opens when it is known which run this is."""
+    """Prepare the files of the run directory, which `RunStart` opens once it is known which run this is."""
     if run_dir is None:
         return None
     folder = RunFolder(run_dir, locks=ranks.is_first and not training.off)
@@ -71,7 +71,7 @@ class RunStart:
         self._record, self._rank_file = files.record, files.rank_file
         self._checkpoints, self._investigator = checkpoints, investigator
         self._is_decided = False
-        # Rank 0 decides for all. Asked here, where every rank is: a rank without data never makes a step.
+        # Rank 0 decides for all. Exchange it here, where every rank takes part: a rank without data never makes a step.
         is_alone = not folder.siblings
         told = (folder.is_used, folder.found_id, folder.run_id, is_alone)
         self._is_used: bool
@@ -83,7 +83,7 @@ class RunStart:
             self._open()
 
     def begin(self, step: int) -> Finding | None:
-        """Before the first step or save: a run of its own, unless `step` says that a state was loaded."""
+        """Begin a new run before the first step or save, unless `step` shows that a state was loaded."""
         self._folder.has_trained = True
         if self._is_decided:
             return None
@@ -94,7 +94,7 @@ class RunStart:
         try:
             earlier = self._folder.begin_anew() if self._is_used and self._ranks.is_first else None
             self._open()
-        except (OSError, ConfigError) as error:  # a disk that is full now: no record, and the training goes on
+        except (OSError, ConfigError) as error:  # for example a full disk: go on training without a record
             self._is_decided = True
             if self._record is not None:
                 self._record.abandon(f"the record of {self._folder.path} cannot be written: {error}")
@@ -102,7 +102,7 @@ class RunStart:
         return _report_new_run(self._folder.path, earlier) if self._is_used else None
 
     def find_place(self) -> Path:
-        """The folder of this guard's checkpoints, before one is looked for."""
+        """Return the folder of this guard's checkpoints, before looking for one."""
         if not self._is_decided:
             for folder in self._folder.displace():
                 owner = None if folder.owner is None else folder.owner()
@@ -113,7 +113,7 @@ class RunStart:
         return self._folder.path
 
     def go_on(self, run_id: str, step: int) -> None:
-        """Continue run `run_id` before step `step`: later lines of its ledger will be written again."""
+        """Continue run `run_id` before step `step`: cut the later lines of its ledger, which will be written again."""
         if self._is_decided:
             if self._record is not None:
                 self._record.flush()
@@ -128,35 +128,35 @@ class RunStart:
         self._open()
 
     def close(self) -> None:
-        """Close this rank's own file, and give the directory back."""
+        """Close this rank's own file and release the directory."""
         if self._rank_file is not None:
             self._rank_file.close()
         self._folder.release()
 
     def sign_in(self, saver: Any) -> None:
-        """`saver` saves for this guard; the directory does not keep it alive."""
+        """Register `saver` as this guard's; the directory does not keep it alive."""
         self._folder.owner = weakref.ref(saver)
 
     def find_company(self) -> list[Any]:
-        """Those who save for the other guards in the same directory."""
+        """Return the savers of the other guards in the same directory."""
         owners = [folder.owner for folder in self._folder.siblings]
         return [saver for owner in owners if owner is not None and (saver := owner()) is not None]
 
     def give_up_record(self) -> None:
-        """Another guard goes on with this run: nothing more is written down."""
+        """Stop writing: another guard continues this run."""
         if self._record is not None:
             with contextlib.suppress(OSError):
                 self._record.close()
 
     def take_problems(self) -> list[str]:
-        """What went wrong with the record and was mended."""
+        """Return what went wrong with the record and was repaired."""
         problems = [] if self._record is None else self._record.take_problems()
         if problems:
             self._folder.restore_lock()
         return problems
 
     def _settle(self) -> None:
-        """Find the folder; another guard of this process may have been dropped since this one was made."""
+        """Find the folder; another guard of this process may have been freed since this one was created."""
         self._folder.settle()
         if self._ranks.is_first:
             self._is_used, self._found = self._folder.is_used, self._folder.found_id
@@ -186,18 +186,18 @@ def _report_new_run(folder: Path, earlier: Path | None) -> Finding:
 
 
 # --- the record ---------------------------------------------------------------------------------------------------
-# The record of a run that goes on from an earlier step -> the same record without the steps that come again.
+# The record of a run that continues from an earlier step -> the same record without the steps that will be repeated.
 #
-# Steps after the checkpoint were written down by a process that is no more, and will be made again: each must stand in
-# the ledger once. Whole lines are cut from the end of the files whose lines come in the order of steps; incidents and
-# the log stay, they tell what happened.
+# Steps after the checkpoint were recorded by a process that has ended, and will be made again: each must appear in the
+# ledger once. Whole lines are cut from the end of the files that are in step order; incidents and the log stay,
+# because they record what happened.
 
 
 LEDGERS = ("steps.jsonl", "layers.jsonl")
 
 
 def rewind_ledger(run_dir: Path, step: int) -> None:
-    """Leave out what was written about `step` and later ones. A ledger that cannot be changed is left as it is."""
+    """Cut the lines about `step` and later ones. A ledger that cannot be changed is left as it is."""
     for name in LEDGERS:
         with contextlib.suppress(OSError):
             path = run_dir / name
@@ -207,7 +207,7 @@ def rewind_ledger(run_dir: Path, step: int) -> None:
 
 
 def _find_end(path: Path, step: int) -> int:
-    """Where the first line about `step` or a later one begins. Lines that a crash has cut count as none."""
+    """Return the offset of the first line about `step` or a later one. Lines truncated by a crash do not count."""
     end = 0
     with path.open("rb") as file:
         for line in file:

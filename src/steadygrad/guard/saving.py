@@ -1,7 +1,7 @@
-"""Saver: the checkpoints that hold a whole training, with what its guard remembers (`state.py`).
+"""Saver: checkpoints of a whole training, including the state of its guard (`state.py`).
 
-A save is due every so many steps, and after a signal a last time (`shutdown.py`). A resume puts back every part in the
-order in which they lean on each other. What cannot be saved is told, and never ends a training.
+A save is due every few steps, and one last time after a signal (`shutdown.py`). A resume restores the parts in the
+order of their dependencies. What cannot be saved is reported, and never ends a training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from steadygrad.judgement import Judgement
 
 
 class Saver:
-    """Takes down where a training is, and puts it back there."""
+    """Saves the state of a training, and restores it."""
 
     def __init__(
         self,
@@ -35,32 +35,32 @@ class Saver:
         checkpoints: RunCheckpoints,
         start: RunStart | None,
     ) -> None:
-        """`start`: which run this is; None without a run directory."""
+        """`start`: decides which run this is; None without a run directory."""
         self._training, self._moment, self._watched, self._judgement = training, moment, watched, judgement
         self._start = start
         self.state, self.checkpoints = state, checkpoints
         self._is_due = False
         self._has_foreseen = False
         self._joint: tuple[set[tuple[int, int, int]], Save | None] | None = None
-        """Which moment was saved together with other guards, and this one's save."""
+        """The position that was saved together with other guards, and this guard's save."""
         if start is not None:
             start.sign_in(self)
 
     def begin(self) -> None:
-        """Before a step or a save: by now it is known which run this is."""
+        """Settle which run this is, before a step or a save."""
         found = None if self._start is None else self._start.begin(self._moment.next_step)
         if found is not None and not self._training.off:
             self._judgement.note(found)
 
     def save(self, *, is_between: bool = False) -> Save | None:
-        """Save the whole training, and that of guards in the same directory; None, and reported, when that cannot be.
+        """Save the whole training, with the other guards in the same directory; report and return None on failure.
 
-        `is_between`: gradients that are there now belong to a step that will not be made.
+        `is_between`: the present gradients belong to a step that will not be made.
         """
         company = self._find_company()
         moment = {(id(one), one._moment.next_step, one._moment.batches.num) for one in (self, *company)}
         if self._joint is not None and moment <= self._joint[0]:
-            return self._joint[1]  # another guard's save has saved this one at the same moment
+            return self._joint[1]  # another guard's save included this one, at the same position
         if not company:
             return self._save("", is_between=is_between)
         token = secrets.token_hex(4)
@@ -70,13 +70,13 @@ class Saver:
         return self._joint[1]
 
     def give_up(self) -> None:
-        """Another guard goes on with this run: what is under way is finished, and nothing more is written down."""
+        """Finish the save under way and write nothing more: another guard continues this run."""
         self.checkpoints.wait()
         if self._start is not None:
             self._start.give_up_record()
 
     def _find_company(self) -> list[Saver]:
-        """The savers of other guards in the same directory: they save with this one."""
+        """Return the savers of other guards in the same directory, which save with this one."""
         return [] if self._start is None else self._start.find_company()
 
     def _save(self, together: str, *, is_between: bool) -> Save | None:
@@ -95,7 +95,7 @@ class Saver:
         return saved
 
     def save_if_due(self, *, ends_round: bool) -> None:
-        """A save every so many steps; guards that step in turn save when all have made theirs."""
+        """Save every few steps; guards that step in turn save when all have made their step."""
         self._foresee_unsaved()
         self._is_due |= self.checkpoints.is_due(self._moment.next_step)
         company = self._find_company()
@@ -106,7 +106,7 @@ class Saver:
         self.tell_unsaved()
 
     def _foresee_unsaved(self) -> None:
-        """Optimizers make their state in their first step: by now it is known whether it can be saved."""
+        """Report state that cannot be saved; optimizers create theirs in the first step, so not earlier."""
         training = self._training
         if self._has_foreseen or training.off or not any(optimizer.state for optimizer in training.optimizers):
             return
@@ -115,7 +115,7 @@ class Saver:
             self._judgement.note(finding)
 
     def tell_unsaved(self) -> None:
-        """Note what could not be saved since this was last asked."""
+        """Report what could not be saved since the last call."""
         for failure in self.checkpoints.take_failures():
             self._judgement.note(tell_unsaved(self._moment.next_step, failure))
         for note in self.checkpoints.take_notes():
@@ -124,9 +124,9 @@ class Saver:
             self._judgement.note(report_lost_directory(self._moment.next_step, problem))
 
     def resume(self, path: str | Path | None, *, strict: bool) -> int | None:
-        """Put back the training as a checkpoint has it; the step that comes next, None without a checkpoint.
+        """Restore the training from a checkpoint; return the next step, None without a checkpoint.
 
-        All steps are judged.
+        All steps must be judged.
         """
         if self._start is not None:
             self._start.find_place()
@@ -138,14 +138,14 @@ class Saver:
         self._watched.periodic_scans.forget()
         self.state.load(resumed.guard)
         self._moment.batches = resumed.accumulated
-        if self._moment.batches.num:  # inside a step: its beginning is over
+        if self._moment.batches.num:  # inside a step, which has already begun
             self._watched.periodic_scans.begin()
         self._judgement.note(resumed.tell())
         self.checkpoints.finish_resume()
         return resumed.step
 
     def _take_up(self, start: RunStart, resumed: Resumed | None) -> None:
-        """Go on with the run that was resumed; one whose checkpoint lies elsewhere is a new run here."""
+        """Continue the run that was resumed; with a checkpoint from elsewhere, it is a new run here."""
         if resumed is None:
             start.go_on("", 0)
         elif self.checkpoints.is_own(resumed.info):
@@ -154,7 +154,7 @@ class Saver:
             self.begin()
 
     def close(self) -> None:
-        """Wait for the disk, and close the record."""
+        """Wait for the disk, then close the record."""
         self.checkpoints.close()
         self.tell_unsaved()
         self._judgement.close()
@@ -163,7 +163,7 @@ class Saver:
 
 
 def report_infinite(step: int, note: str) -> Finding:
-    """Infinities by design were saved."""
+    """Report that intended infinities were saved."""
     return Finding(
         kind="infinite_state",
         severity=Severity.INFO,
@@ -174,7 +174,7 @@ def report_infinite(step: int, note: str) -> Finding:
 
 
 def report_lost_directory(step: int, problem: str) -> Finding:
-    """The run directory was deleted under the training."""
+    """Report that the run directory was deleted during the training."""
     return Finding(
         kind="run_directory_lost",
         severity=Severity.ERROR,

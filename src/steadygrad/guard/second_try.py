@@ -1,8 +1,8 @@
-"""Steps that were made -> their losses when they are made again from earlier weights, or at a lower rate.
+"""Past steps -> their losses when repeated from earlier weights, or at a lower rate.
 
-The run's own steps are trained on once more from a snapshot of it, and everything is put back bit for bit. Where that
-led is kept: if it turns out to be better, the training can go on from there, and no step is lost. Costs as many
-training steps as are tried, so it is asked for only on suspicion.
+The run's own steps are trained once more from one of its snapshots, then everything is put back bit for bit. The
+resulting state is kept: if it turns out to be better, training can continue from it without losing a step. Costs as
+many training steps as are tried, so it runs only on suspicion.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_again(
     start: Snapshot,
     factor: float,
 ) -> list[float]:
-    """The loss of each step, made from the state of `start` with `factor` of the present learning rate."""
+    """Return the loss of each step, repeated from the state of `start` at `factor` times the present learning rate."""
     if ranks.many:
         raise CannotTestError("steps are not made again on many ranks")
     last = steps[-1].captures[-1]

@@ -1,9 +1,9 @@
-"""Shutdown: a signal -> every guard of the process saves, and the process ends with a code that asks for a restart.
+"""Shutdown: a signal -> every guard of the process saves, and the process exits with a code that asks for a restart.
 
-A step that has begun is finished. Guards that step in turn, as those of a GAN, leave at the end of a round, so that a
-resume finds all of them at the same step; a round ends with the guard after which the first one was seen to step again.
-Where data or user code keeps the guard waiting, the signal is answered there (`checkpoint/signals.py`). Many ranks
-leave together, after the step in which all have heard of it.
+A step that has begun is finished. Guards that step in turn, like those of a GAN, stop at the end of a round, so that a
+resume finds all of them at the same step; a round ends with the guard after which the first one was seen to step
+again. If data or user code keeps the guard waiting, the signal is answered there (`checkpoint/signals.py`). Several
+ranks stop together, after the step in which all have learned of it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class _Rounds:
-    """Who steps after whom, among the guards that listen."""
+    """The order in which the registered guards step."""
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[Shutdown]] = []
         self._last: weakref.ref[Shutdown] | None = None
         self._closers: weakref.WeakSet[Shutdown] = weakref.WeakSet()
         self.is_shutting_down = False
-        """Whether the last save is under way; a reminder that comes meanwhile asks for nothing new."""
+        """Whether the last save is under way; a repeated signal meanwhile changes nothing."""
 
     def join(self, member: Shutdown) -> None:
         self.members = [one for one in self.members if one() is not None]
@@ -60,17 +60,17 @@ class _Rounds:
             self._last = weakref.ref(member)
 
     def is_first(self, member: Shutdown) -> bool:
-        """Whether a round begins with it."""
+        """Return whether a round begins with `member`."""
         members = self.list_members()
         return not members or members[0] is member
 
     def ends_with(self, member: Shutdown) -> bool:
-        """Whether a round is over after its step."""
+        """Return whether a round ends with the step of `member`."""
         return len(self.list_members()) < 2 or member in self._closers
 
     @property
     def is_known(self) -> bool:
-        """Whether the end of a round was seen."""
+        """Whether the end of a round has been seen."""
         return len(self.list_members()) < 2 or len(self._closers) > 0
 
 
@@ -79,7 +79,7 @@ _rounds = _Rounds()
 
 @dataclass(slots=True)
 class _Step:
-    """What came of a call."""
+    """The result of a call."""
 
     is_made: bool = False
 
@@ -97,24 +97,24 @@ class Shutdown:
         saver: Saver,
         close: Callable[[], Callable[[], None] | None],
     ) -> None:
-        """`close` gives what closes the guard, as long as there is one."""
+        """`close` returns the guard's close function while the guard exists."""
         self._checkpoints, self._ranks, self._moment = checkpoints, ranks, moment
         self._judging, self._saver, self._close = judging, saver, close
         self.watch = checkpoints.signals
-        mine = weakref.ref(self)  # the list of those who listen must not keep a dropped guard alive
+        mine = weakref.ref(self)  # the registry must not keep a dropped guard alive
         self.watch.answer = lambda _: None if (shutdown := mine()) is None else shutdown._leave_between()
         self._began = self._step_seconds = 0.0
         self._has_batch = self._has_joined = False
         self.is_torn = False
-        """Whether an optimizer's step has begun and not ended: weights may be half changed, and are not saved."""
+        """Whether an optimizer step has begun and not ended: the weights may be half updated, so they are not saved."""
         self.exit_code: int | None = None
-        """What the process was to end with; a program that went on all the same is told again at its next step."""
+        """Exit code of the process; if the program caught the exit and went on, it is raised again at the next step."""
 
     # --- where a signal is answered ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Around a call that is no step; a signal that came meanwhile is answered after it."""
+        """Wrap a call that is not a step; a signal that arrives meanwhile is answered after it."""
         with self.watch.busy():
             yield
         if self.watch.received is not None and not self._ranks.many:
@@ -122,7 +122,7 @@ class Shutdown:
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[_Step]:
-        """Around forward, backward and step; a signal is answered after the step, or when an error passes."""
+        """Wrap forward, backward and step; a signal is answered after the step, or when an error propagates."""
         step = _Step()
         try:
             with self.watch.busy():
@@ -134,7 +134,7 @@ class Shutdown:
             self._after_step()
 
     def before_step(self, *, has_gradients: bool) -> None:
-        """A step begins, unless it is too late to begin one."""
+        """Prepare for a step; leave instead if a signal came and another step might take too long."""
         if not self._has_joined and self._checkpoints.has_place:
             self._checkpoints.listen()
             _rounds.join(self)
@@ -149,13 +149,13 @@ class Shutdown:
             self.leave()
 
     def tell_ranks(self) -> None:
-        """The other ranks hear of a signal to this one beside the losses of the next backward."""
+        """Pass a signal on to the other ranks, along with the losses of the next backward."""
         self._ranks.asks_to_stop = self.watch.received is not None
 
     def _after_step(self) -> None:
         _rounds.note_end(self)
         self._step_seconds, self._has_batch = time.monotonic() - self._began, False
-        if self._ranks.many:  # a signal reaches ranks at different steps: all stop after the one that told all
+        if self._ranks.many:  # a signal reaches ranks at different steps: all stop after the step that shared it
             if self._judging.is_asked_to_stop:
                 self.leave()
         elif self.watch.received is not None and (_rounds.ends_with(self) or self.watch.is_overdue):
@@ -163,19 +163,19 @@ class Shutdown:
 
     @property
     def ends_round(self) -> bool:
-        """Whether every guard that steps in turn with this one has made its step after this one's."""
+        """Return whether every guard that steps in turn with this one has stepped in this round."""
         return _rounds.ends_with(self)
 
     def after_error(self, error: BaseException) -> None:
-        """An error that is not ours passes, weights and moments whole; after a signal it is often made by it."""
+        """Handle a foreign error that left weights and moments intact; after a signal, the signal often caused it."""
         is_own = isinstance(error, TrainingHalted) or not isinstance(error, Exception)
         if self.watch.received is not None and not self._ranks.many and not is_own:
             self.leave(error)
 
     def watch_data(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches, whose position is followed.
+        """Yield the batches and track their position.
 
-        A loader whose workers have got the signal too fails, and that is the end of the training.
+        A loader whose workers also received the signal fails, and that ends the training.
         """
         iterator = iter(self._checkpoints.iterate(loader))
         while True:
@@ -192,7 +192,7 @@ class Shutdown:
     # --- the answer -------------------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Save all guards of the process, close them, and end it; not while one of them is in the middle of a step."""
+        """Save and close all guards of the process, then exit; not while one of them is in the middle of a step."""
         received = self.watch.received or signal.SIGTERM
         members = [one for one in _rounds.list_members() if one._checkpoints.is_listening] or [self]
         if _rounds.is_shutting_down or any(member.watch.is_busy or member.is_torn for member in members):
@@ -206,7 +206,7 @@ class Shutdown:
 
     @staticmethod
     def _save_and_close(members: list[Shutdown], received: signal.Signals) -> int:
-        saves = [member._save() for member in members]  # those of one directory at one moment, under one token
+        saves = [member._save() for member in members]  # guards of one directory save together, under one token
         code = EXIT_CODE if all(save is not None and save.wait() is not None for save in saves) else 128 + received
         for member in members:
             member.exit_code = code
@@ -217,7 +217,7 @@ class Shutdown:
         return code
 
     def _leave_between(self) -> None:
-        """The same, from between two instructions of the program."""
+        """Do the same when interrupting the program between two instructions."""
         if not self._ranks.many:
             self.leave()
 
@@ -226,5 +226,5 @@ class Shutdown:
             return self._saver.save(is_between=not self._moment.batches.num)
 
     def stop(self) -> None:
-        """The guard is closed."""
+        """Stop listening: the guard is closed."""
         _rounds.leave(self)

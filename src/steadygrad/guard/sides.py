@@ -1,6 +1,6 @@
-"""The two sides of a guard, built from a training: what sees tensors in every step, and what judges from numbers.
+"""The two sides of a guard, built from a training: one handles tensors in every step, the other judges numbers.
 
-Only the builder holds a side whole. Hooks on the model are registered here, buffers first: they hear a call in reverse.
+Only the builder holds a whole side. Hooks on the model are registered here, buffers first: they fire in reverse order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from steadygrad.state.trained_parameters import TrainedParameters, find_wrappers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSide:
-    """What sees tensors, in every step."""
+    """The pieces that handle tensors, in every step."""
 
     training: Training
     ranks: Ranks
@@ -55,7 +55,7 @@ class DeviceSide:
 def build_device_side(
     training: Training, trained: TrainedParameters, model: nn.Module, process_group: Any
 ) -> DeviceSide:
-    """`model`: as it was given, with its wrappers."""
+    """Build the device side; `model` is as the user passed it, with its wrappers."""
     config = training.config
     ranks = find_ranks(model, trained.named, process_group=process_group)
     if not training.off:
@@ -80,7 +80,7 @@ def build_device_side(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSide:
-    """What judges, acts and writes down, from numbers."""
+    """The pieces that judge, act and record, from numbers."""
 
     window: Window
     snapshots: Snapshots
@@ -95,7 +95,7 @@ class HostSide:
 def build_host_side(
     device: DeviceSide, run_dir: str | Path | None, sinks: Iterable[Sink], make_guard: MakeGuard
 ) -> HostSide:
-    """`sinks`: where the user wants the record beside the files of `run_dir`."""
+    """Build the host side; `sinks` receive the record in addition to the files of `run_dir`."""
     training, ranks, rates = device.training, device.ranks, device.optimizers.rates
     config = training.config
     files = make_files(training, run_dir, ranks, [name for name, _ in device.watched.trained.named])
@@ -140,14 +140,14 @@ def build_host_side(
 
 
 def make_buffers(training: Training, model: nn.Module) -> BufferKeeper:
-    """`model`: as it was given, with its wrappers, through which it may be called."""
+    """Build the keeper of buffers; `model` keeps its wrappers, since it may be called through them."""
     if training.off:
         return BufferKeeper(nn.Module())
     return BufferKeeper(training.model, watch=True, wrappers=find_wrappers(model))
 
 
 def make_detectors(config: GuardConfig, ranks: Ranks) -> tuple[Detector, Detector | None]:
-    """The rules; on many ranks those about what all have seen, and those about what one has seen alone."""
+    """Build the rules; with several ranks, separate ones for what all have seen and what each alone has seen."""
     rules = standard_rules(config.detect, clip_threshold=getattr(config.clip, "max_norm", None))
     if not ranks.many:
         return Detector(rules), None
@@ -158,7 +158,7 @@ def make_detectors(config: GuardConfig, ranks: Ranks) -> tuple[Detector, Detecto
 def make_snapshots(
     training: Training, rates: Rates, ranks: Ranks, *, clipper: Clipper | None, detector: Detector
 ) -> Snapshots:
-    """What a rollback goes back to; what the user saves beside the model stays as it is."""
+    """Build the snapshots that a rollback returns to; they leave out the user's extras."""
     enabled = training.config.snapshots.enabled and not training.off  # memory is pinned as soon as they are made
     return Snapshots(
         training.model,
@@ -174,7 +174,7 @@ def make_snapshots(
 def make_checkpoints(
     training: Training, run_dir: str | Path | None, ranks: Ranks, buffers: BufferKeeper
 ) -> RunCheckpoints:
-    """Saves of the whole training."""
+    """Build the store that saves the whole training."""
     config = training.config
     return RunCheckpoints(
         run_dir,
@@ -189,7 +189,7 @@ def make_checkpoints(
 
 
 def make_investigator(training: Training, run_dir: str | Path | None, ranks: Ranks) -> Investigator:
-    """What replays bad steps, and notes steps for whoever tests findings on them."""
+    """Build what replays bad steps, and captures steps for the prover."""
     diagnose = training.config.diagnose
     return Investigator(
         dataclasses.replace(diagnose, enabled=diagnose.enabled and not training.off),

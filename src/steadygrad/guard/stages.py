@@ -3,7 +3,7 @@
 forward, backward        the user's, or ours from the user's function (`passes.py`)
 step or skip             measured, clipped, and kept from the weights when it is bad (`stepping.py`)
 judge                    detect -> decide -> act -> record, when the numbers are on the host (`judging.py`)
-save                     what is due, and after a signal a last time (`saving.py`)
+save                     when due, and one last time after a signal (`saving.py`)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from steadygrad.measure.loss import detach
 
 
 class Stepping(Protocol):
-    """Who makes the step: `Stepper`, or `PlainLoop` for a guard that is switched off."""
+    """Makes the step: `Stepper`, or `PlainLoop` for a guard that is switched off."""
 
     def step(self) -> None: ...
     def let_go(self, *, owns_backward: bool) -> None: ...
@@ -31,7 +31,7 @@ class Stepping(Protocol):
 
 
 class Stages:
-    """Runs them for one guard."""
+    """Runs the stages for one guard."""
 
     def __init__(
         self, passes: Passes, stepper: Stepping, *, moment: Moment, judging: Judging, saver: Saver, shutdown: Shutdown
@@ -40,10 +40,10 @@ class Stages:
         self._stepper, self._moment, self._judging = stepper, moment, judging
         self._saver, self._shutdown = saver, shutdown
         self.drive: AcceleratorDrive | None = None
-        """Accelerate, where it says when all microbatches of a step are there."""
+        """Accelerate, if it decides when all microbatches of a step are complete."""
 
     def step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> Any:
-        """One step, and a signal that came meanwhile is answered after it; what the function returned, detached."""
+        """Make one step, then answer a signal that arrived meanwhile; return the function's result, detached."""
         self._shutdown.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
         with self._shutdown.around_step() as step:
             self._saver.begin()
@@ -54,7 +54,7 @@ class Stages:
         return result
 
     def backward(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
-        """Forward and backward of one microbatch; what the function returned, detached."""
+        """Run forward and backward of one microbatch; return the function's result, detached."""
         self._shutdown.before_step(has_gradients=self._moment.batches.num > 0)
         with self._shutdown.around_step():
             return self._run_passes(subject, args, kwargs)
@@ -66,7 +66,7 @@ class Stages:
         if loss is not None:
             try:
                 self.passes.backward.run_backward(loss if self.drive is None else self.drive.weigh(loss))
-            except BaseException:  # out of memory, a signal: some gradients are there and some are not
+            except BaseException:  # out of memory, a signal: gradients may be incomplete
                 self._end_step()
                 self._stepper.let_go(owns_backward=True)
                 raise
@@ -91,7 +91,7 @@ class Stages:
         self._stepper.end_step()
 
     def close(self) -> None:
-        """Let go of model, parameters and accelerate."""
+        """Release model, parameters and accelerate."""
         if self.drive is not None:
             self.drive.detach()
         self.passes.forward.close()

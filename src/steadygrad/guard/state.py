@@ -1,4 +1,4 @@
-"""GuardState: what a guard itself remembers, as a plain dict and back. No weights, no optimizer state."""
+"""GuardState: a guard's own state, to a plain dict and back. No weights, no optimizer state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steadygrad.judgement import Judgement
 
 
 class GuardState:
-    """Gathers the state from those who hold it, and hands it out again."""
+    """Gathers the state from the pieces that hold it, and distributes it again."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class GuardState:
         self._actor, self._clipper, self._watched, self._buffers = actor, clipper, watched, buffers
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything by name; all steps are judged first."""
+        """Return the state of every piece by name, after judging all steps."""
         self._judging.judge_pending()
         return {
             "version": 1,
@@ -48,12 +48,12 @@ class GuardState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Model and optimizer are loaded already: the buffers are copied from now."""
+        """Load the state after model and optimizer, then copy the buffers as they are now."""
         self.load(state)
         self._buffers.forget()
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The same, where the buffers were put back with the model."""
+        """Load the state if the buffers were already restored with the model."""
         self._judging.judge_pending()
         if not isinstance(state, Mapping) or state.get("version") != 1:
             found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else type(state).__name__

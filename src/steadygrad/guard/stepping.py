@@ -1,4 +1,4 @@
-"""Stepper: gradients that are there -> the optimizer's step, or none.
+"""Stepper: gradients -> the optimizer's step, or none.
 
     measure                  gradients -> numbers on the device, one pass
     clip                     numbers -> clip coefficient on the device
@@ -33,7 +33,7 @@ from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE, St
 
 
 class Stepper:
-    """Makes the step of the present moment."""
+    """Makes the current step, or skips it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Stepper:
         self._rollback, self._buffers, self._judging = rollback, buffers, judging
 
     def step(self) -> None:
-        """Measure, then step or skip: on the device where the optimizers allow it, by one host read elsewhere."""
+        """Measure, then step or skip: on the device if the optimizers allow it, otherwise by one host read."""
         if self._rollback.is_open:
             self._refuse(self._moment.take_step_number())
             return
@@ -90,8 +90,8 @@ class Stepper:
         watched, optimizers, looks = self._watched, self._optimizers, self._moment.looks
         carried = watched.reflex.clip(m, scale)
         complete = watched.transfer.mark(m.packed.device)
-        self._judging.judge_pending()  # the step before; its scheduler moves the learning rate that this step uses
-        if self._rollback.is_open:  # rolled back: these gradients belong to weights that are gone
+        self._judging.judge_pending()  # the previous step: its scheduler sets the learning rate that this step uses
+        if self._rollback.is_open:  # just rolled back: these gradients belong to discarded weights
             self._refuse(context.step)
             return
         context = dataclasses.replace(context, learning_rates=self._prepare_optimizers())
@@ -123,7 +123,7 @@ class Stepper:
         bad = numbers[FOUND] > 0 or bool(spoilt)
         reading = used.read(numbers, context, skipped=bad, spoilt_buffers=spoilt)
         told = watched.meter.read_told(used, numbers)
-        if repaired is not None:  # tell what was found, and what was made of it
+        if repaired is not None:  # report what was found, and how it was repaired
             numbers_found = watched.transfer.send(m.packed).wait()
             told = watched.meter.read_told(m, numbers_found)
             reading = _as_repaired(m.read(numbers_found, context, skipped=False, spoilt_buffers=spoilt), reading)
@@ -150,7 +150,7 @@ class Stepper:
         self._judging.judge(reading, looks, told)
 
     def let_go(self, *, owns_backward: bool) -> None:
-        """The step is over: its gradients go, or are the caller's to clear."""
+        """Clear the gradients of the finished step, unless that is left to the caller."""
         if owns_backward:
             self._optimizers.zero_grad()
         else:
@@ -158,18 +158,18 @@ class Stepper:
             self._watched.uncleared_gradients.after_step()
 
     def end_step(self) -> None:
-        """The next gradients are scaled again."""
+        """End the step: the next gradients will be scaled again."""
         self._optimizers.scaler.end_step()
 
     def _refuse(self, step: int) -> None:
-        """A step of the window that a rollback leaves out."""
+        """Leave out a step in the window after a rollback."""
         self._rollback.refuse()
         self._judging.write_refused(step, self._optimizers.rates.learning_rates())
         if self._moment.batches.num == 0:
             self._optimizers.zero_grad()
 
     def _skip_all_dropped(self, context: StepContext) -> None:
-        """Every microbatch was bad: the step is skipped, and told with the last one's numbers."""
+        """Skip a step whose microbatches were all bad, and report it with the numbers of the last one."""
         watched, optimizers, batches = self._watched, self._optimizers, self._moment.batches
         assert batches.worst is not None
         m, numbers = batches.worst
@@ -183,14 +183,14 @@ class Stepper:
         self._judging.judge(m.read(numbers, context, skipped=True), self._moment.looks, told)
 
     def _sanitize_if_bad(self, m: Measurement, scale: Tensor | None) -> Measurement | None:
-        """The measurement of the repaired gradients; None when there was nothing to repair."""
+        """Repair bad gradients and measure them again; return None if there was nothing to repair."""
         if not m.found.item():
             return None
         sanitize_gradients(m.gradients, self._config.sanitize_value)
         return self._watched.meter.measure(None, scale=scale, told_scale=self._optimizers.scaler.now)
 
     def _prepare_optimizers(self) -> tuple[float, ...]:
-        """The last moment before a weight can change; the learning rates that it will change with."""
+        """Prepare at the last point before a weight can change; return the learning rates of this step."""
         self._rollback.snapshots.before_optimizer()
         self._watched.edits.before_optimizer(self._moment.next_step - 1)
         return self._optimizers.rates.learning_rates()
@@ -201,7 +201,7 @@ class Stepper:
 
 
 def _as_repaired(found: Reading, used: Reading) -> Reading:
-    """What was measured before the repair, with the clipping and the norm of what the optimizer got."""
+    """Return the reading from before the repair, with the clipping and norm that the optimizer got."""
     return dataclasses.replace(
         found, clip_coefficient=used.clip_coefficient, finite_grad_norm=used.finite_grad_norm, skipped=used.skipped
     )

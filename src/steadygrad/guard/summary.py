@@ -1,4 +1,4 @@
-"""Summary: what a guard has to tell when it is asked: a screen of text, a health check, counts. Reads only."""
+"""Summary: what a guard reports on request: a screen of text, a health check, counts. Reads only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steadygrad.view.summary import summarise
 
 
 class Summary:
-    """The run so far; every step that can be judged is."""
+    """Describes the run so far, after judging every step that can be judged."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Summary:
         self._rates, self._snapshots, self._watched = rates, snapshots, watched
 
     def describe(self) -> str:
-        """One screen of text."""
+        """Return one screen of text."""
         learning_rates, factor = self._rates.learning_rates(), self._rates.factor
         rate = f"rate       learning rate {learning_rates[0]:.4g}" + (
             f", {factor:g} of its schedule" if factor != 1.0 else ""
@@ -46,7 +46,7 @@ class Summary:
         )
 
     def tell_health(self) -> dict[str, bool]:
-        """Whether model (buffers too), gradients, losses and parameters are finite now; reads the weights once."""
+        """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         last, model = self._judgement.last_reading, self._training.model
         parameters = not find_nonfinite(model.named_parameters())
         held = dict(model.named_buffers())
@@ -60,7 +60,7 @@ class Summary:
         return {**health, "overall_healthy": all(health.values())}
 
     def tell_stats(self) -> dict[str, float | int | None]:
-        """Counts and current numbers."""
+        """Return counts and current values."""
         last, tally = self._judgement.last_reading, self._judgement.tally
         return {
             "current_learning_rate": self._rates.learning_rates()[0],

@@ -1,4 +1,4 @@
-"""What the user gave, checked: the training that is guarded."""
+"""The user's arguments, checked -> the training to guard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from steadygrad.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A model with its optimizers, what steps along with them, and how it is to be guarded."""
+    """A model with its optimizers, what steps along with them, and the settings of the guard."""
 
     model: nn.Module
     """The user's own module, without wrappers."""
@@ -26,12 +26,12 @@ class Training:
     scaler: torch.amp.GradScaler | None = None
     ema: Any = None
     extras: Mapping[str, Any]
-    """More that checkpoints hold, by name."""
+    """More objects for checkpoints to save, by name."""
     off: bool
-    """Whether nothing is watched, clipped or skipped: the plain loop."""
+    """Whether this is the plain loop: nothing is watched, clipped or skipped."""
 
     def __post_init__(self) -> None:
-        """Refuse extras that cannot be saved, or that have a place of their own."""
+        """Refuse extras that cannot be saved, or that have an argument of their own."""
         for name, extra in self.extras.items():
             if name in self.along:
                 raise UsageError(f"extras has {name!r}, which Guard takes as an argument of its own. Use {name}=... .")
@@ -43,7 +43,7 @@ class Training:
 
     @property
     def along(self) -> dict[str, Any]:
-        """What steps along with the optimizers, by the names of Guard's arguments; None for what was not given."""
+        """What steps along with the optimizers, by the names of Guard's arguments; None for what was not passed."""
         return {"scheduler": self.scheduler, "scaler": self.scaler, "ema": self.ema}
 
     @property
@@ -53,7 +53,7 @@ class Training:
 
 
 def check_given(config: Any, scaler: Any, run_dir: Any) -> None:
-    """Refuse what would fail far from here, with an error that names nobody."""
+    """Refuse arguments that would otherwise fail far from here, with an error that names no culprit."""
     if not isinstance(config, GuardConfig):
         how = "GuardConfig.load(path)" if isinstance(config, str | Path) else "GuardConfig.from_dict(values)"
         raise UsageError(f"Guard's config must be a GuardConfig, got {config!r:.80}. Make one: {how}.")
@@ -64,5 +64,5 @@ def check_given(config: Any, scaler: Any, run_dir: Any) -> None:
 
 
 def keep_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that can be saved and put back; an EMA of one's own kind may have no state."""
+    """Return the objects that can be saved and restored; a custom EMA may have no state."""
     return {name: thing for name, thing in things.items() if hasattr(thing, "load_state_dict")}

@@ -1,7 +1,7 @@
-"""Watched: the trained parameters -> all that looks at them. Made anew when the optimizers get others.
+"""Watched: the trained parameters -> everything that measures them. Rebuilt when the optimizers' parameters change.
 
-Everything here depends on the list of parameters; what does not is made once, elsewhere. Ask for a part where it is
-used, and keep none: `add_param_group`, the usual way to unfreeze, replaces them all.
+Everything here depends on the list of parameters; what does not is built once, elsewhere. Fetch a part where you use
+it and never store one: `add_param_group`, the usual way to unfreeze, replaces them all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from steadygrad.state.trained_parameters import TrainedParameters, find_trained_
 
 
 class Watched:
-    """What measures, clips and scans the parameters that the optimizers hold."""
+    """The pieces that measure, clip and scan the optimizers' parameters."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class Watched:
 
     @property
     def has_new_parameters(self) -> bool:
-        """Whether the optimizers have others than were watched so far."""
+        """Whether the optimizers' parameters differ from those watched so far."""
         return _sign(self.trained.optimizers) != self._signature
 
     def watch_new_parameters(self) -> None:
-        """From now on these are watched too. Every step before must have been judged."""
+        """Watch the new parameters from now on. Every earlier step must have been judged."""
         trained = find_trained_parameters(self.trained.model, self.trained.optimizers)
         self.own_gradients.close()
         self._watch(trained)
 
     def measure(self, loss: Tensor | None, *, step: int, scale: Tensor | None) -> Measurement | None:
-        """The gradients of `step`, which still carry `scale`; None where there are none."""
+        """Measure the gradients of `step`, which still carry `scale`; return None if there are none."""
         if isinstance(self._clipper, OutlierClipper):
             self._clipper.prepare(step)
         if self._clipper is not None:
@@ -88,21 +88,21 @@ class Watched:
         return self.meter.measure(loss, scale=scale, told_scale=self._scaler.now)
 
     def hear(self, reading: Reading) -> None:
-        """A step was measured, and its numbers are here: clipping learns from it."""
+        """Let clipping learn from the numbers of a measured step."""
         self.reflex.expects_clipping = reading.clipped
         if isinstance(self._clipper, OutlierClipper) and not reading.is_nonfinite and not reading.skipped:
             self._clipper.hear(reading.step, reading.finite_grad_norm)
 
     def forget(self) -> None:
-        """The weights were put back by us: what was remembered of them is no more."""
+        """Clear what was remembered about the weights, after the guard itself put them back."""
         self.periodic_scans.forget()
         self.edits.forget()
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Release the parameters."""
         self.own_gradients.close()
 
 
 def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:
-    """What changes when parameters are added or exchanged, looked at in microseconds."""
+    """Return a signature that changes when parameters are added or exchanged; it takes microseconds to compute."""
     return [tuple(map(id, group["params"])) for optimizer in optimizers for group in optimizer.param_groups]

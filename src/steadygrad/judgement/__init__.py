@@ -1,4 +1,4 @@
-"""Judgement: the host's loop. `judgement.py` is its order, `event.py` what comes of one finding."""
+"""Judgement: the host's loop. `judgement.py` defines its order, `event.py` turns findings into incidents."""
 
 from steadygrad.judgement.event import Event
 from steadygrad.judgement.judgement import Judgement

@@ -1,6 +1,6 @@
-"""Event: one finding with what was decided and done about it; the events of one step -> as few Incidents as tell it.
+"""Event: one finding with its decision and action; the events of one step -> as few Incidents as describe them.
 
-Pure: it decides nothing, and writes nothing down.
+Pure: it decides nothing and records nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from steadygrad.facts import Action, Cause, Finding, Incident, Outcome, Severity, Verdict
 
 BY_REFLEX = (Action.NONE, Action.CLIP)
-"""Verdicts that ask for nothing that would make an incident."""
+"""Verdicts that call for no action worth an incident."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One finding, what was decided about it and what was done."""
+    """One finding, the decision about it and the action taken."""
 
     finding: Finding
     verdict: Verdict
@@ -25,22 +25,22 @@ class Event:
 
     @property
     def is_notable(self) -> bool:
-        """Whether it is an incident: it matters, or something was done about it."""
+        """Whether it is an incident: it matters, or an action was taken on it."""
         return self.finding.severity is not Severity.INFO or self.verdict.action not in BY_REFLEX
 
     @property
     def when(self) -> int:
-        """The step at which it was acted on; where it began when nothing was done."""
+        """The step at which it was acted on; the step where it began if no action was taken."""
         return self.finding.step if self.finding.acted_at is None else self.finding.acted_at
 
 
 def make_incidents(events: Sequence[Event], cause: Cause | None) -> list[Incident]:
-    """The notable events of one step: one incident, or one for each thing that was done beyond the reflex."""
+    """Return the notable events of one step as one incident, or one for each action beyond the reflex."""
     return [_join(group, cause) for group in _group(events)]
 
 
 def _group(events: Sequence[Event]) -> list[list[Event]]:
-    """By what was done beyond the reflex; the headline of each group first."""
+    """Group events by the action beyond the reflex, the headline of each group first."""
     acting = [event for event in events if event.outcome.action not in (*BY_REFLEX, Action.SKIP, Action.SANITIZE)]
     others = sorted((e for e in events if e not in acting), key=lambda e: (e.outcome.action in BY_REFLEX, -_rank(e)))
     if not acting:
@@ -53,7 +53,7 @@ def _rank(event: Event) -> int:
 
 
 def _join(events: Sequence[Event], cause: Cause | None) -> Incident:
-    """One incident. Where the cause is known its fixes say what to do, and the general advice is left out."""
+    """Join events into one incident. If the cause is known, its fixes replace the general advice."""
     findings = [event.finding for event in events]
     if cause is not None and cause.fixes:
         findings = [dataclasses.replace(finding, advice="") for finding in findings]

@@ -1,8 +1,8 @@
 """Judgement: the host's loop. Facts in; detect -> decide -> act -> record, in that order, once for each fact.
 
-It holds what a person asks about afterwards: findings, incidents, the last step, the totals. It never touches a
-gradient, and its own failure never ends or alters a training: a rule, sink or callback that breaks is reported once.
-Only a Verdict to halt leaves it as an exception.
+It holds what users look at afterwards: findings, incidents, the last step, the totals. It never touches a gradient,
+and its own failure never ends or alters a training: a rule, sink or callback that breaks is reported once. Only a
+Verdict to halt leaves it as an exception.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FindCause = Callable[[Reading, Sequence[Finding]], "Cause | None"]
 
 
 class Judgement:
-    """Judges each step after its optimizer was queued, while the weights are still those it left."""
+    """Judges each step after its optimizer step was queued, while the weights are still those that it left."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Judgement:
         own: Detector | None = None,
         prover: Prover | None = None,
     ) -> None:
-        """`own`: on many ranks, the rules about what this rank alone has seen, which are told and not acted on.
+        """`own`: with several ranks, the rules about what this rank alone has seen, which only report.
 
-        `prover`: tests findings on finite numbers before they are answered; None: they are only reported.
+        `prover`: tests findings on finite numbers before they are acted on; with None they are only reported.
         """
         self._prover = prover
         self._config, self._schedule_and_ema, self._actor, self._recorder = config, schedule_and_ema, actor, recorder
@@ -88,7 +88,7 @@ class Judgement:
 
     @property
     def proves(self) -> bool:
-        """Whether findings on finite numbers are tested, for which steps must be noted."""
+        """Whether findings on finite numbers are tested, for which steps must be captured."""
         return self._prover is not None
 
     # --- facts ------------------------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ class Judgement:
         extra: Mapping[str, float] | None = None,
         captures: Sequence[Any] = (),
     ) -> bool | None:
-        """One step, from its numbers to the record; whether the weights look healthy, None when it does not say.
+        """Judge one step, from its numbers to the record; return whether the weights look healthy, None if unknown.
 
-        `find_cause` is asked once, before anything is done, when something above info was found. `origin` names the
-        ranks that a bad step began on, `extra` is what the user's program told beside the loss.
+        `find_cause` is called once, before any action, if something above info was found. `origin` names the ranks on
+        which a bad step began, `extra` holds the numbers that the user's program logged beside the loss.
         """
         if not reading.skipped:
             self._schedule_and_ema.after_applied()
@@ -135,7 +135,7 @@ class Judgement:
         return healthy
 
     def tell_own(self, reading: Reading, facts: Sequence[Fact]) -> list[Finding]:
-        """What this rank alone has to say; nothing that training depends on changes by it."""
+        """Report what this rank alone has seen, without changing anything that training depends on."""
         if self._own is None:
             return []
         findings = [finding for fact in (*facts, reading) for finding in self._own.observe(fact)]
@@ -144,17 +144,17 @@ class Judgement:
         return findings
 
     def validate(self, step: int, epoch: int, loss: float) -> None:
-        """A validation loss was told."""
+        """Judge a validation loss."""
         self.stopping.observe(step, loss)
         self._recorder.write_validation(step, epoch, loss)
         self._consider(Validation(step=step, epoch=epoch, loss=loss))
 
     def end_epoch(self, step: int, epoch: int) -> None:
-        """An epoch is over."""
+        """Record the end of an epoch."""
         self._consider(EpochEnd(step=step, epoch=epoch, train_loss=self._epoch_losses.take()))
 
     def refuse(self, step: int, learning_rates: tuple[float, ...]) -> None:
-        """A step of the window after a rollback was not made: it is written down, and no rule hears of it."""
+        """Record a step that was not made, in the window after a rollback; no rule sees it."""
         reading = Reading(
             step=step,
             loss=None,
@@ -172,7 +172,7 @@ class Judgement:
         self._recorder.write_step(self.last)
 
     def note(self, finding: Finding, *, write: bool = False) -> None:
-        """A finding that nothing is done about; `write`: it stands in the record even when it is an info."""
+        """Take a finding that needs no action; `write`: record it even if it is only an info."""
         self.conclude([Event(finding, NO_ACTION, UNTOUCHED)])
         if write and finding.severity is Severity.INFO:
             self._recorder.write_incident(
@@ -186,7 +186,7 @@ class Judgement:
     # --- detect, decide, act, record --------------------------------------------------------------------------------
 
     def _answer(self, findings: Sequence[Finding], reading: Reading | None, cause: Cause | None = None) -> None:
-        """Decide about all, then act on each; a run that is to be halted is left as it is, and told whole."""
+        """Decide about all findings, then act on each; before a halt, record everything and change nothing."""
         verdicts = [self._judge.decide(finding, reading=reading) for finding in findings]
         if any(verdict.action is Action.HALT for verdict in verdicts):
             verdicts = [_leave(verdict) for verdict in verdicts]
@@ -212,15 +212,15 @@ class Judgement:
         return Event(finding, verdict, outcome)
 
     def _tell_action(self, taken: ActionTaken) -> None:
-        """Once: loss, gradient and batch of one bad step are three findings and one skip."""
+        """Report an action once: loss, gradient and batch of one bad step are three findings but one skip."""
         if taken != self._last_action:
             self._last_action = taken
             self._consider(taken)
 
     def conclude(self, events: Sequence[Event], cause: Cause | None = None) -> list[Incident]:
-        """Record the findings of one step. Those above info, or acted on, are one incident with one headline.
+        """Record the findings of one step. Those above info or acted on form one incident with one headline.
 
-        Two things done in one step are two incidents: each has its own numbers before and after.
+        Two actions in one step are two incidents: each has its own numbers before and after.
         """
         self.findings += [event.finding for event in events]
         notable = [event for event in events if event.is_notable]
@@ -260,7 +260,7 @@ class Judgement:
             self._recorder.write_layers(step, reading.gradients, reading.update_ratios)
 
     def _ratios_are_due(self, reading: Reading) -> bool:
-        """Ratios are measured at steps of their own; those that layers are written at may never meet one of them."""
+        """Return whether to record the update ratios: their steps may never coincide with those of the layers."""
         if reading.update_ratios is None or reading.step < self._next_ratios:
             return False
         self._next_ratios = reading.step + self._config.record.layers_every
@@ -282,7 +282,7 @@ class Judgement:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Histories, budgets and totals."""
+        """Return histories, budgets and totals."""
         return {
             "detect": self._detector.state_dict(),
             "judge": self._judge.state_dict(),
@@ -293,7 +293,7 @@ class Judgement:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of `state_dict()`."""
+        """Restore the state of `state_dict()`."""
         self._detector.load_state_dict(state["detect"])
         self._judge.load_state_dict(state["judge"])
         self.stopping.load_state_dict(state["stopping"])
@@ -303,11 +303,11 @@ class Judgement:
             self._prover.load_state_dict(state.get("prover", {}))
 
     def flush_record(self) -> None:
-        """Put the record on disk as far as it goes: a checkpoint goes no further than it."""
+        """Write the record so far to disk: a checkpoint must never be ahead of it."""
         self._recorder.flush()
 
     def close(self) -> None:
-        """Report a suspicion that is still open, and close the record."""
+        """Report a suspicion that is still open, then close the record."""
         self._report_open("the run ended before it could be tested")
         self._recorder.close()
 
@@ -318,7 +318,7 @@ class Judgement:
 
 
 class _Mean:
-    """Mean of the applied steps' losses since it was last taken."""
+    """Mean loss of the steps applied since it was last taken."""
 
     def __init__(self) -> None:
         self._sum, self._count, self._attempts = 0.0, 0, 0
@@ -329,7 +329,7 @@ class _Mean:
             self._sum, self._count = self._sum + loss, self._count + 1
 
     def take(self) -> float | None:
-        """NaN when steps were made and none was applied; None when none was made."""
+        """Return the mean; NaN if steps were made but none was applied, None if none was made."""
         mean = self._sum / self._count if self._count else math.nan if self._attempts else None
         self._sum, self._count, self._attempts = 0.0, 0, 0
         return mean
@@ -342,7 +342,7 @@ class _Mean:
 
 
 def _name_origin(finding: Finding, origin: Origin) -> Finding:
-    """A bad step with the ranks that it began on."""
+    """Return the finding of a bad step with the ranks on which it began."""
     if not find_kind(finding.kind).about_step or not origin.text:
         return finding
     evidence = {**finding.evidence, "ranks": list(origin.ranks)}
@@ -350,7 +350,7 @@ def _name_origin(finding: Finding, origin: Origin) -> Finding:
 
 
 def _leave(verdict: Verdict) -> Verdict:
-    """What is still done when another finding halts the run: what the reflex has done already."""
+    """Return what still holds when another finding halts the run: only what the reflex already did."""
     if verdict.action in (Action.HALT, Action.SKIP, Action.SANITIZE, *BY_REFLEX):
         return verdict
     return Verdict(action=Action.NONE, reason=f"{verdict.reason}, but the run is halted")
@@ -366,5 +366,5 @@ def _as_error(incident: Incident, story: tuple[Incident, ...]) -> TrainingHalted
 
 
 def _note_when(finding: Finding, step: int) -> Finding:
-    """The finding with the step at which it was noticed."""
+    """Return the finding with the step at which it was noticed."""
     return finding if finding.noticed_at is not None else dataclasses.replace(finding, noticed_at=step)

@@ -21,15 +21,15 @@ from steadygrad.errors import ConfigError, UnsupportedError, UsageError
 from steadygrad.losses.shapes import broadcasts_to
 
 OPTIONAL = ("mask", "weight", "pos_weight", "alpha", "negatives")
-"""What may be None."""
+"""Arguments that may be None."""
 
 LARGEST = sys.float_info.max
 SMALLEST = math.ulp(0.0)
-"""Of the finite numbers, and of those above 0."""
+"""The largest finite number, and the smallest above 0."""
 
 
 def require_tensors(function: str, /, **tensors: object) -> None:
-    """All of them are tensors of real numbers on one device; as in torch, one without dimensions may be elsewhere."""
+    """Require real tensors on one device; as in torch, a zero-dimensional one may be elsewhere."""
     first: Tensor | None = None
     for name, value in tensors.items():
         if value is None and name in OPTIONAL:
@@ -52,7 +52,7 @@ def require_tensors(function: str, /, **tensors: object) -> None:
 
 
 def require_pair(function: str, **pair: Tensor) -> tuple[int, ...]:
-    """The shape of two tensors together, which is that of one of them: broadcasting may enlarge the other, not both."""
+    """Return the common shape, which must be that of one tensor: broadcasting may enlarge the other, but not both."""
     (first_name, first), (second_name, second) = pair.items()
     for whole, part in ((first, second), (second, first)):
         if len(part.shape) <= len(whole.shape) and broadcasts_to(part.shape, whole.shape):
@@ -64,14 +64,14 @@ def require_pair(function: str, **pair: Tensor) -> tuple[int, ...]:
 
 
 def require_masked(function: str, x: Tensor, mask: Tensor | None) -> None:
-    """A tensor and a mask of its shape; where one of the two is smaller it is repeated."""
+    """Require a mask of the tensor's shape; the smaller of the two is repeated."""
     require_tensors(function, x=x, mask=mask)
     if mask is not None:
         require_pair(function, x=x, mask=mask)
 
 
 def require_broadcast(function: str, first: Tensor, second: Tensor) -> None:
-    """Torch can broadcast them, also if that enlarges both."""
+    """Require that torch can broadcast them, even if that enlarges both."""
     for n in range(1, min(first.dim(), second.dim()) + 1):
         if first.shape[-n] != second.shape[-n] and first.shape[-n] != 1 and second.shape[-n] != 1:
             raise UsageError(
@@ -81,7 +81,7 @@ def require_broadcast(function: str, first: Tensor, second: Tensor) -> None:
 
 
 def require_same_shape(function: str, **pair: Tensor) -> None:
-    """Both have one shape: nothing is broadcast."""
+    """Require equal shapes: nothing is broadcast."""
     (first_name, first), (second_name, second) = pair.items()
     if first.shape != second.shape:
         raise UsageError(
@@ -91,7 +91,7 @@ def require_same_shape(function: str, **pair: Tensor) -> None:
 
 
 def require_same_size(function: str, axis: int, **pair: Tensor) -> None:
-    """Both have that dimension, counted from the end, and it is as large in both."""
+    """Require that dimension, counted from the end, in both tensors with the same size."""
     sizes = [t.shape[axis] if t.dim() >= -axis else None for t in pair.values()]
     if sizes[0] != sizes[1]:
         found = " and ".join([f"{name} of shape {tuple(t.shape)}" for name, t in pair.items()])
@@ -126,18 +126,18 @@ def require_number(
 
 
 def require_not_negative(function: str, name: str, value: object, hint: str) -> None:
-    """A finite number from 0 on."""
+    """Require a finite number of at least 0."""
     rule = "be a finite number" if value == math.inf else "not be negative"
     require_number(function, name, value, hint, rule=rule, least=0.0)
 
 
 def require_positive(function: str, name: str, value: object, hint: str, *, most: float = math.inf) -> None:
-    """A number above 0; infinity is one unless `most` says less."""
+    """Require a number above 0; infinity is allowed unless `most` is lower."""
     require_number(function, name, value, hint, rule="be a positive number", least=SMALLEST, most=most)
 
 
 def require_share(function: str, name: str, value: object, hint: str) -> None:
-    """A number from 0 to 1."""
+    """Require a number from 0 to 1."""
     require_number(function, name, value, hint, rule="be between 0 and 1", least=0.0, most=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Tensors -> Reading. Reads only: nothing in this package changes a tensor that it did not make."""
+"""Tensors -> Reading. Reads only: nothing in this package changes a tensor that it did not create."""
 
 from steadygrad.measure.check import check_nan_inf
 from steadygrad.measure.meter import Measurement, Meter, StepContext

@@ -1,9 +1,9 @@
 """ActivationWatch: one forward of a model -> an ActivationScan: dead units, saturated outputs, an output that is stuck.
 
-Forward hooks stand only while the watch is entered; each reduces an output to a few numbers on its own device, keeps
-neither the output nor its graph, and waits for nothing. A module called several times counts by its last call. Inside
-compiled graphs, functional transforms and dispatch modes (selective checkpointing counts the ops it sees) nothing is
-looked at. A failure ends the look, never the training. Reads only.
+Forward hooks exist only while the watch is entered; each reduces an output to a few numbers on its own device, keeps
+neither the output nor its graph, and waits for nothing. For a module called several times, the last call counts.
+Nothing is measured inside compiled graphs, functional transforms and dispatch modes (selective checkpointing counts
+the ops it sees). A failure ends the scan, never the training. Reads only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steadygrad.measure.transfer import Transfer
 SATURATED = 0.99
 """How far from the middle of its range, as a share of the way to the bound, an element counts as saturated."""
 FEWEST_ELEMENTS = 2
-"""Elements of a unit below which being zero says nothing about it."""
+"""With fewer elements, a unit that is all zero says nothing."""
 BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
     nn.Tanh: (-1.0, 1.0),
     nn.Softsign: (-1.0, 1.0),
@@ -40,13 +40,13 @@ OUTPUT = "output:"
 
 
 class PendingActivations:
-    """A look at one forward whose numbers are on their way."""
+    """A scan of one forward whose numbers are still being copied."""
 
     def __init__(self, rows: PendingRows) -> None:
         self._rows = rows
 
     def read(self, step: int) -> ActivationScan:
-        """The numbers, as those of `step`."""
+        """Return the numbers as a scan of `step`."""
         rows = self._rows.read()
         spread, size = rows.pop(OUTPUT, (None, None))
         modules = {name: ActivationStats(**_describe(row[0], row[1])) for name, row in rows.items()}
@@ -54,7 +54,7 @@ class PendingActivations:
 
 
 class ActivationWatch:
-    """Enter it around one forward, then ask.
+    """Enter it around one forward, then read it.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
     >>> watch = ActivationWatch(model)
@@ -73,7 +73,7 @@ class ActivationWatch:
 
     def __enter__(self) -> Self:
         self._rows, self._pending = {}, PendingRows()
-        self._channels_first_dims = 4  # images, until a module says otherwise
+        self._channels_first_dims = 4  # as for images, until a module shows otherwise
         if self._handles or _is_compiled(self._model):
             return self
         for name, module in self._model.named_modules():
@@ -86,17 +86,17 @@ class ActivationWatch:
         self._remove_hooks()
         try:
             self._pending = send_rows(self._rows, self._transfer)
-        except Exception:  # looking must never end the training that it looks at
+        except Exception:  # measuring must never end the training
             self._pending = PendingRows()
         self._rows = {}
 
     @property
     def pending(self) -> PendingActivations:
-        """What the last entered forward showed, to be read later; entering the watch again does not touch it."""
+        """Return the scan of the last forward, to be read later; entering the watch again does not affect it."""
         return PendingActivations(self._pending)
 
     def read(self, step: int) -> ActivationScan:
-        """What the last entered forward showed, as that of `step`."""
+        """Return the scan of the last forward, as that of `step`."""
         return self.pending.read(step)
 
     def _observe(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
@@ -122,7 +122,7 @@ class ActivationWatch:
             self._rows[name] = torch.stack([_measure_dead(module, values, dim), _measure_saturated(module, values)])
 
     def _find_unit_dim(self, module: nn.Module, num_dims: int) -> int:
-        """1 or the last: an activation follows what ran before it."""
+        """Return the dimension of the units, 1 or the last; an activation follows the module that ran before it."""
         if isinstance(module, CHANNELS_FIRST):
             self._channels_first_dims = num_dims
         elif isinstance(module, CHANNELS_LAST):
@@ -135,7 +135,7 @@ class ActivationWatch:
 
 
 def find_output(output: Any) -> Tensor | None:
-    """The floating-point tensor that a module puts out: `logits` by name, else the first that is no scalar."""
+    """Return the floating-point output of a module: `logits` by name, otherwise the first that is not a scalar."""
     if isinstance(output, Mapping):
         output = [output["logits"]] if "logits" in output else list(output.values())
     values = output if isinstance(output, list | tuple) else [output]
@@ -158,7 +158,7 @@ def _find_bounds(module: nn.Module) -> tuple[float, float] | None:
 
 
 def _measure_dead(module: nn.Module, values: Tensor, dim: int) -> Tensor:
-    """Share of units that are zero throughout; NaN where units make no sense: float64 scalar."""
+    """Return the share of units that are zero throughout, NaN if units make no sense: float64 scalar."""
     num_units = values.shape[dim]
     if not isinstance(module, RELU_LIKE) or values.dim() < 2 or values.numel() < FEWEST_ELEMENTS * num_units:
         return values.new_full((), torch.nan, dtype=torch.float64)
@@ -168,7 +168,7 @@ def _measure_dead(module: nn.Module, values: Tensor, dim: int) -> Tensor:
 
 
 def _measure_saturated(module: nn.Module, values: Tensor) -> Tensor:
-    """Share of elements near a bound; NaN for unbounded modules: float64 scalar."""
+    """Return the share of elements near a bound, NaN for unbounded modules: float64 scalar."""
     bounds = _find_bounds(module)
     if bounds is None or not bounds[0] < bounds[1]:
         return values.new_full((), torch.nan, dtype=torch.float64)
@@ -179,7 +179,7 @@ def _measure_saturated(module: nn.Module, values: Tensor) -> Tensor:
 
 
 def _measure_spread(values: Tensor) -> Tensor:
-    """Standard deviation over the batch, averaged over the rest, and root mean square: float64 [2]."""
+    """Return the standard deviation over the batch, averaged over the rest, and root mean square: float64 [2]."""
     values = _thin_out(values)
     values = values if values.dtype is torch.float64 else values.float()
     scale = torch.linalg.vector_norm(values, dtype=torch.float64) / values.numel() ** 0.5
@@ -187,7 +187,7 @@ def _measure_spread(values: Tensor) -> Tensor:
 
 
 def _thin_out(values: Tensor) -> Tensor:
-    """At most about PIECE elements, by strides: a language model's logits would not fit twice."""
+    """Return at most about PIECE elements, by strides: a second copy of a language model's logits may not fit."""
     for dim in (*range(values.dim() - 1, 0, -1), 0):
         stride = min(-(-values.numel() // PIECE), max(1, values.shape[dim] // 2))
         if stride > 1:
@@ -196,6 +196,6 @@ def _thin_out(values: Tensor) -> Tensor:
 
 
 def _describe(dead: float, saturated: float) -> dict[str, float]:
-    """The shares that are numbers."""
+    """Return the shares that are not NaN."""
     shares = {"dead_share": dead, "saturated_share": saturated}
     return {name: share for name, share in shares.items() if share == share}

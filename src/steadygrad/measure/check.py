@@ -1,4 +1,4 @@
-"""`check_nan_inf`: one tensor -> is there a NaN or an Inf in it? For people who want the piece, not the guard."""
+"""`check_nan_inf`: one tensor -> does it hold a NaN or an Inf? For use without a guard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("steadygrad")
 
 
 def check_nan_inf(tensor: Tensor, name: str = "tensor") -> bool:
-    """Whether `tensor` holds a NaN or an Inf; if so a warning names it. One host read.
+    """Return whether `tensor` holds a NaN or an Inf; if so, log a warning that names it. One host read.
 
     >>> check_nan_inf(torch.tensor([1.0, 2.0]))
     False
@@ -32,12 +32,12 @@ def check_nan_inf(tensor: Tensor, name: str = "tensor") -> bool:
 
 
 # --- many tensors -------------------------------------------------------------------------------------------------
-# Which parameters or buffers hold a NaN or an Inf right now? One host read; asked on incidents and by `health()`.
+# Which parameters or buffers hold a NaN or an Inf right now? One host read; used on incidents and by `health()`.
 
 
 @torch.no_grad()
 def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors that are not finite everywhere."""
+    """Return the names of the tensors that hold a non-finite value."""
     names: list[str] = []
     flags: list[Tensor] = []
     for name, tensor in named:

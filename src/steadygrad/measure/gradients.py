@@ -1,8 +1,7 @@
 """A parameter's `.grad` -> a dense real tensor that the kernels can read, or an error that names the parameter.
 
-Statistics do not depend on the order of elements, so any gap-free layout is read as it lies in memory. Sparse
-gradients are measured by their coalesced values (coalescing waits for the device), complex ones as pairs of reals.
-Reads only.
+Statistics do not depend on the order of elements, so any gap-free layout is read in memory order. Sparse gradients are
+measured by their coalesced values (coalescing waits for the device), complex ones as pairs of reals. Reads only.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ MEASURABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def as_dense(gradient: Tensor, name: str, *, sharded: bool = False) -> Tensor:
-    """The elements of `gradient` as a dense real tensor; shares memory wherever it can.
+    """Return the elements of `gradient` as a dense real tensor, sharing memory wherever possible.
 
-    With `sharded` a DTensor gives this rank's part, and the caller puts the ranks' numbers together.
+    With `sharded`, return this rank's part of a DTensor; the caller combines the numbers of the ranks.
     """
     if is_dtensor(gradient) and not (sharded and hasattr(gradient, "_local_tensor")):
         raise UnsupportedError(
@@ -41,14 +40,14 @@ def as_dense(gradient: Tensor, name: str, *, sharded: bool = False) -> Tensor:
 
 
 def count_implicit_zeros(gradient: Tensor, dense: Tensor) -> int:
-    """Zeros that a sparse gradient does not store."""
+    """Return the number of zeros that a sparse gradient does not store."""
     if gradient.layout is torch.strided:
         return 0
     return numel(gradient) - dense.numel()
 
 
 def numel(tensor: Tensor) -> int:
-    """Number of real numbers in `tensor`: a complex element counts as two."""
+    """Return the number of real numbers in `tensor`: a complex element counts as two."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 

@@ -1,4 +1,4 @@
-"""GraphWatch: the first forward and its loss -> a GraphScan: mistakes that the program itself shows.
+"""GraphWatch: the first forward and its loss -> a GraphScan: mistakes that are visible in the program itself.
 
 A torch function mode sees each call of the user's code with its arguments: shapes that broadcast by accident, a
 softmax of a softmax. The loss's graph then shows which leaves it was made from. Marks on tensors are weak and live as
@@ -23,18 +23,18 @@ from steadygrad.measure.suspicious_ops import SuspiciousOps
 from steadygrad.state.trained_parameters import TrainedParameters
 
 FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules that look for a torch function mode, and then take another path in eval mode."""
+"""Modules that leave their fast path in eval mode when a torch function mode is active."""
 MAX_NODES = 1_000_000
-"""Nodes of the loss's graph that are visited."""
+"""Most nodes of the loss's graph to visit."""
 MAX_DEPTH = 8
-"""Containers inside containers that are searched for parameters."""
+"""How deep to search nested containers for parameters."""
 
 OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has: what is registered there is not hidden."""
+"""Attributes that every module has: parameters registered there are not hidden."""
 
 
 class GraphWatch:
-    """Enter it around the first forward, then ask with the loss.
+    """Enter it around the first forward, then read it with the loss.
 
     >>> model = nn.Linear(3, 1)
     >>> from steadygrad.state.trained_parameters import find_trained_parameters
@@ -71,7 +71,7 @@ class GraphWatch:
             self._double_softmaxes = tuple(mode.suspicious_ops.double_softmaxes)
 
     def read(self, step: int, loss: Tensor | None) -> GraphScan:
-        """What was seen while entered, and what `loss` was made from; before or after its backward."""
+        """Return what was seen while entered, and what `loss` was made from; before or after its backward."""
         try:
             return GraphScan(
                 step=step,
@@ -87,7 +87,7 @@ class GraphWatch:
 
 
 class _Mode(TorchFunctionMode):
-    """Shows each call to `suspicious_ops` after it was made; one failure there ends the looking."""
+    """Passes each call on to `suspicious_ops`; one failure there ends the watch."""
 
     def __init__(self, suspicious_ops: SuspiciousOps) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._broken or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if torch.is_grad_enabled():  # what is made without a graph is marked all the same
+        if torch.is_grad_enabled():  # results without a graph are marked all the same
             self._try(self.suspicious_ops.before, func, args, kwargs)
         result = func(*args, **kwargs)
         self._try(self.suspicious_ops.after, func, args, kwargs, result)
@@ -115,7 +115,7 @@ class _Mode(TorchFunctionMode):
 
 
 def _may_enter(model: nn.Module) -> bool:
-    """Whether a mode would go unnoticed."""
+    """Return whether entering a mode would have no effect on the program."""
     for module in model.modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             return False
@@ -126,7 +126,7 @@ def _may_enter(model: nn.Module) -> bool:
 
 
 def _find_hidden(trained: TrainedParameters, loss: Tensor) -> tuple[str, ...]:
-    """Leaves of the graph that nobody trains, under the names of the containers that hide them."""
+    """Return the untrained leaves of the graph, under the names of the containers that hide them."""
     known = {id(p) for p in trained.model.parameters()} | {id(p) for _, p in trained.named}
     unknown = {id(leaf) for leaf in find_leaves(loss) if id(leaf) not in known}
     if not unknown:
@@ -139,7 +139,7 @@ def _find_hidden(trained: TrainedParameters, loss: Tensor) -> tuple[str, ...]:
 
 
 def find_leaves(loss: Tensor) -> list[Tensor]:
-    """The leaves that require a gradient and that `loss` was made from."""
+    """Return the leaves of `loss` that require a gradient."""
     leaves: list[Tensor] = []
     waiting, seen = [loss.grad_fn], {loss.grad_fn}
     while waiting and len(seen) < MAX_NODES:
@@ -155,7 +155,7 @@ def find_leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _find_contained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in the plain lists, tuples and dicts that modules keep as attributes."""
+    """Yield tensors in the plain lists, tuples and dicts that modules keep as attributes."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():

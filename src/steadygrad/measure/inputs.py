@@ -1,8 +1,8 @@
-"""The batch that a training step was given -> an InputScan: what its tensors look like, whatever they are nested in.
+"""The batch of a training step -> an InputScan: statistics of its tensors, however they are nested.
 
-Each tensor becomes five numbers on its own device, sent with one asynchronous copy, so a look waits for nothing on
-CUDA; it reads the batch a few times, which suits every N steps and incidents. What cannot be read is left out, and
-nothing that goes wrong here reaches the training. Reads only.
+Each tensor becomes five numbers on its own device, sent with one asynchronous copy, so a scan waits for nothing on
+CUDA; it reads the batch a few times, which is cheap enough every N steps and on incidents. What cannot be read is left
+out, and no failure here reaches the training. Reads only.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from steadygrad.measure.transfer import Transfer
 from steadygrad.state.tree import find_tensors
 
 MAX_TENSORS = 32
-"""Tensors of a batch that are looked at."""
+"""Most tensors of a batch to scan."""
 IGNORE_INDEX = -100
-"""What torch's losses leave out by default."""
+"""Label that torch's losses ignore by default."""
 PLAIN_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class PendingScan:
-    """A look at a batch whose numbers are on their way."""
+    """A scan of a batch whose numbers are still being copied."""
 
     def __init__(self, rows: PendingRows, shapes: Mapping[str, tuple[int, bool]]) -> None:
         self._rows, self._shapes = rows, shapes
 
     def read(self, step: int) -> InputScan:
-        """The numbers, as those of the batch of `step`."""
+        """Return the numbers as a scan of the batch of `step`."""
         rows = self._rows.read()
         tensors = {path: _describe(*shape, rows[path]) for path, shape in self._shapes.items()}
         return InputScan(step=step, tensors=tensors)
@@ -41,7 +41,7 @@ class PendingScan:
 def scan_inputs(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, transfer: Transfer | None = None
 ) -> PendingScan:
-    """Look at the tensors in the arguments of a training step.
+    """Scan the tensors in the arguments of a training step.
 
     A single positional argument is the batch, and paths start inside it; else they start with the argument's position
     or keyword.
@@ -59,7 +59,7 @@ def scan_inputs(
                 rows[path] = _measure(tensor)
                 shapes[path] = (tensor.numel(), tensor.is_floating_point() or tensor.is_complex())
         return PendingScan(send_rows(rows, transfer), shapes)
-    except Exception:  # looking must never end the training that it looks at; a batch of its own kind, or no memory
+    except Exception:  # a custom batch type, or no memory: measuring must never end the training
         return PendingScan(PendingRows(), {})
 
 
@@ -92,7 +92,7 @@ def _measure_integers(x: Tensor) -> Tensor:
 
 
 def _max_abs(x: Tensor) -> Tensor:
-    return torch.maximum(x.amax().double(), -x.amin().double())  # abs() of the smallest integer is itself
+    return torch.maximum(x.amax().double(), -x.amin().double())  # abs() of the smallest integer overflows to itself
 
 
 def _row(*numbers: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 It rises when the second moment lags behind the gradient, before the loss spikes. Measured every N steps, after the
 optimizer stepped and before gradients are cleared (a fused step has unscaled and clipped them in place by then). On
-CUDA two launches for all tensors of a dtype. Optimizers without `exp_avg_sq` are passed over. Reads only.
+CUDA it takes two launches for all tensors of a dtype. Optimizers without `exp_avg_sq` are skipped. Reads only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from steadygrad.measure.transfer import Transfer
 
 
 class PendingRms:
-    """Numbers on their way."""
+    """A measurement whose numbers are still being copied."""
 
     def __init__(self, rows: PendingRows, names: Sequence[str]) -> None:
         self._rows, self._names = rows, names
 
     def read(self) -> dict[str, float]:
-        """Name -> sqrt(mean(g^2 / max(v, eps^2))); NaN where the step was skipped before Adam ever ran."""
+        """Return name -> sqrt(mean(g^2 / max(v, eps^2))); NaN if the step was skipped before Adam ever ran."""
         return dict(zip(self._names, [number for row in self._rows.read().values() for number in row]))
 
 
 class AdamWatch:
-    """Measures the moments of one list of optimizers, as often as asked for."""
+    """Measures the moments of one list of optimizers, repeatedly."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class AdamWatch:
 
     @torch.no_grad()
     def compile(self) -> None:
-        """Compile what the first measurement will need; nothing where there are no kernels, or no Adam."""
+        """Compile what the first measurement will need; do nothing without kernels, or without Adam."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups if "betas" in group]
         kinds = {(p.dtype, p.device) for group in groups for p in group["params"] if p.is_cuda}
-        with contextlib.suppress(Exception):  # a dtype without kernels; measuring will find its own way
+        with contextlib.suppress(Exception):  # a dtype without kernels; measuring then falls back to plain torch
             if kinds and triton_is_usable():
                 from steadygrad.measure.kernels import triton_looks
 
@@ -60,7 +60,7 @@ class AdamWatch:
 
     @torch.no_grad()
     def measure(self) -> PendingRms | None:
-        """Queue the measurement; None when no optimizer of Adam's family holds a gradient. Waits for nothing."""
+        """Queue the measurement without waiting; return None if no optimizer of Adam's family holds a gradient."""
         try:
             held = list(self._list_held())
             if not held:
@@ -69,11 +69,11 @@ class AdamWatch:
             if rows is None:
                 rows = torch.cat([_measure(p, g, s).reshape(1).to(held[0][1].device) for _, p, g, s in held])
             return PendingRms(send_rows({"rms": rows}, self._transfer), [name for name, *_ in held])
-        except Exception:  # a state of its own kind, or no memory: looking must never end the training
+        except Exception:  # an unusual state, or no memory: measuring must never end the training
             return None
 
     def _list_held(self) -> Iterator[tuple[str, Tensor, dict[str, Any], dict[str, Any]]]:
-        """Name, parameter, group and state of all that can be measured."""
+        """Yield name, parameter, group and state of everything that can be measured."""
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -82,7 +82,7 @@ class AdamWatch:
                         yield name, parameter, group, state
 
     def _measure_fast(self, held: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> Tensor | None:
-        """Float64 [N] by kernels over a table of addresses; None where they cannot read everything."""
+        """Return float64 [N] from kernels over a table of addresses; None if they cannot read everything."""
         if not (held[0][0].is_cuda and triton_is_usable()):
             return None
         from steadygrad.measure.kernels import triton_looks
@@ -127,7 +127,7 @@ def _measure(parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) ->
 
 
 def _bias_correction(beta: Any, step: Any, device: torch.device) -> Tensor:
-    """1 - beta^step: float32 on the moment's device. A step counter on CUDA is not read back."""
+    """Return 1 - beta^step: float32 on the moment's device. A step counter on CUDA is not read back."""
     if isinstance(step, Tensor) and step.device.type != "cpu":
         correction: Tensor = 1.0 - torch.pow(beta, step.double())
         return correction.float()

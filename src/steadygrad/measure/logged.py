@@ -1,7 +1,7 @@
-"""Numbers that the user's program tells beside the loss: `guard.log(text=..., image=...)` -> one copy to the host.
+"""Numbers that the user's program logs beside the loss: `guard.log(text=..., image=...)` -> one copy to the host.
 
-Tensors stay on their device until the step is judged, so telling them costs no wait; several microbatches that tell the
-same name are averaged.
+Tensors stay on their device until the step is judged, so logging them costs no wait; values that several microbatches
+log under the same name are averaged.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from steadygrad.measure.transfer import Ticket, Transfer
 
 @dataclass(slots=True)
 class Logged:
-    """One step's numbers on their way to the host."""
+    """One step's logged numbers, still being copied to the host."""
 
     plain: dict[str, float]
     names: Sequence[str]
     ticket: Ticket | None
 
     def read(self) -> dict[str, float]:
-        """The numbers by name."""
+        """Return the numbers by name."""
         if self.ticket is None:
             return self.plain
         return {**self.plain, **dict(zip(self.names, self.ticket.wait()))}
 
 
 def send_logged(told: Mapping[str, Sequence[float | Tensor]], transfer: Transfer) -> Logged:
-    """Start copying the means of what was told."""
+    """Start copying the means of the logged values."""
     on_device = {name: values for name, values in told.items() if any(_is_elsewhere(v) for v in values)}
     plain = {n: sum(map(float, values)) / len(values) for n, values in told.items() if n not in on_device}
     if not on_device:

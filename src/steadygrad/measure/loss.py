@@ -1,4 +1,4 @@
-"""What a training step returned, or a program told -> a loss or a number, checked; and the result, detached."""
+"""The result of a training step, or a reported value -> a loss or a number, checked; and the result, detached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from steadygrad.errors import UsageError
 
 
 def find_loss(result: Any) -> Tensor:
-    """The loss in a scalar, a dict with `loss`, an object with `.loss`, or a tuple that starts with it."""
+    """Return the loss from a scalar, a dict with `loss`, an object with `.loss`, or a tuple that starts with it."""
     loss = result
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -26,7 +26,7 @@ def find_loss(result: Any) -> Tensor:
 
 
 def check_loss(loss: Any) -> Tensor:
-    """`loss`, if backward can run from it."""
+    """Return `loss` if backward can run from it; raise an error otherwise."""
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"the loss must be a tensor, got {type(loss).__name__}. Return the loss itself, not loss.item() or None."
@@ -44,7 +44,7 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def read_number(value: Any, where: str) -> float:
-    """A number that a program tells; UsageError for anything else."""
+    """Return a number that a program reports; raise UsageError for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -52,7 +52,7 @@ def read_number(value: Any, where: str) -> float:
 
 
 def detach(result: Any) -> Any:
-    """The same structure with every tensor detached; the caller's own objects are left as they are."""
+    """Return the same structure with every tensor detached; the caller's own objects are left as they are."""
     if isinstance(result, Tensor | Mapping | list | tuple) or not hasattr(result, "loss"):
         return _detach_inside(result)
     return _detach_copy(result)
@@ -73,12 +73,12 @@ def _detach_inside(value: Any) -> Any:
 
 
 def _detach_copy(thing: Any) -> Any:
-    """A shallow copy with what it holds detached; what cannot be copied comes back as it is."""
+    """Return a shallow copy with its contents detached; return what cannot be copied as it is."""
     try:
         copied = copy.copy(thing)
         if copied is thing:
             return thing
-        if isinstance(copied, dict):  # by its own way of setting items: Hugging Face's keep attributes in step
+        if isinstance(copied, dict):  # through its own item setter: Hugging Face's outputs keep attributes in sync
             for key, item in tuple(copied.items()):
                 copied[key] = _detach_inside(item)
         for name, held in _stored_attributes(copied).items():
@@ -89,7 +89,7 @@ def _detach_copy(thing: Any) -> Any:
 
 
 def _stored_attributes(thing: Any) -> dict[str, Any]:
-    """What stands in `__dict__` and in slots; properties are not asked."""
+    """Return the attributes in `__dict__` and in slots; properties are not evaluated."""
     slots = (getattr(base, "__slots__", ()) for base in type(thing).__mro__)
     names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
     in_slots = {name: getattr(thing, name) for name in names if not name.startswith("__") and hasattr(thing, name)}

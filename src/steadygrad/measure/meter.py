@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 HEADER = 8
 MAX_PLANS = 64
-"""Patterns of present gradients whose tables are kept."""
+"""Most patterns of present gradients whose tables are kept."""
 MIN_TRITON = (3, 6)
-"""Oldest Triton that the kernels were run with; older ones give way to the foreach implementation."""
+"""Oldest Triton version that the kernels were run with; with older ones the foreach implementation is used."""
 _gradient = operator.attrgetter("grad")
 _address = Tensor.data_ptr
 LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
@@ -50,13 +50,13 @@ class Plan:
         self.addresses: list[int] = []
         self.dtypes: list[torch.dtype] = []
         self.is_single_precision = True
-        """Every gradient is fp32: then scaling before or inside an optimizer's kernel gives the same bits."""
+        """Whether every gradient is fp32: then scaling before or inside an optimizer's kernel gives the same bits."""
         self.triton: _triton.Plan | None = None
         self.absent: list[tuple[str, Tensor]] = []
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
-        """Trainable parameters without a gradient, and their share of the trainable elements; free where none is."""
+        """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
         missing = [(name, _gradients.numel(p)) for name, p in self.absent if p.requires_grad]
         if not missing:
             return (), 0.0
@@ -66,14 +66,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """What the host knows of a step whose numbers are still on the device."""
+    """What the host knows about a step whose numbers are still on the device."""
 
     step: int
     learning_rates: tuple[float, ...] = ()
     num_microbatches: int = 1
     num_dropped_microbatches: int = 0
     stale: tuple[str, ...] = ()
-    """Parameters whose gradients were not cleared after the step before."""
+    """Parameters whose gradients were not cleared after the previous step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,15 +81,15 @@ class Measurement:
     """One step's numbers, still on the device."""
 
     packed: Tensor
-    """Header, then the rows: float64 [HEADER + 5 N]; behind them what other ranks have told."""
+    """Header, then the rows: float64 [HEADER + 5 N]; after them the values exchanged between ranks."""
     flags: Tensor
-    """What a fused optimizer takes: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
+    """Inputs of a fused optimizer: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
     plan: Plan
     has_loss: bool
 
     @property
     def found(self) -> Tensor:
-        """1.0 when loss or gradients are not finite, else 0.0: float32 scalar."""
+        """1.0 if loss or gradients are not finite, otherwise 0.0: float32 scalar."""
         return self.flags[0]
 
     @property
@@ -114,17 +114,17 @@ class Measurement:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Their gradients as they are now, [N]; of a DTensor the part of this rank."""
+        """Their current gradients, [N]; for a DTensor, this rank's part."""
         gradients = [p.grad for p in self.plan.parameters if p.grad is not None]
         return [take_local(g) for g in gradients] if self.plan.is_sharded else gradients
 
     def set_coefficient(self, coefficient: Tensor) -> None:
-        """Take the clip coefficient of a strategy other than a constant threshold; no host read."""
+        """Set the clip coefficient of a strategy other than a constant threshold; no host read."""
         self.packed[COEFFICIENT] = coefficient
         self.flags[1] = coefficient.reciprocal()
 
     def scale_in_place(self) -> bool:
-        """Multiply the gradients by the coefficient on the device, at no cost where it is 1; False: cannot."""
+        """Multiply the gradients by the coefficient on the device, for free if it is 1; return False if impossible."""
         if self.plan.triton is None:
             return False
         self.plan.triton.scale(self.plan.addresses, self.packed)
@@ -138,7 +138,7 @@ class Measurement:
         skipped: bool,
         spoilt_buffers: Mapping[str, int] | None = None,
     ) -> Reading:
-        """The Reading of `numbers`, which is this packed vector on the host."""
+        """Return the Reading of `numbers`, which is this packed vector on the host."""
         num_nonfinite, num_nan = int(numbers[NUM_NONFINITE]), int(numbers[NUM_NAN])
         norm, scale = numbers[NORM], numbers[LOSS_SCALE]
         missing, missing_share = self.plan.find_missing()
@@ -164,9 +164,9 @@ class Measurement:
 
 
 class Meter:
-    """Measures the gradients of `named` parameters with the implementation asked for.
+    """Measures the gradients of `named` parameters with the requested implementation.
 
-    With `max_norm` the coefficient of clipping at that constant norm is computed along the way. With `ranks` the
+    With `max_norm`, the coefficient for clipping at that constant norm is computed along the way. With `ranks`, the
     numbers are those of all ranks together, the same on each; every rank must then measure at the same point.
     """
 
@@ -195,9 +195,9 @@ class Meter:
     def measure(
         self, loss: Tensor | None = None, *, scale: Tensor | None = None, told_scale: Tensor | None = None
     ) -> Measurement | None:
-        """Measure all gradients; None when no parameter has one.
+        """Measure all gradients; return None if no parameter has one.
 
-        `scale` is the loss scale that they still carry, `told_scale` the one to write down.
+        `scale` is the loss scale that they still carry, `told_scale` the one to record.
         """
         plan, addresses = self._find_plan()
         if plan is None:
@@ -225,7 +225,7 @@ class Meter:
         return m
 
     def _join_ranks(self, m: Measurement, own_loss: Tensor | None) -> None:
-        """Make this the measurement of all ranks, and put behind it what they told each other."""
+        """Make this the measurement of all ranks, and append the values that they exchanged."""
         if self._ranks.shares_tables:
             gradients = [p.grad for p in m.parameters if p.grad is not None]
             table, loss = self._ranks.share(m.table, m.names, gradients, own_loss)
@@ -235,14 +235,14 @@ class Meter:
         m.packed = torch.cat([m.packed, said.to(m.packed.device)])
 
     def read_told(self, m: Measurement, numbers: Sequence[float]) -> Told:
-        """What the ranks told each other, from the numbers of `m` on the host."""
+        """Return the values that the ranks exchanged, from the numbers of `m` on the host."""
         return self._ranks.read(numbers[m.plan.length :], has_loss=m.has_loss)
 
     def _find_plan(self) -> tuple[Plan | None, list[int]]:
-        """The plan for the gradients that are there, and on the fast path their addresses."""
+        """Return the plan for the present gradients and, on the fast path, their addresses."""
         last = self._last
         if last is not None and last.triton is not None and len(last.parameters) == len(self._parameters):
-            try:  # the same gradients as the step before, most likely at the same places: one pass over the list
+            try:  # most likely the same gradients at the same addresses as before: one pass over the list
                 addresses = list(map(_address, map(_gradient, last.parameters)))
             except (TypeError, RuntimeError, NotImplementedError):
                 pass  # one is missing, or sparse
@@ -259,7 +259,7 @@ class Meter:
             return None, []
         plan = self._plans.get(present)
         if plan is None or plan.device != there[0].device:
-            if len(self._plans) >= MAX_PLANS:  # experts that come and go make new patterns for ever
+            if len(self._plans) >= MAX_PLANS:  # experts that come and go make ever new patterns
                 self._plans.clear()
             names = [name for name, yes in zip(self._names, present) if yes]
             plan = Plan(names, [p for p, yes in zip(self._parameters, present) if yes], there[0].device)
@@ -271,7 +271,7 @@ class Meter:
         return plan, plan.addresses
 
     def _measure_any(self, m: Measurement, loss: Tensor | None, inverse: Tensor | None) -> None:
-        """Any mix of devices, dtypes and layouts: a table for each device, gathered on the first one."""
+        """Measure any mix of devices, dtypes and layouts: a table for each device, gathered on the first one."""
         grads, table = [p.grad for p in m.parameters if p.grad is not None], m.table
         dense = [_gradients.as_dense(g, name, sharded=self._shards_allowed) for g, name in zip(grads, m.names)]
         if self._implementation is Implementation.FOREACH and all(values.device.type == "cpu" for values in dense):
@@ -306,7 +306,7 @@ def _measure_on_host(
     inverse: Tensor | None,
     max_norm: float | None,
 ) -> None:
-    """Everything in host memory: plain arithmetic, and one tensor at the end. Fifteen tiny tensor operations less."""
+    """Measure gradients in host memory: plain arithmetic and one tensor at the end save fifteen tiny tensor ops."""
     unscale = 1.0 if inverse is None else float(inverse)
     cells: list[float] = []
     for gradient, values in zip(grads, dense):
@@ -327,7 +327,7 @@ def _measure_on_host(
 
 
 def _prepare_triton(plan: Plan, grads: list[Tensor]) -> None:
-    """Look at dtypes and layouts again: a gradient has moved. Plain ones get a plan, others the general path."""
+    """Check dtypes and layouts again after a gradient moved. Plain ones get a plan, others the general path."""
     from steadygrad.measure.kernels import triton
 
     plain = all(
@@ -355,7 +355,7 @@ def _summarise(m: Measurement, table: Tensor, loss: Tensor | None, max_norm: flo
     packed[LOSS], packed[NORM] = value, norm
     packed[NUM_NONFINITE : NUM_NAN + 1] = counts
     packed[FOUND] = bad
-    packed[LOSS_SCALE] = 0.0  # until somebody writes it
+    packed[LOSS_SCALE] = 0.0  # until the caller writes it
     m.flags[0] = bad
     m.set_coefficient(norm.new_ones(()) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
@@ -379,7 +379,7 @@ def _choose(wanted: Implementation, parameters: Sequence[Tensor]) -> Implementat
 
 
 def triton_is_usable() -> bool:
-    """Whether a Triton that our kernels are written for is installed."""
+    """Return whether a Triton version that our kernels support is installed."""
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
         return (int(major), int(minor)) >= MIN_TRITON

@@ -1,9 +1,8 @@
-"""On which rank did a bad step begin? Local signs, kept on the device -> one question to all ranks after the incident.
+"""On which rank did a bad step begin? Local flags, kept on the device -> one exchange after the incident.
 
-The all-reduce of DDP makes one rank's NaN everybody's, so each rank looks at a gradient of its own before that: at the
-first small parameter of the model, which nearly everything that goes wrong in backward flows through. After an incident
-whose rank that did not show, all parameters are looked at for a while. Losses need no look: they are exchanged anyway.
-Reads only.
+DDP's all-reduce spreads one rank's NaN to all, so each rank checks a gradient of its own before that: the one of the
+model's first small parameter, through which nearly every fault in backward flows. After an incident whose rank that
+did not reveal, all parameters are checked for a while. Losses need no check: they are exchanged anyway. Reads only.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from steadygrad.facts import Reading
 from steadygrad.measure.ranks import Ranks, Told
 
 SMALL = 1 << 16
-"""Elements of a gradient whose look costs nothing against its step."""
+"""Checking a gradient of up to this many elements costs nothing compared with the step."""
 NUM_STEPS = 50
-"""For which all gradients are looked at after an incident whose rank could not be told."""
+"""Number of steps for which all gradients are checked after an incident whose rank remained unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a bad step began, as far as it is known."""
+    """Where a bad step began, as far as known."""
 
     ranks: tuple[int, ...] = ()
     text: str = ""
 
 
 class OwnGradients:
-    """Looks at gradients before they are summed over the ranks; does nothing for a process alone."""
+    """Checks gradients before they are summed over the ranks; does nothing in a single process."""
 
     def __init__(self, ranks: Ranks, named: Sequence[tuple[str, Tensor]]) -> None:
         self._ranks = ranks
@@ -60,7 +59,7 @@ class OwnGradients:
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Inside, what backward makes is nobody's gradient: a step is being replayed."""
+        """Ignore the gradients of backwards inside this context: a step is being replayed."""
         seen = self._is_finite
         try:
             yield
@@ -68,11 +67,11 @@ class OwnGradients:
             self._is_finite = seen
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._watch([])
 
     def take(self) -> Tensor | None:
-        """Whether all that was looked at in this step was finite, still on the device."""
+        """Return whether everything checked in this step was finite, still on the device."""
         finite, self._is_finite = self._is_finite, None
         if self._steps_left:
             self._steps_left -= 1
@@ -81,7 +80,7 @@ class OwnGradients:
         return finite
 
     def find_origin(self, reading: Reading, told: Told, own_finite: Tensor | None, signs: Sequence[str]) -> Origin:
-        """After a bad step, on all ranks at the same point: who began it. `signs` is what this rank saw of its own."""
+        """Find the rank that began a bad step; call it at the same point on all. `signs`: what this rank itself saw."""
         if not self._ranks.many or not reading.is_nonfinite or self._ranks.is_joining:
             return Origin(told.began_on, self._spell(told.began_on, []))
         mine = (own_finite is not None and not bool(own_finite), list(signs))

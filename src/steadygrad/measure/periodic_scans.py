@@ -1,9 +1,9 @@
-"""PeriodicScans: what is looked at now and then, beside the gradients of every step.
+"""PeriodicScans: what is scanned now and then, besides the gradients of every step.
 
 Every `MeasureConfig.scan_every` steps: the batch, the activations, the weights, Adam's ratio. On the first step: the
-graph. Before the first step and after the eighth, and so again after a rollback: the weights. After a bad step: the
-batch and the weights that made it. Looks are queued without a wait and read when the step is judged. Reads only; a
-look that fails is a look that saw nothing.
+graph. Before the first step and after the eighth, and likewise after a rollback: the weights. After a bad step: the
+batch and the weights that produced it. Scans are queued without a wait and read when the step is judged. Reads only; a
+scan that fails counts as one that saw nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from steadygrad.measure.transfer import Transfer
 from steadygrad.state.trained_parameters import TrainedParameters
 
 FIRST_STEPS = 8
-"""Steps after which the weights are looked at for the first time: have they run away from where they began?"""
+"""Steps after which the weights are first scanned, to see whether they have run away from their start."""
 
 
 @dataclass(slots=True)
@@ -36,31 +36,31 @@ class Looks:
     """What was queued for one step."""
 
     batch: tuple[Sequence[Any], Mapping[str, Any]] | None = None
-    """The arguments of the step's last microbatch, for a look after the fact."""
+    """The arguments of the step's last microbatch, to be scanned after the fact."""
     captures: Sequence[Any] = ()
-    """What a replay of the step needs; kept here for `diagnose`, which nobody in this package knows."""
+    """What a replay of the step needs; kept here for `diagnose`, which this package does not import."""
     inputs: PendingScan | None = None
     activations: PendingActivations | None = None
     graph: GraphScan | None = None
     weights: PendingParameterScan | None = None
     rms: PendingRms | None = None
     own_finite: Tensor | None = None
-    """On many ranks: whether this rank's gradients were finite before they were summed, as far as was looked."""
+    """With several ranks: whether this rank's gradients were finite before they were summed, as far as checked."""
     logged: Logged | None = None
-    """What the user's program told beside the loss."""
+    """Numbers that the user's program logged beside the loss."""
 
     @property
     def under_way(self) -> bool:
-        """Whether something was queued on the device for it."""
+        """Whether a scan was queued on the device for it."""
         return any(look is not None for look in (self.inputs, self.activations, self.weights, self.rms))
 
 
 class PeriodicScans:
-    """Queues looks while a step runs, and turns them into facts when it is judged."""
+    """Queues scans while a step runs, and turns them into facts when it is judged."""
 
     def __init__(self, trained: TrainedParameters, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
         self._trained, self._every = trained, config.scan_every
-        transfer = Transfer(slots=8)  # a look sends up to four, and two may be on their way
+        transfer = Transfer(slots=8)  # a step sends up to four copies, and two steps may be in flight
         self._weights = ParameterWatch(trained, transfer=transfer, ranks=ranks)
         self._adam = AdamWatch(trained.optimizers, trained.named, transfer=transfer)
         self._activations = ActivationWatch(trained.model, transfer=transfer)
@@ -69,9 +69,9 @@ class PeriodicScans:
         self._first: list[Fact] = []
         self._has_begun = False
         self.num_since = 0
-        """Optimizer steps since the weights were new."""
+        """Number of optimizer steps since the weights were initialised or replaced."""
         self.given_nonfinite: frozenset[str] | None = None
-        """Parameters that were not finite when they were given; None while nobody has looked."""
+        """Parameters that were not finite to begin with; None if not scanned yet."""
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
@@ -79,7 +79,7 @@ class PeriodicScans:
         return self._every > 0 and step > 0 and step % self._every == 0
 
     def begin(self) -> None:
-        """Before the first step: are the weights good that we are given?"""
+        """Scan the user's weights before the first step."""
         if not self._has_begun:
             self._has_begun = True
             if self._every:
@@ -91,7 +91,7 @@ class PeriodicScans:
 
     @contextlib.contextmanager
     def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Around the user's function."""
+        """Run the scans that belong around the user's function."""
         looks.batch = (args, kwargs)
         due = self._is_due(step) and looks.inputs is None
         with contextlib.ExitStack() as stack:
@@ -105,12 +105,12 @@ class PeriodicScans:
             looks.activations = self._activations.pending
 
     def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
-        """Before the first backward, once."""
+        """Scan the graph once, before the first backward."""
         if self._graph is not None:
             looks.graph, self._graph = self._graph.read(step, loss), None
 
     def after_optimizer(self, step: int, looks: Looks) -> None:
-        """While the gradients are still there."""
+        """Queue the scans after the optimizer step, while the gradients are still there."""
         self.num_since += 1
         due = self._is_due(step)
         if due:
@@ -119,7 +119,7 @@ class PeriodicScans:
             looks.weights = self._weights.begin()
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
-        """The facts around a judged step; after a bad one the batch and the weights are looked at now."""
+        """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
@@ -138,7 +138,7 @@ class PeriodicScans:
         return facts
 
     def forget(self) -> None:
-        """The weights were replaced: look at them again before the next step."""
+        """Scan the weights again before the next step, because they were replaced."""
         self._weights.forget()
         self._has_begun = False
         self.num_since = 0

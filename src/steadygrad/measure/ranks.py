@@ -1,10 +1,10 @@
-"""Ranks: those who train together, and the one exchange a step that makes their numbers equal.
+"""Ranks: the processes that train together, and the one exchange per step that makes their numbers equal.
 
 Under DistributedDataParallel gradients are equal on all ranks, NaN included, and only the losses are exchanged: one
-small all-reduce, started before backward. Gradients in shards (FSDP2, tensor parallelism), or that nobody has made
-equal, exchange the whole table of statistics after backward. Equal numbers then lead every rank to the same decision
-without another word. What is exchanged has the same size on every rank whatever it has seen, so that no rank waits for
-another. A process alone exchanges nothing.
+small all-reduce, started before backward. For sharded gradients (FSDP2, tensor parallelism), or gradients that nothing
+makes equal, the whole table of statistics is exchanged after backward. Equal numbers then lead every rank to the same
+decision without further communication. The exchange has the same size on every rank, whatever it has seen, so that no
+rank waits for another. A single process exchanges nothing.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ LOSS_SUM, NUM_LOSSES, STOP, NUM_FIXED = range(4)
 RANKS_A_NUMBER = 48
 """Bits that a float64 sums without loss: each rank adds its own power of two when its loss is not finite."""
 SUMMED = (0, 2, 3, 4)
-"""Columns of the table that shards add up (the norm as a square); the largest element is a maximum."""
+"""Columns of the table that are summed over shards (the norm as a square); for the largest element take the maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the ranks told each other beside the numbers of the Reading."""
+    """What the ranks exchanged besides the numbers of the Reading."""
 
     began_on: tuple[int, ...] = ()
     """The ranks whose own loss was not finite."""
     asks_to_stop: bool = False
-    """Whether a rank was sent a signal."""
+    """Whether some rank received a signal."""
     own_loss: float | None = None
     """This rank's loss, before it was averaged."""
 
 
 class Ranks:
-    """A group of ranks that decides as one. `Ranks()` is a process alone."""
+    """A group of ranks that decides as one. `Ranks()` is a single process."""
 
     def __init__(
         self, group: Any = None, *, named: Sequence[tuple[str, Tensor]] = (), ddp: nn.Module | None = None
@@ -56,15 +56,15 @@ class Ranks:
         """Name of each rank's machine."""
         self.ddp = ddp
         self.asks_to_stop = False
-        """Set when this rank was sent a signal; the others hear of it with the next step."""
+        """Set when this rank received a signal; the others learn of it with the next step."""
         self.is_joining = False
-        """Inside `guard.join()`: a rank that has no more data only shadows the others."""
+        """Whether we are inside `guard.join()`, where a rank without data only shadows the others."""
         self._is_uneven = False
         self._layouts: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         self.watch(named)
         self._device = _find_device(group, named)
         self._bits = _make_bits(self.num, self.rank, self._device)
-        # On the device from the start: a number that is sent there later makes the host wait.
+        # On the device from the start: sending a number there later makes the host wait.
         self._heads = {
             asks: torch.tensor([0.0, 1.0, float(asks)], dtype=torch.float64, device=self._device)
             for asks in (False, True)
@@ -73,13 +73,13 @@ class Ranks:
         self._said: Tensor | None = None
 
     def watch(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """These parameters are trained from now on, on all ranks."""
+        """Set the parameters that all ranks train from now on."""
         self._rows = {name: i for i, (name, _) in enumerate(named)}
         self._layouts.clear()
 
     @property
     def many(self) -> bool:
-        """Whether there is anybody to agree with; a group of one that was asked for agrees with itself."""
+        """Whether ranks must agree; true also for an explicitly requested group of one."""
         return self.group is not None
 
     @property
@@ -96,7 +96,7 @@ class Ranks:
 
     @torch.no_grad()
     def start(self, losses: Sequence[Tensor]) -> None:
-        """Before a backward: where DDP is about to make the gradients equal, the losses so far travel beside them."""
+        """Start exchanging the losses before a backward in which DDP makes the gradients equal."""
         if self.ddp is None or not self.many:
             return
         self._drop()
@@ -104,7 +104,7 @@ class Ranks:
             self._send(self._fill(_add(losses)))
 
     def check_synchronised(self) -> None:
-        """Raise where DDP is told not to make the gradients of this backward equal."""
+        """Raise an error if DDP is set not to synchronise the gradients of this backward."""
         if self.many and self.ddp is not None and not self.ddp.require_backward_grad_sync:
             raise UsageError(
                 "drop_bad_microbatches cannot work under no_sync(): each rank has gradients of its own there, and "
@@ -113,19 +113,19 @@ class Ranks:
 
     @torch.no_grad()
     def finish_backward(self, losses: Sequence[Tensor]) -> None:
-        """After backward, inside `guard.join()`: ranks without data shadow DDP first and this afterwards."""
+        """Exchange after backward, inside `guard.join()`: ranks without data shadow DDP first and this afterwards."""
         if self.is_joining and self.ddp is not None and self.ddp.require_backward_grad_sync:
             self._send(self._fill(_add(losses)))
 
     @torch.no_grad()
     def shadow(self) -> None:
-        """Take part in the exchange of the others without a loss of one's own."""
+        """Take part in the exchange without contributing a loss."""
         self._send(self._fill(None))
         self._drop()
 
     @torch.no_grad()
     def spread(self, loss: Tensor | None) -> Tensor | None:
-        """The mean loss of all ranks, NaN or Inf if one of them is; `loss` itself where tables are exchanged later."""
+        """Return the mean loss of all ranks, non-finite if one is; or `loss` itself if tables are exchanged later."""
         if not self.many or self.shares_tables:
             return loss
         if self._under_way is None:
@@ -135,7 +135,7 @@ class Ranks:
         return None if loss is None else numbers[LOSS_SUM] / numbers[NUM_LOSSES]
 
     def _fill(self, loss: Tensor | None) -> Tensor:
-        """This rank's part of the exchange. No host read."""
+        """Return this rank's part of the exchange. No host read."""
         head = self._heads[self.asks_to_stop].clone()
         if loss is None:
             head[NUM_LOSSES] = 0.0
@@ -199,7 +199,7 @@ class Ranks:
     def _find_layout(
         self, names: tuple[str, ...], gradients: Sequence[Tensor], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Where these parameters stand among all, and what share of each this rank's part counts as, [N] and [N]."""
+        """Return the positions of these parameters among all, and the share that this rank counts, [N] and [N]."""
         layout = self._layouts.get(names)
         if layout is None or layout[0].device != device:
             rows = torch.tensor([self._rows[name] for name in names], device=device)
@@ -209,7 +209,7 @@ class Ranks:
 
     @torch.no_grad()
     def combine_norms(self, norms: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Norms of this rank's parts of `tensors` -> norms of the whole tensors."""
+        """Turn norms of this rank's parts of `tensors` into norms of the whole tensors."""
         if not self.shares_tables:
             return norms
         weights = torch.tensor([count_shards(t) / self.num for t in tensors], dtype=torch.float64, device=norms.device)
@@ -217,7 +217,7 @@ class Ranks:
 
     @torch.no_grad()
     def find_largest(self, numbers: Tensor) -> Tensor:
-        """Element by element the largest of all ranks."""
+        """Return the element-wise maximum over all ranks."""
         return self._reduce(numbers, dist.ReduceOp.MAX) if self.many else numbers
 
     def _reduce(self, numbers: Tensor, op: Any) -> Tensor:
@@ -228,12 +228,12 @@ class Ranks:
     # --- what goes to the host --------------------------------------------------------------------------------------
 
     def take_said(self) -> Tensor | None:
-        """What travels to the host behind the measurement; None for a process alone."""
+        """Return what is sent to the host after the measurement; None for a single process."""
         said, self._said = self._said, None
         return said
 
     def read(self, said: Sequence[float], *, has_loss: bool) -> Told:
-        """The same on the host."""
+        """Decode the exchanged values on the host."""
         if not said:
             return Told()
         bits = [int(number) for number in said[NUM_FIXED:-1]]
@@ -243,7 +243,7 @@ class Ranks:
     # --- seldom, on the host ----------------------------------------------------------------------------------------
 
     def check_alike(self, about: str) -> None:
-        """Raise on every rank unless all train the same parameters with the same settings; learn machines' names."""
+        """Raise an error on every rank unless all have the same parameters and settings; collect machine names."""
         if not self.many:
             return
         mine = (len(self._rows), _digest(repr(sorted(self._rows))), _digest(about), socket.gethostname())
@@ -259,7 +259,7 @@ class Ranks:
         self.nodes = tuple(other[3] for other in others)
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain value of each rank, by rank."""
+        """Return the plain value of each rank, by rank."""
         if not self.many:
             return [value]
         values: list[Any] = [None] * self.num
@@ -268,43 +268,43 @@ class Ranks:
 
     @property
     def why_apart(self) -> str | None:
-        """Why what needs every rank must not be begun; None when it may. The same on all ranks that train."""
+        """Why nothing that needs every rank may begin; None if it may. The same on all ranks that train."""
         if self.is_joining:
             return "a rank may have no more data"
         return "the ranks have made different numbers of steps" if self._is_uneven else None
 
     def note_steps(self, num_steps: int) -> None:
-        """After `guard.join()`: ranks that made fewer steps have seen less, and may come to other conclusions."""
+        """Compare step counts after `guard.join()`: ranks with fewer steps may come to other conclusions."""
         self._is_uneven |= len(set(self.gather(num_steps))) > 1
 
     def find_least(self, value: int) -> int:
-        """The smallest of all ranks."""
+        """Return the minimum over all ranks."""
         least: int = min(self.gather(value))
         return least
 
     def take_mean(self, value: float) -> float:
-        """The mean of all ranks."""
+        """Return the mean over all ranks."""
         values = self.gather(value)
         return float(sum(values)) / len(values)
 
     def find_common(self, steps: Sequence[int]) -> set[int]:
-        """Those that every rank has. None while a rank may have no more data: it would not answer."""
+        """Return the steps that every rank has; empty while a rank may be out of data, since it would not answer."""
         if self.is_joining:
             return set()
         return set.intersection(*map(set, self.gather(list(steps))))
 
     @property
     def num_neighbours(self) -> int:
-        """Ranks on this machine, this one included."""
+        """Number of ranks on this machine, including this one."""
         return self.nodes.count(self.nodes[self.rank]) if self.many and self.nodes else 1
 
     def name(self, rank: int) -> str:
-        """'rank 3', or 'rank 3 (on b12)' where there are several machines."""
+        """Return 'rank 3', or 'rank 3 (on b12)' if there are several machines."""
         return f"rank {rank} (on {self.nodes[rank]})" if len(set(self.nodes)) > 1 else f"rank {rank}"
 
 
 def find_ranks(model: nn.Module, named: Sequence[tuple[str, Tensor]], *, process_group: Any = None) -> Ranks:
-    """Those who train `model` with this process: the group given, that of its DDP, or everybody."""
+    """Return the ranks that train `model` together: the given group, that of its DDP, or all."""
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
     ddp = _find_ddp(model, named)
@@ -315,7 +315,7 @@ def find_ranks(model: nn.Module, named: Sequence[tuple[str, Tensor]], *, process
 
 
 def _find_ddp(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> Any:
-    """The wrapper that makes every one of these gradients equal; None where some are sharded or left out."""
+    """Return the wrapper that makes all these gradients equal; None if some are sharded or left out."""
     while isinstance(getattr(model, "_orig_mod", None), nn.Module):
         model = model._orig_mod  # type: ignore[assignment]
     if not isinstance(model, nn.parallel.DistributedDataParallel) or model.parameters_to_ignore:
@@ -325,7 +325,7 @@ def _find_ddp(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> Any:
 
 
 def _find_device(group: Any, named: Sequence[tuple[str, Tensor]]) -> torch.device:
-    """Where the exchange happens: where the parameters are, if the group can talk there."""
+    """Return the device of the exchange: that of the parameters, if the group can communicate there."""
     device = named[0][1].device if named else torch.device("cpu")
     if group is None or device.type in {kind.type for kind in group._device_types}:
         return device

@@ -15,11 +15,11 @@ from steadygrad.measure.gradients import is_dtensor
 from steadygrad.measure.transfer import Ticket, Transfer
 
 PIECE = 1 << 23
-"""Elements of a tensor that are looked at together: bounds the temporary memory to a few times 64 MiB."""
+"""Elements of a tensor that are measured together: bounds temporary memory to a few times 64 MiB."""
 
 
 class PendingRows:
-    """Rows on their way. `read()` gives them all; asking again gives the same ones."""
+    """Rows still being copied. `read()` returns them all; calling it again returns the same ones."""
 
     def __init__(self, parts: Sequence[tuple[Ticket, Sequence[tuple[str, int]]]] = ()) -> None:
         self._parts = parts
@@ -30,7 +30,7 @@ class PendingRows:
         return all(ticket.ready for ticket, _ in self._parts)
 
     def read(self) -> dict[str, Sequence[float]]:
-        """Name -> its row."""
+        """Return name -> its row."""
         rows: dict[str, Sequence[float]] = {}
         for ticket, lengths in self._parts:
             numbers, start = ticket.wait(), 0
@@ -41,7 +41,7 @@ class PendingRows:
 
 
 def send_rows(rows: Mapping[str, Tensor], transfer: Transfer | None = None) -> PendingRows:
-    """Start copying `rows`; with a `transfer` of the caller's its pinned buffers are used again."""
+    """Start copying `rows`; the caller's `transfer`, if passed, lends its pinned buffers."""
     by_device: dict[torch.device, list[str]] = {}
     for name, row in rows.items():
         by_device.setdefault(row.device, []).append(name)
@@ -54,7 +54,7 @@ def send_rows(rows: Mapping[str, Tensor], transfer: Transfer | None = None) -> P
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether `tensor` has plain elements here: not sparse, nested, sharded, quantized, on meta, or yet to be made."""
+    """Return whether `tensor` has plain local elements: not sparse, nested, sharded, quantized, on meta or lazy."""
     return not (
         nn.parameter.is_lazy(tensor)
         or is_dtensor(tensor)
@@ -67,7 +67,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def split_flat(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The elements in pieces of at most PIECE; complex ones as pairs of reals. Views, where the layout allows it."""
+    """Split the elements into pieces of at most PIECE, complex ones as pairs of reals; views if the layout allows."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

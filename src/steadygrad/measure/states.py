@@ -1,8 +1,8 @@
 """ParameterWatch: all weights and buffers -> a ParameterScan: which are not finite, and which do not move.
 
-A parameter is known again by a hash of its bits, one 64-bit number kept on its device. One pass over the weights, asked
-for every N steps: on CUDA two launches for all tensors of a dtype, and one copy to the host that `begin()` does not
-wait for. Reads only.
+A parameter is recognised by a hash of its bits, one 64-bit number kept on its device. It takes one pass over the
+weights every N steps: on CUDA two launches for all tensors of a dtype, and one copy to the host that `begin()` does
+not wait for. Reads only.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from steadygrad.state.trained_parameters import TrainedParameters
 
 CHANGED = NUM_NUMBERS
 WIDTH = NUM_NUMBERS + 1
-"""Numbers of a tensor: those of a look, and whether its bits have changed since the one before."""
+"""Numbers per tensor: those of a scan, and whether its bits have changed since the previous one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """A tensor that is looked at."""
+    """A tensor to scan."""
 
     name: str
     tensor: Tensor
     is_buffer: bool = False
     is_trained: bool = False
     is_weighed: bool = False
-    """Whether its norm tells how far training has moved it."""
+    """Whether its norm shows how far training has moved it."""
 
 
 class PendingParameterScan:
-    """A look at the weights whose numbers are on their way. Read once."""
+    """A scan of the weights whose numbers are still being copied. Read it once."""
 
     def __init__(
         self, watch: ParameterWatch, subjects: Sequence[Subject] = (), ticket: Ticket | None = None, *, compares: bool
@@ -50,7 +50,7 @@ class PendingParameterScan:
         self._watch, self._subjects, self._ticket, self._compares = watch, subjects, ticket, compares
 
     def read(self, step: int) -> ParameterScan:
-        """The scan after `step`; tell the watch about the Reading of that step first."""
+        """Return the scan after `step`; pass the Reading of that step to the watch first."""
         numbers = self._ticket.wait() if self._ticket is not None else ()
         pushed = self._watch.take_pushed(step)
         rows = [(subject, numbers[WIDTH * i : WIDTH * (i + 1)]) for i, subject in enumerate(self._subjects)]
@@ -80,16 +80,16 @@ class ParameterWatch:
         of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self._groups = {name: of[id(p)] for name, p in trained.named}
         # RMSprop has no bias correction: its first steps are ten times what its rate says, and how far they move the
-        # weights tells nothing.
+        # weights means nothing.
         odd = {id(p) for o in trained.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
         self._weighed = {name for name, p in trained.named if id(p) not in odd}
-        self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the look before
+        self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the previous scan
         self._looks: dict[torch.device, Looker] = {}
-        self._still = set(self._groups)  # parameters that nothing has pushed since the scan before
-        self._pushed: dict[str, int] = {}  # those that something has, and the step that did
+        self._still = set(self._groups)  # parameters that no step should have moved since the previous scan
+        self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
 
     def note_step(self, reading: Reading) -> None:
-        """Remember whom this step should have moved; costs nothing once everybody is expected to move."""
+        """Remember which parameters this step should have moved; costs nothing once all are expected to move."""
         if not self._still or reading.skipped or not reading.clip_coefficient > 0:
             return
         table = reading.gradients
@@ -99,44 +99,44 @@ class ParameterWatch:
                 self._pushed[name] = reading.step
 
     def begin(self) -> PendingParameterScan:
-        """Queue a look at the weights as they are now; waits for nothing."""
+        """Queue a scan of the current weights; waits for nothing."""
         try:
             subjects = list(self._list_subjects())
             numbers, compares = self._look_at(subjects)
             ticket = (self._transfer or Transfer(slots=1)).send(numbers.reshape(-1))
             return PendingParameterScan(self, subjects, ticket, compares=compares)
-        except Exception:  # a tensor of its own kind, or no memory: looking must never end the training
+        except Exception:  # an unusual tensor, or no memory: measuring must never end the training
             self._last = None
             return PendingParameterScan(self, compares=False)
 
     def scan(self, step: int) -> ParameterScan:
-        """`begin()` and read: one host read."""
+        """Scan and read at once: one host read."""
         return self.begin().read(step)
 
     def take_pushed(self, step: int) -> set[str]:
-        """Whom the steps up to `step` should have moved since the scan before; starts anew."""
+        """Return the parameters that steps up to `step` should have moved since the previous scan, and start afresh."""
         pushed = {name for name, when in self._pushed.items() if when <= step}
         self._pushed = {name: when for name, when in self._pushed.items() if when > step}
         self._still = set(self._groups) - self._pushed.keys()
         return pushed
 
     def forget(self) -> None:
-        """The weights were replaced (rollback, load): the next scan compares with nothing."""
+        """Forget the hashes after the weights were replaced (rollback, load): the next scan compares with nothing."""
         self._last = None
         self.take_pushed(1 << 62)
 
     def _list_subjects(self) -> Iterator[Subject]:
-        """The model's parameters, those that only an optimizer holds, and buffers that can be other than finite."""
+        """Yield the model's parameters, those that only an optimizer holds, and buffers that can be non-finite."""
         seen: set[int | str] = set()
         for name, whole in (*self._model.named_parameters(), *self._named):
             tensor = take_local(whole)
-            # By name too: a parameter that was exchanged would else stand here twice, the one that is gone last.
+            # By name too: a replaced parameter would otherwise appear twice, the old one last.
             if id(whole) in seen or name in seen or not is_readable(tensor):
                 continue
             seen |= {id(whole), name}
             is_trained = name in self._groups
             if is_trained or _can_be_nonfinite(tensor):
-                is_there = tensor.numel() > 0 or self._ranks.many  # a part may be empty, and must have its row
+                is_there = tensor.numel() > 0 or self._ranks.many  # a shard may be empty, and still needs its row
                 weighed = name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and is_there
                 yield Subject(name, tensor, is_trained=is_trained, is_weighed=weighed)
         for name, buffer in self._model.named_buffers():
@@ -146,7 +146,7 @@ class ParameterWatch:
 
     @torch.no_grad()
     def _look_at(self, subjects: Sequence[Subject]) -> tuple[Tensor, bool]:
-        """Float64 [N, 4], what a look gives and whether the hash changed; and whether hashes could be compared."""
+        """Return float64 [N, 4], the scan and whether the hash changed; and whether hashes could be compared."""
         numbers, hashes = self._look_on_each_device(subjects)
         names = [subject.name for subject in subjects]
         last, self._last = self._last, (names, hashes)
@@ -181,10 +181,10 @@ class ParameterWatch:
         return self._looks[device].look(subjects)
 
     def _share(self, numbers: Tensor, subjects: Sequence[Subject]) -> Tensor:
-        """On many ranks norms of whole weights, and of all other numbers the largest: what one sees, all must know."""
+        """Combine the ranks: norms of whole weights, and the maximum of the rest, so that all know what one sees."""
         if not self._ranks.many:
             return numbers
-        if self._ranks.is_joining:  # not all would answer, and what one sees alone none may act on
+        if self._ranks.is_joining:  # not all ranks would answer, and none may act on what it alone sees
             numbers[:] = 0.0
             numbers[:, CHANGED] = -1.0
             return numbers
@@ -202,7 +202,7 @@ class ParameterWatch:
 
 
 class Looker:
-    """Looks at the tensors of one device: by kernels over a table of addresses on CUDA, tensor by tensor elsewhere."""
+    """Scans the tensors of one device: by kernels over a table of addresses on CUDA, one by one elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_kernels = device.type == "cuda" and triton_is_usable()
@@ -210,7 +210,7 @@ class Looker:
         self._kernels: Any = None
 
     def look(self, subjects: Sequence[Subject]) -> tuple[Tensor, Tensor]:
-        """Numbers float64 [N, 3] and hashes int64 [N]."""
+        """Return numbers float64 [N, 3] and hashes int64 [N]."""
         tensors = [subject.tensor for subject in subjects]
         if not self._has_kernels:
             return plain_looks.look_at(tensors, [subject.is_trained for subject in subjects])
@@ -244,12 +244,12 @@ def _can_be_nonfinite(tensor: Tensor) -> bool:
 
 
 def is_statistic(name: str) -> bool:
-    """Whether a buffer holds statistics of a norm, where an infinity is a fault: masks and priors are made of them."""
+    """Return whether a buffer holds statistics of a norm, where an Inf is a fault; in masks and priors it is normal."""
     return name.rpartition(".")[2].startswith("running_")
 
 
 def count_bad(name: str, buffer: Tensor) -> Tensor:
-    """How many elements of a buffer are not what it may hold."""
+    """Return how many elements of a buffer are not allowed in it."""
     return _count_nonfinite(buffer, infinite=is_statistic(name))
 
 

@@ -1,8 +1,8 @@
-"""Calls of the user's code, one by one -> broadcasts and double softmaxes that were hardly meant.
+"""Calls of the user's code, one by one -> broadcasts and double softmaxes that are probably mistakes.
 
-Shapes say that (N, 1) met (N,); marks say what the program meant: an axis that was added on purpose (unsqueeze, None,
-keepdim, a reshape to a trailing 1) makes pairs on purpose, and so do weights, buffers and ranges. A softmax is known
-again through views, casts and dropout. Marks hold tensors weakly. Nothing is changed, nothing is read from a device.
+Shapes show that (N, 1) met (N,); marks show what the program intended: an axis added on purpose (unsqueeze, None,
+keepdim, a reshape to a trailing 1) makes pairs on purpose, and so do weights, buffers and ranges. A softmax is
+recognised through views, casts and dropout. Marks hold tensors weakly. Nothing is changed or read from a device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def _words(text: str) -> frozenset[str]:
 
 
 MAX_TOLD = 16
-"""Calls of one kind that are kept."""
+"""Most calls of one kind to keep."""
 ELEMENTWISE = _words(
     "add __radd__ sub subtract __rsub__ rsub mul multiply __rmul__ div divide true_divide __rdiv__ __rtruediv__ "
     "mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss gaussian_nll_loss kl_div"
 )
-"""What a loss is made of: two operands of the same meaning, element by element."""
+"""Ops that losses are made of: two operands of the same meaning, element by element."""
 PRODUCTS = _words("linear bilinear matmul __matmul__ __rmatmul__ mm bmm addmm mv einsum conv1d conv2d conv3d")
-"""What makes new features: an axis of its result is not the one that somebody added before."""
+"""Ops that make new features: an axis of the result is not one that the program added before."""
 AXIS_MAKERS = _words(
     "unsqueeze unsqueeze_ expand expand_as broadcast_to meshgrid cartesian_prod column_stack arange linspace logspace "
     "range"
@@ -63,22 +63,22 @@ class _Softmaxed:
     viewed: bool = False
 
     def fits(self, tensor: Tensor, dim: int) -> bool:
-        """Whether a softmax over `dim` of `tensor` is over the same classes."""
+        """Return whether a softmax over `dim` of `tensor` is over the same classes."""
         return tensor.shape[dim] == self.size and (self.viewed or dim == self.dim)
 
 
 class SuspiciousOps:
-    """Is shown each call before and after it is made. `constants` are ids of tensors that are no data (buffers)."""
+    """Sees each call before and after it is made. `constants` are ids of tensors that are not data (buffers)."""
 
     def __init__(self, constants: Collection[int] = ()) -> None:
         self.broadcasts: list[Broadcast] = []
         self.double_softmaxes: list[str] = []
         self._constants = frozenset(constants)
-        self._meant: Any = WeakTensorKeyDictionary()  # tensors with an axis that somebody asked for
+        self._meant: Any = WeakTensorKeyDictionary()  # tensors with an axis that the program asked for
         self._softmaxed: Any = WeakTensorKeyDictionary()
 
     def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at the operands, which the call may change in place."""
+        """Check the operands before the call, which may change them in place."""
         name = getattr(func, "__name__", "")
         if name in ELEMENTWISE and len(self.broadcasts) < MAX_TOLD:
             self._compare(name, *_first_two(args, kwargs))
@@ -103,7 +103,7 @@ class SuspiciousOps:
             self.broadcasts.append(found)
 
     def _is_given(self, tensor: Tensor) -> bool:
-        """Whether its shape was asked for, or it is a weight or a buffer, whose length may equal the batch's."""
+        """Return whether its shape is intended, or it is a weight or buffer, whose length may equal the batch's."""
         is_weight = tensor.requires_grad and tensor.is_leaf
         return is_weight or id(tensor) in self._constants or tensor in self._meant
 
@@ -149,7 +149,7 @@ class SuspiciousOps:
 
 
 def find_caller() -> str:
-    """file:line of the innermost frame that is neither torch's nor ours; empty when there is none."""
+    """Return file:line of the innermost frame that is neither torch's nor ours; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -162,7 +162,7 @@ def find_caller() -> str:
 
 
 def _meet_by_accident(left: Tensor, right: Tensor) -> bool:
-    """(N, 1) with (N,), or (B, N, 1) with (B, N): as many elements, another rank, and a result larger than both."""
+    """Return whether (N, 1) meets (N,), or (B, N, 1) meets (B, N): same size, other rank, result larger than both."""
     long, short = (left.shape, right.shape) if left.dim() > right.dim() else (right.shape, left.shape)
     if len(long) == len(short) or not len(short) or long[-1] != 1 or left.numel() != right.numel():
         return False
@@ -173,19 +173,19 @@ def _meet_by_accident(left: Tensor, right: Tensor) -> bool:
 
 
 def _first_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The operands, by position or by the keywords that torch gives them."""
+    """Return the operands, by position or by torch's keywords."""
     named = [kwargs[key] for key in ("input", "other", "target") if key in kwargs]
     found = [*args[:2], *named, None, None]
     return found[0], found[1]
 
 
 def _class_dim(name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The dimension over which a softmax is taken, from 0; for cross entropy that of the classes."""
+    """Return the dimension of a softmax, from 0; for cross entropy that of the classes."""
     if name == "cross_entropy":
         return 1 if tensor.dim() > 1 else 0
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if not isinstance(dim, int):
-        dim = 0 if tensor.dim() in (0, 1, 3) else 1  # what torch takes when nothing is said
+        dim = 0 if tensor.dim() in (0, 1, 3) else 1  # torch's default if none is passed
     return dim % tensor.dim()
 
 

@@ -1,8 +1,8 @@
-"""One asynchronous copy a step: numbers that lie on the device -> plain floats on the host, when somebody asks.
+"""One asynchronous copy per step: numbers on the device -> plain floats on the host, when requested.
 
 On CUDA the copy goes into a ring of pinned buffers with an event each, so that sending waits for nothing and reading
 waits for that copy alone, never for work queued after it. Numbers that were `mark`ed as complete before the optimizer
-was queued travel beside it on a stream of their own. On the CPU a ticket is ready at once.
+was queued are copied alongside it on a separate stream. On the CPU a ticket is ready at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Ticket:
-    """A copy under way. `wait()` gives the numbers; asking again gives the same ones."""
+    """A copy in flight. `wait()` returns the numbers; calling it again returns the same ones."""
 
     def __init__(self, host: Tensor, event: torch.cuda.Event | None) -> None:
         self._host, self._event = host, event
@@ -28,7 +28,7 @@ class Ticket:
         return self._values is not None or self._event is None or self._event.query()
 
     def wait(self) -> Sequence[float]:
-        """The numbers, as float64."""
+        """Wait for the copy, and return the numbers as float64."""
         if self._values is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -47,7 +47,7 @@ class Transfer:
         self._stream: torch.cuda.Stream | None = None
 
     def mark(self, device: torch.device) -> torch.cuda.Event | None:
-        """This moment in the device's queue: what is complete here may be sent later without waiting for the rest."""
+        """Mark this point of the device's queue: what is complete here can be sent without waiting for later work."""
         if device.type != "cuda":
             return None
         event = self._mark = self._mark or torch.cuda.Event()
@@ -57,7 +57,7 @@ class Transfer:
     def send(self, numbers: Tensor, *, after: torch.cuda.Event | None = None) -> Ticket:
         """Start copying `numbers`, a float64 vector; `after` the mark alone, if they were complete there.
 
-        With a mark the caller keeps `numbers` until the ticket is read: their memory must not serve another.
+        With a mark, the caller must keep `numbers` until the ticket is read, so that their memory is not reused.
         """
         if numbers.device.type == "cpu":
             return Ticket(numbers, None)
@@ -88,7 +88,7 @@ class Transfer:
             self._ring.append((torch.empty(length, dtype=torch.float64, pin_memory=True), torch.cuda.Event(), None))
         buffer, event, ticket = self._ring[self._next]
         if ticket is not None:
-            ticket.wait()  # a ticket that nobody has read yet keeps its numbers
+            ticket.wait()  # an unread ticket must get its numbers before the slot is reused
         if buffer.numel() < length:
             buffer = torch.empty(length, dtype=torch.float64, pin_memory=True)
             self._ring[self._next] = (buffer, event, None)
@@ -96,7 +96,7 @@ class Transfer:
 
 
 def _read(host: Tensor) -> Sequence[float]:
-    """A copy of a contiguous float64 CPU tensor as plain floats; 5 µs for 6000 numbers, and needs no numpy."""
+    """Copy a contiguous float64 CPU tensor to plain floats; 5 µs for 6000 numbers, without numpy."""
     numbers = array("d")
     if host.numel():
         numbers.frombytes(ctypes.string_at(host.data_ptr(), host.numel() * 8))

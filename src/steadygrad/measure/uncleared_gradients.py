@@ -1,9 +1,8 @@
 """UnclearedGradientsWatch: were the gradients cleared before the next backward? Seen from hooks, first steps only.
 
-When the caller runs backward alone, nobody tells the guard when it begins. So after a step each parameter is given a
-hook that fires when its first new gradient has been added: if that was added to the very tensor that the step has used,
-with nothing done to it in between, the old gradient is still inside. Reads only; the hooks are gone after `NUM_STEPS`
-steps.
+If the caller runs backward, the guard does not know when it begins. So after a step each parameter gets a hook that
+fires when its first new gradient has been added: if that was added to the very tensor that the step used, untouched in
+between, the old gradient is still in it. Reads only; the hooks are removed after `NUM_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 NUM_STEPS = 3
-"""Steps that are watched: a loop that forgets to clear its gradients forgets it from the start."""
+"""Number of steps to watch: a loop that forgets to clear its gradients does so from the start."""
 
 
 class UnclearedGradientsWatch:
@@ -28,7 +27,7 @@ class UnclearedGradientsWatch:
         self._stale: dict[str, tuple[Tensor, TensorWeakRef]] = {}
 
     def after_step(self) -> None:
-        """A step is over, and its gradients are the caller's to clear."""
+        """Note the gradients of a finished step, which the caller has to clear."""
         if self._steps_left == 0:
             return
         self._steps_left -= 1
@@ -38,7 +37,7 @@ class UnclearedGradientsWatch:
                 self._watch(name, parameter, TensorWeakRef(gradient), gradient._version)
 
     def _watch(self, name: str, parameter: Tensor, used: TensorWeakRef, version: int) -> None:
-        """`used` is weak, so that a cleared gradient's memory is free; an id() would be given to another tensor."""
+        """Hook one parameter. `used` is weak, so that a cleared gradient is freed; an id() could be reused."""
         fired = False
 
         def look(changed: Tensor) -> None:
@@ -51,9 +50,9 @@ class UnclearedGradientsWatch:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(look))
 
     def take(self) -> tuple[str, ...]:
-        """The parameters whose old gradient was added to and is still there; the hooks are removed.
+        """Remove the hooks; return the parameters whose old gradient was added to and is still there.
 
-        Another model's backward may add to gradients that are cleared before this model's own: as in a GAN.
+        Another model's backward may add to gradients that are cleared before this model's own, as in a GAN.
         """
         for hook in self._hooks:
             hook.remove()
@@ -64,16 +63,16 @@ class UnclearedGradientsWatch:
 
 
 class UsedMark:
-    """Whether the gradients that are there are those that the last step has used, and not the next one's.
+    """Whether the present gradients are those that the last step used, and not the next one's.
 
-    One of them stands for all: a backward adds to it, which shows in its version, or puts another in its place.
+    One of them represents all: a backward adds to it, which shows in its version, or replaces it.
     """
 
     def __init__(self) -> None:
         self._mark: tuple[Tensor, TensorWeakRef, int] | None = None
 
     def note(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """A step is over, and its gradients are the caller's to clear."""
+        """Note the gradients of a finished step, which the caller has to clear."""
         found = next((p for _, p in named if p.grad is not None), None)
         self._mark = None
         if found is not None and found.grad is not None:

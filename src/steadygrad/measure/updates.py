@@ -1,7 +1,7 @@
 """UpdateMeter: how far one optimizer step moved each parameter, relative to its size.
 
-Reads the weights twice and keeps a copy of them while the optimizer runs, so it is asked for every N steps only
-(`MeasureConfig.parameters_every`). A healthy ratio lies around 1e-3.
+Reads the weights twice and keeps a copy of them while the optimizer runs, so it runs only every N steps
+(`MeasureConfig.parameters_every`). A healthy ratio is around 1e-3.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UpdateMeter:
 
     @torch.no_grad()
     def after(self) -> Tensor:
-        """Norms before the step, then norms of the difference: float64 [2 P] on the first parameter's device."""
+        """Return norms before the step, then norms of the difference: float64 [2 P] on the first parameter's device."""
         norms = [_norm(old) for old in self._before]
         moved = [_norm(take_local(new).detach() - old) for new, old in zip(self._parameters, self._before)]
         self._before = []
@@ -41,7 +41,7 @@ class UpdateMeter:
         return self._ranks.combine_norms(numbers, self._parameters * 2)
 
     def read(self, numbers: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
-        """Parameter norms, and update-to-weight ratios (0 for a parameter that is all zero and did not move)."""
+        """Return parameter norms, and update-to-weight ratios (0 for a parameter that is all zero and did not move)."""
         count = len(self.names)
         norms = dict(zip(self.names, numbers[:count]))
         tiny = 1e-38
@@ -49,7 +49,7 @@ class UpdateMeter:
         return norms, ratios
 
     def read_norm(self, numbers: Sequence[float]) -> float:
-        """The global L2 norm of what the optimizer added, from the same numbers."""
+        """Return the global L2 norm of what the optimizer added, from the same numbers."""
         return math.hypot(*numbers[len(self.names) :])
 
 

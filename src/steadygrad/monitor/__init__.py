@@ -1,4 +1,4 @@
-"""Looking without acting: for people who keep their own training loop and want to know how it is doing.
+"""Monitoring without acting: for users who keep their own training loop and want to know how it is doing.
 
 Gradients are measured by the same one pass as under Guard. Nothing here changes training, with the one exception that
 is asked for by name: `GradientHealthMonitor.apply_gradient_clipping`.

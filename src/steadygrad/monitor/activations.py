@@ -1,8 +1,8 @@
-"""ActivationMonitor: what the leaf modules of a model put out -> statistics, dead units, saturated units.
+"""ActivationMonitor: the outputs of a model's leaf modules -> statistics, dead units, saturated units.
 
 Each output is reduced to a few sums and the extremes of its units, on its own device, in a forward hook that waits
-for nothing and keeps neither the output nor its graph. A question costs one host read, however large the model.
-Reads only: a hook that fails is reported and taken off, never the training's problem.
+for nothing and keeps neither the output nor its graph. A query costs one host read, however large the model.
+Reads only: a hook that fails is reported and removed, and never affects the training.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ActivationMonitor:
         self.reset_statistics()
 
     def register_hooks(self) -> None:
-        """Start to observe; once is enough."""
+        """Start observing; calling it again has no effect."""
         if self._handles:
             return
         if hasattr(self.model, "_orig_mod"):
@@ -158,7 +158,7 @@ class ActivationMonitor:
             self._handles.append(module.register_forward_hook(functools.partial(self._observe, name)))
 
     def remove_hooks(self) -> None:
-        """Stop observing; what was seen stays."""
+        """Stop observing; the statistics are kept."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -210,7 +210,7 @@ class ActivationMonitor:
         try:
             with torch.no_grad():
                 self._admit(name, module, output)
-        except Exception as error:  # looking must never end the training that it looks at
+        except Exception as error:  # monitoring must never end the training
             self.remove_hooks()
             _log.warning("ActivationMonitor failed at module %r and is off from here on: %r", name, error)
 
@@ -221,7 +221,7 @@ class ActivationMonitor:
         values = values if values.dim() >= 2 else values.reshape(1, -1)
         seen = self._observed.get(name) or _Observed(self._find_bounds(module))
         seen.admit(values, self._find_unit_dim(module, values.dim()), self._zero_threshold)
-        self._observed[name] = seen  # only now: one that failed half-way has nothing to tell
+        self._observed[name] = seen  # only now: one that failed half-way has nothing to report
 
     def _find_unit_dim(self, module: nn.Module, num_dims: int) -> int:
         """1 or the last; what could be either (activation, dropout, pooling) is taken to follow what ran before it."""

@@ -56,7 +56,7 @@ class GradientHealth(TypedDict):
 
 
 class GradientHealthMonitor:
-    """Says how the gradients of `model` are, between `loss.backward()` and `optimizer.step()`.
+    """Reports the health of a model's gradients, between `loss.backward()` and `optimizer.step()`.
 
     >>> model = nn.Linear(2, 1)
     >>> model(torch.ones(1, 2)).sum().backward()

@@ -59,7 +59,7 @@ def add_gradient_checkpointing(model: nn.Module, modules_to_checkpoint: Sequence
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What stands in for the forward of a wrapped module.
+    """Replaces the forward of a wrapped module.
 
     A bound method, so that a deep copy of the module runs the copy; and of this name, so that a pickled one finds the
     forward of its class.
@@ -99,8 +99,8 @@ class _OldBuffers:
     def keep_changed(self) -> None:
         """After the forward: drop what it cannot have changed.
 
-        The kernel of `batch_norm` writes running statistics without telling, so floating vectors are kept in any case;
-        what is large, such as a causal mask, is not.
+        The kernel of `batch_norm` writes running statistics without advancing the version counter, so floating vectors
+        are always kept; large tensors, such as a causal mask, are not.
         """
         now, seen = self.owner._buffers, self.seen
         self.seen = {}
@@ -158,7 +158,7 @@ class _LentBuffers(AbstractContextManager[None]):
 
 
 def _copy_once(tensor: Tensor | None, copies: dict[int, Tensor]) -> Tensor | None:
-    """A copy; of a tensor that several modules share one and the same, so that they go on sharing."""
+    """Copy a tensor; modules that share it share one copy."""
     if tensor is None:
         return None
     if id(tensor) not in copies:
@@ -167,7 +167,7 @@ def _copy_once(tensor: Tensor | None, copies: dict[int, Tensor]) -> Tensor | Non
 
 
 def _count_writes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version  # nobody may write to an inference tensor
+    return 0 if tensor is None or tensor.is_inference() else tensor._version  # inference tensors have no counter
 
 
 def _is_vector(value: Tensor | None) -> bool:

@@ -37,7 +37,7 @@ class GradientNoise:
         return anneal_std(self.noise_std, self.gamma, self.step)
 
     def add(self, model: nn.Module) -> float:
-        """Add this step's noise to every gradient of `model`, go on to the next step, and tell the deviation."""
+        """Add this step's noise to every gradient of `model`, advance the step, and return the standard deviation."""
         std = self.current_std
         _add_noise(model, std, self.seed, self.step)
         self.step += 1
@@ -59,7 +59,7 @@ class GradientNoise:
 def add_gradient_noise(
     model: nn.Module, noise_std: float = 1e-5, gamma: float = 0.55, *, step: int = 0, seed: int = 0
 ) -> float:
-    """Add the noise of `step` to every gradient of `model`; the deviation that was used is returned."""
+    """Add the noise of `step` to every gradient of `model`; return the standard deviation used."""
     _check(noise_std, gamma)
     step, seed = _as_step(step), _as_whole("seed", seed)
     std = anneal_std(noise_std, gamma, step)

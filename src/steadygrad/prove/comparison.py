@@ -1,7 +1,7 @@
-"""Comparison: a reference and some batches -> a Proof. Says "unknown" where it cannot tell, and never raises.
+"""Comparison: a reference and some batches -> a Proof. Answers "unknown" if it cannot decide, and never raises.
 
-Two batches acquit at once when the present weights are clearly worse on neither; only what looks like harm is
-measured on all of them, and only then are the initial weights asked what had been learnt.
+Two batches acquit at once if the present weights are clearly worse on neither; only what looks like harm is measured
+on all of them, and only then are the initial weights measured too, to see how much had been learned.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from steadygrad.prove.rule import (
 
 logger = logging.getLogger("steadygrad")
 NUM_QUICK = 2
-"""Batches that acquit at once."""
+"""Number of batches that can acquit at once."""
 NOISE = 0.05
-"""Share of the excess by which two replays of one batch may differ; an op that is not deterministic proves nothing."""
+"""Share of the excess by which two replays of one batch may differ; a nondeterministic op proves nothing."""
 
 Aside = Callable[[], contextlib.AbstractContextManager[Any]]
-"""Around replays: no hook of ours hears of them."""
+"""Opens a context for replays in which none of our hooks fires."""
 Rehearse = Callable[[Sequence[HeldStep], Snapshot, float], list[float]]
-"""Losses of steps made again from a snapshot with a share of the present learning rate."""
+"""Returns the losses of steps repeated from a snapshot at a fraction of the present learning rate."""
 Rule = Callable[[Sequence[float], Sequence[float], float], bool]
-"""Last losses of the run, of the same steps made again, and the first of these -> whether the run was harmed."""
+"""Last losses of the run, those of the same steps repeated, and the first of these -> whether the run was harmed."""
 
 
 class Comparison:
-    """Makes the tests of one training."""
+    """Runs the tests of one training."""
 
     def __init__(self, config: ProveConfig, test: PairedTest, *, aside: Aside, rehearse: Rehearse) -> None:
         self._config, self._test, self._aside, self._rehearse = config, test, aside, rehearse
 
     def take_cost(self) -> float:
-        """What the tests since this was last asked took, in training steps."""
+        """Return the cost of the tests since the last call, in training steps."""
         cost, self._test.cost = self._test.cost, 0.0
         return cost
 
     def compare(
         self, reference: Snapshot, captures: Sequence[Capture], step: int, *, initial: Snapshot | None, began_at: float
     ) -> Proof:
-        """Were the present weights harmed? `began_at`: the run's first losses, where the initial weights are gone."""
+        """Test whether the present weights were harmed; `began_at`: first loss, if the initial weights are gone."""
 
         def run() -> Proof:
             now, then, first, damaged = self._run(reference, captures, initial, began_at)
@@ -68,7 +68,7 @@ class Comparison:
         return self._try(step, run)
 
     def compare_batch(self, reference: Snapshot, capture: Capture, step: int, *, began_at: float) -> Proof:
-        """One batch stands out: is it the batch, or were the weights hit?"""
+        """Test whether an outlying loss comes from its batch alone, or whether the weights were hit."""
 
         def run() -> Proof:
             steps = self._test.prepare([capture])
@@ -83,13 +83,13 @@ class Comparison:
     def compare_rate(
         self, steps: Sequence[HeldStep], initial: Snapshot, factor: float, step: int, *, first: float
     ) -> Proof:
-        """Would a lower rate have come further on the same batches, from the initial weights? `first`: their loss."""
+        """Test whether a lower rate does better on the same batches from the initial weights; `first`: their loss."""
         return self._compare_again(
             steps, initial, factor, step, lambda now, lower, _: is_rate_too_high(now, lower, first, config=self._config)
         )
 
     def compare_fresh(self, steps: Sequence[HeldStep], reference: Snapshot, step: int) -> Proof:
-        """Would earlier weights have come further on the same batches, at the same rate?"""
+        """Test whether earlier weights do better when trained on the same batches at the same rate."""
         return self._compare_again(
             steps,
             reference,
@@ -123,14 +123,14 @@ class Comparison:
                 return run()
         except CannotTestError as error:
             return Proof(answer=Answer.UNKNOWN, step=step, reason=error.reason, remedy=error.remedy)
-        except Exception as error:  # a test that fails is no test; training goes on
+        except Exception as error:  # a test that fails proves nothing; training goes on
             logger.error("the paired test after step %d failed, training goes on: %r", step, error)
             return Proof(answer=Answer.UNKNOWN, step=step, reason=f"the test failed with {error!r:.120}")
 
     def _run(
         self, reference: Snapshot, captures: Sequence[Capture], initial: Snapshot | None, began_at: float
     ) -> tuple[list[float], list[float], float | None, bool]:
-        """Losses now, then and, if need be, of the initial weights; and whether the present ones were harmed."""
+        """Return the losses of present, earlier and, if needed, initial weights; and whether harm was done."""
         test, config, is_start = self._test, self._config, reference.step == 0
         ratio = 1.0 if is_start else config.ratio
         steps = test.prepare(captures)

@@ -1,7 +1,7 @@
-"""HeldSteps: the batches of a few steps, held until a test has been made, within a bound of memory.
+"""HeldSteps: the batches of a few steps, held until they are tested, within a memory limit.
 
-References while they are small; where they would pin much device memory, copies on the host; and fewer of them where
-even that is too much. Nothing is held while there is no suspicion.
+They are references while small; copies on the host if they would tie up much device memory; and fewer if even that is
+too much. Nothing is held while there is no suspicion.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from steadygrad.diagnose.step_arguments import name_inputs
 
 @dataclass(frozen=True, slots=True)
 class HeldStep:
-    """One step that can be made again."""
+    """One step that can be repeated."""
 
     captures: tuple[Capture, ...]
     loss: float
-    """What it lost when it was made."""
+    """Its loss when it was first made."""
 
 
 class HeldSteps:
-    """Collects steps until there are as many as are wanted."""
+    """Collects steps until there are `wanted` of them."""
 
     def __init__(self, *, wanted: int, max_bytes: int) -> None:
         self.wanted, self._max_bytes, self._num_bytes = wanted, max_bytes, 0
         self.steps: list[HeldStep] = []
 
     def add(self, captures: Sequence[Capture], loss: float) -> None:
-        """One more step; when the bound is reached, what is there must do."""
+        """Add a step; once the memory limit is reached, make do with those already held."""
         size = sum(tensor.nbytes for one in captures for _, tensor in name_inputs(one.args, one.kwargs))
         if not captures or self._num_bytes + size > 4 * self._max_bytes:
             self.wanted = len(self.steps)
@@ -47,17 +47,17 @@ class HeldSteps:
 
     @property
     def captures(self) -> list[Capture]:
-        """The last microbatch of each step; of no more steps than are wanted, which may be fewer on another rank."""
+        """The last microbatch of each step, for at most `wanted` steps; another rank may hold fewer."""
         return [step.captures[-1] for step in self.steps[: self.wanted]]
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are as many as are wanted, or as there will be."""
+        """Whether enough steps are held, or no more will be."""
         return len(self.steps) >= self.wanted
 
 
 def _move_to_host(capture: Capture) -> Capture:
-    """The same step with its batch on the host; it goes back to its device when it is run."""
+    """Return the same step with its batch on the host; it returns to its device when it is run."""
     devices = {tensor.device for _, tensor in name_inputs(capture.args, capture.kwargs)}
     if len(devices) != 1 or next(iter(devices)).type == "cpu":
         return capture
@@ -72,7 +72,7 @@ def _move_to_host(capture: Capture) -> Capture:
 
 
 def _move(value: Any, device: torch.device | None = None) -> Any:
-    """Tensors on the host, or on `device`."""
+    """Return `value` with its tensors on the host, or on `device`."""
     if isinstance(value, Tensor):
         return value.to("cpu" if device is None else device)
     if isinstance(value, dict):

@@ -1,9 +1,9 @@
 """PairedTest: batches that were trained on, and a snapshot -> their losses under the present and the earlier weights.
 
 Forwards only, with the random numbers, autocast and modes of the step itself. The earlier weights are copied over the
-present ones in place, through host memory, and the present ones are put back bit for bit: no second copy of the model
-is ever on the device. On many ranks all take part, each with its own batches, and all get the same means; what one of
-them runs into is raised on all, after each single step, so that none waits for a forward that another does not make.
+present ones in place, through host memory, and the present ones are put back bit for bit: the device never holds a
+second copy of the model. All ranks take part, each with its own batches, and all get the same means; an error on one
+is raised on all after every single step, so that none waits for a forward that another does not make.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from steadygrad.state.shards import is_dtensor, take_local
 T = TypeVar("T")
 logger = logging.getLogger("steadygrad")
 CHOOSING = ("multinomial", "bernoulli", "normal", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-"""Ops that draw from a distribution which the weights may have made: a policy that chooses its own data."""
+"""Ops that draw from a distribution that may depend on the weights, as a policy that chooses its own data does."""
 PASS_FUNCTION = "To get a proof, pass the step as a function that gets its batch as an argument: guard.step(fn, batch)."
 
 
 class CannotTestError(Exception):
-    """Why there is no answer, in words for the user, and what to change to get one."""
+    """The test has no answer; the message says why, and what to change to get one."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
@@ -44,29 +44,29 @@ class CannotTestError(Exception):
 
 
 class PairedTest:
-    """Runs steps again under several weights; counts what that costs."""
+    """Repeats steps under different weights, and counts the cost."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, ranks: Ranks) -> None:
         self.model, self._optimizers, self._ranks = model, tuple(optimizers), ranks
         self._ddp = ranks.ddp if isinstance(ranks.ddp, nn.parallel.DistributedDataParallel) else None
         self._draws: dict[int, list[float]] = {}
         self.cost = 0.0
-        """Training steps that the tests so far took, about."""
+        """Approximate cost of the tests so far, in training steps."""
 
     def prepare(self, captures: Sequence[Capture]) -> list[Step]:
-        """The steps that can be run again; raises where that would do harm. Every rank makes this call."""
+        """Return the steps that can be repeated; raise an error if that would do harm. Call it on every rank."""
         self._draws.clear()
         return self._agree(lambda: self._prepare(captures), lambda _: None)[0]
 
     def _agree(self, make: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """What `make` returned, and what all ranks tell of theirs. Raises on every rank what one of them ran into."""
+        """Return what `make` returned and what `tell` gives for it on each rank; raise one rank's error on all."""
         made, told, refused = None, None, None
         try:
             made = make()
             told = tell(made)
         except CannotTestError as error:
             refused = error.reason, error.remedy
-        except Exception as error:  # raised on this rank alone, it would leave the others waiting
+        except Exception as error:  # raised on this rank alone, it would leave the others waiting in the exchange
             logger.error("the paired test failed, training goes on: %r", error)
             refused = f"the test failed with {error!r:.120}", ""
         answers = self._ranks.gather((told, refused))
@@ -77,7 +77,7 @@ class PairedTest:
         return made, [one for one, _ in answers]
 
     def _prepare(self, captures: Sequence[Capture]) -> list[Step]:
-        settle_shards(self.model)  # gathered weights would be noted as what the modules hold
+        settle_shards(self.model)  # otherwise gathered weights would be taken for what the modules hold
         if any(capture.is_model_call for capture in captures):
             raise CannotTestError("only the model's call is known, not how its loss is computed", PASS_FUNCTION)
         changed = next((names for capture in captures if (names := capture.find_changes())), ())
@@ -103,7 +103,7 @@ class PairedTest:
         ]
 
     def measure(self, steps: Sequence[Step], first: int = 0) -> list[float]:
-        """The mean loss over all ranks of each step under the weights as they are now; `first`: the first's number."""
+        """Return each step's loss under the current weights, averaged over ranks; `first`: number of the first step."""
         means = []
         for number, step in enumerate(steps, first):
             _, losses = self._agree(functools.partial(self._run, step, number), float)
@@ -111,7 +111,7 @@ class PairedTest:
         return means
 
     def _run(self, step: Step, number: int) -> float:
-        self.cost += 1  # a forward whose every op is watched takes as long as a training step, about
+        self.cost += 1  # a forward with every op watched takes about as long as a training step
         listener = _Listener()
         with step.replay(listener) as run:
             if run.error is not None:
@@ -122,7 +122,7 @@ class PairedTest:
             known = _find_storages(self.model)
             changed = run.keeper.changed_beside(known) or (step.effects is not None and step.effects.undo())
         if changed:
-            # A queue, a teacher, a target network: made by the present weights, it would be unfair to earlier ones.
+            # A queue, a teacher, a target network: shaped by the present weights, it would be unfair to earlier ones.
             raise CannotTestError("the step function keeps state of its own from call to call")
         earlier = self._draws.setdefault(number, listener.draws)
         if earlier != listener.draws:
@@ -133,12 +133,12 @@ class PairedTest:
 
     @contextlib.contextmanager
     def under(self, snapshot: Snapshot) -> Iterator[None]:
-        """Inside, parameters and buffers are those of the snapshot."""
+        """Give the model the snapshot's parameters and buffers inside this context."""
         self.cost += 2
         pairs, _ = self._agree(lambda: self._make_room(snapshot), lambda _: None)
         try:
             for live, host, kept in pairs:
-                kept.copy_(live, non_blocking=True)  # ordered by the stream, as the two copies back are
+                kept.copy_(live, non_blocking=True)  # ordered by the stream, like the two copies back
                 live.copy_(host, non_blocking=True)
             yield
         finally:
@@ -146,13 +146,13 @@ class PairedTest:
             for live, _, kept in pairs:
                 live.copy_(kept, non_blocking=True)
             if any(live.is_cuda for live, _, _ in pairs):
-                torch.cuda.synchronize()  # the host blocks are free to go when this returns
+                torch.cuda.synchronize()  # the host blocks may be freed once this returns
 
     def _make_room(self, snapshot: Snapshot) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Live tensors, what takes their place, and room for them meanwhile."""
+        """Return live tensors, what takes their place, and host memory to keep them in meanwhile."""
         snapshot.wait()
         settle_shards(self.model)
-        # Pinned where that is faster: torch keeps such blocks, so that only the first test waits for them.
+        # Pinned where that is faster: torch caches such blocks, so only the first test waits for their allocation.
         return [
             (live, host, torch.empty_like(live, device="cpu", pin_memory=live.is_cuda))
             for live, host in _pair(snapshot)
@@ -165,7 +165,7 @@ def _find_storages(model: nn.Module) -> set[int]:
 
 
 def _pair(snapshot: Snapshot) -> Iterator[tuple[Tensor, Tensor]]:
-    """Live tensors beside their copies. Through `.data`, so that no graph and no version counter hears of it."""
+    """Yield live tensors with their copies; through `.data`, so that no graph or version counter notices."""
     for parameter, slot in snapshot.state.parameters:
         yield take_local(parameter).data, snapshot.hosts[slot.index]
     for module, name, kept in snapshot.state.buffers:
@@ -179,7 +179,7 @@ def _pair(snapshot: Snapshot) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Listener:
-    """Makes each call, and notes what was drawn from a distribution."""
+    """Makes each call, and records what was drawn from a distribution."""
 
     def __init__(self) -> None:
         self.draws: list[float] = []
@@ -189,6 +189,6 @@ class _Listener:
         result = func(*args, **kwargs)
         name = read_signature(func).name.rpartition(".")[2]
         if name in CHOOSING and args and isinstance(args[0], Tensor):
-            # A few moments tell draws apart as well as the whole tensor, and need no memory.
+            # A sum tells draws apart as well as the whole tensor does, and needs no memory.
             self.draws += [float(tensor.detach().double().sum()) for tensor in find_tensors(result)]
         return result

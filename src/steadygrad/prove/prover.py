@@ -1,14 +1,14 @@
-"""Prover: findings on finite numbers are held back, tested, and come out with a proof or as what they are, a report.
+"""Prover: holds findings on finite numbers back, tests them, and returns each with a proof or as a mere report.
 
-    suspicion                a rule says that the loss exploded, diverged, or that the rate is too high
+    suspicion                a rule says that the loss exploded or diverged, or that the rate is too high
     collect                  the batches of the next steps, with their random state
     first test               present against verified earlier weights, on the same batches
-    patience, second test    harm that heals by itself needs nobody
-    answer                   damaged: the policy acts; unharmed or unknown: it is reported, and nothing is done
+    patience, second test    harm that heals by itself needs no action
+    answer                   damaged: the policy acts; unharmed or unknown: it is only reported
 
-A steady healthy run never gets here. While a suspicion is open no snapshot is taken and none becomes good: what was
-taken in trouble proves nothing. Tests are counted against a budget in steps, the same on all ranks. Whether a suspicion
-is opened or answered depends only on what all ranks know: each step of an open one begins with an exchange.
+A steady healthy run never gets here. While a suspicion is open, no snapshot is taken and none is verified: one taken
+in trouble proves nothing. Tests count against a budget in steps, the same on all ranks. Whether a suspicion is opened
+or answered depends only on what all ranks know: each step of an open one begins with an exchange.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from steadygrad.prove.rule import find_excess
 from steadygrad.prove.words import report_answer, report_spike
 
 NUM_FIRST = 16
-"""Losses of the run whose median is where it began."""
+"""Number of first losses whose median is the run's starting level."""
 MAX_ROUNDS = 4
-"""Tests of one suspicion that heals so slowly that each is better than the last."""
+"""Most tests of one suspicion that heals slowly, each better than the last."""
 HEALING = 0.5
-"""Share of the excess of the test before below which the weights are healing by themselves."""
+"""The weights are healing if the excess is below this share of the previous test's."""
 LOOK_EVERY = 8
-"""Steps between two looks whether the rate is back, each an exchange between the ranks."""
+"""Steps between checks whether the rate has returned; each costs an exchange between the ranks."""
 SAME_EVENT = 128
-"""Steps after an answer in which what another rule says about the steps before it is no news."""
+"""Steps after an answer during which other rules' findings about earlier steps are ignored."""
 RECENT = 64
-"""Losses whose median is the usual one."""
+"""Number of recent losses whose median is the usual loss."""
 SPIKE_COST = 4.0
-"""Training steps that the test of one batch takes, about: two forwards, and the weights out and in again."""
+"""Approximate cost of testing one batch, in training steps: two forwards, and moving the weights out and in."""
 
 
 @dataclass(slots=True)
@@ -60,41 +60,41 @@ class Case:
     begins_at: int
     """The first step whose batch is collected."""
     is_reported: bool = False
-    """The step itself was reported when it happened: only harm that lasts is news."""
+    """Whether the step itself was already reported, so that only lasting harm is news."""
     trial: Snapshot | None = None
-    """The steps that are held are made again from here."""
+    """State from which the held steps are repeated."""
     previous: Proof | None = None
     num_rounds: int = 0
     num_skipped: int = 0
-    """Steps in a row that were not finite."""
+    """Number of consecutive non-finite steps."""
     since: int = 0
-    """The first step that any rule says something against: weights are good only before it."""
+    """The first step that any rule objects to: weights are good only before it."""
 
     def __post_init__(self) -> None:
         self.since = self.finding.step
 
     def join(self, other: Finding) -> None:
-        """Another rule about the same event, which is reported once, by the rule that saw it first."""
+        """Merge another rule's finding about the same event, which is reported once, by the rule that saw it first."""
         self.since = min(self.since, other.step)
-        if self.is_reported:  # so far only its first step was
+        if self.is_reported:  # so far only its first step was reported
             self.finding, self.is_reported = other, False
 
     @property
     def trouble(self) -> Finding:
-        """The finding, from where the trouble may have begun."""
+        """The finding, dated to where the trouble may have begun."""
         return dataclasses.replace(self.finding, step=self.since)
 
 
 @dataclass(slots=True)
 class Memory:
-    """What goes into a checkpoint."""
+    """The part of the state that is saved in a checkpoint."""
 
     cost: float = 0.0
     first_losses: list[float] = field(default_factory=list)
 
 
 class Prover:
-    """Answers, for each finding that would change a run of finite numbers, whether the weights were harmed."""
+    """Decides, for each finding that would change a run of finite numbers, whether the weights were harmed."""
 
     def __init__(
         self,
@@ -107,19 +107,19 @@ class Prover:
         ranks: Ranks,
         exempt: Collection[str] = (),
     ) -> None:
-        """`rate_factor`: what is tried where a rule does not say how much too high the rate is.
+        """`rate_factor`: the factor to try if a rule does not say by how much the rate is too high.
 
-        `exempt`: kinds that the user has an answer of their own for, which is given at once.
+        `exempt`: kinds with an action of the user's own, which is taken at once.
         """
         self._config, self._comparison, self._references = config, comparison, references
         self._snapshots, self._rate_factor, self._exempt = snapshots, rate_factor, frozenset(exempt)
         self._ranks = ranks
         self._case: Case | None = None
         self._answered_at = -1  # the step after which the last answer was given
-        self._put_off: Finding | None = None  # until the rate is back where a fair comparison can be made
+        self._put_off: Finding | None = None  # until the rate is back at a level that allows a fair comparison
         self._recent: deque[float] = deque(maxlen=RECENT)  # losses while nothing was suspected
         self._memory = Memory()
-        # A quarter of the bound: they are held before anything is suspected. On many ranks no lower rate is tried.
+        # A quarter of the limit: these are held before any suspicion. With several ranks no lower rate is tried.
         self._start = None if ranks.many else HeldSteps(wanted=config.rate_steps, max_bytes=config.max_bytes // 4)
 
     @property
@@ -128,12 +128,12 @@ class Prover:
         return self._case is not None
 
     def drop(self) -> None:
-        """The training was put back or loaded: whatever was suspected is gone."""
+        """Drop all suspicions: the training was rolled back or loaded."""
         self._case, self._answered_at, self._put_off = None, -1, None
         self._snapshots.is_held = False
 
     def close(self, reason: str) -> Finding | None:
-        """The suspicion that is open, which nothing can be tested about any more; None when there is none."""
+        """Report the open suspicion as untestable, because of `reason`; return None if there is none."""
         case = self._case
         if case is None:
             return None
@@ -144,15 +144,15 @@ class Prover:
     # --- findings in, findings out ----------------------------------------------------------------------------------
 
     def sift(self, findings: Sequence[Finding], step: int) -> list[Finding]:
-        """The findings that need no proof; the others are held back until there is an answer."""
+        """Return the findings that need no proof; hold the others back until there is an answer."""
         kept = []
         for finding in findings:
             if finding.kind in self._exempt or not _is_suspicion(finding):
                 if self._case is not None and self._case.finding.kind == finding.kind and "proof" in finding.evidence:
-                    self.drop()  # there is nothing left to test
+                    self.drop()  # nothing is left to test
                 kept.append(finding)
             elif finding.step <= self._answered_at and self._is_answered(step):
-                continue  # another rule about what was tested
+                continue  # another rule reports what was already tested
             elif self._case is None:
                 self._open(finding, step)
             else:
@@ -160,8 +160,8 @@ class Prover:
         return kept
 
     def answer(self, reading: Reading, findings: Sequence[Finding], captures: Sequence[Capture]) -> list[Finding]:
-        """After a step: `findings` less those held back, and with those that have an answer now."""
-        self._snapshots.second_try = None  # whatever the last answer was, it has been followed or not
+        """Return `findings` after a step without those held back, plus those that now have an answer."""
+        self._snapshots.second_try = None  # the last answer has been acted on by now, if at all
         self._note(reading, captures)
         out = []
         for finding in self.sift(findings, reading.step):
@@ -176,11 +176,11 @@ class Prover:
         self._snapshots.is_held = True
 
     def _is_answered(self, step: int) -> bool:
-        """Whether the last answer is still about what happens now."""
+        """Return whether the last answer still covers what happens now."""
         return self._answered_at >= 0 and step <= self._answered_at + SAME_EVENT
 
     def _take_up(self, step: int) -> None:
-        """What was put off is tested once the rate is back; what can no longer be compared with is forgotten."""
+        """Take up a postponed suspicion once the rate is back; drop it if no comparison is possible any more."""
         if self._put_off is None or self._case is not None or step % LOOK_EVERY:
             return
         if self._references.find_fair(self._put_off) is not None:
@@ -190,7 +190,7 @@ class Prover:
             self._put_off = None
 
     def _advance(self, reading: Reading, captures: Sequence[Capture]) -> Finding | None:
-        """Collect this step for the open suspicion, and test when enough are there."""
+        """Collect this step for the open suspicion, and test once there are enough."""
         case = self._case
         if case is None or reading.step < case.begins_at:
             return None
@@ -199,7 +199,7 @@ class Prover:
         case.num_skipped = case.num_skipped + 1 if reading.skipped else 0
         if not reading.skipped and reading.loss is not None and case.held is not self._start:
             case.held.add(captures, reading.loss)
-        case.held.wanted = self._ranks.find_least(case.held.wanted)  # one may have no room, or no batch to run again
+        case.held.wanted = self._ranks.find_least(case.held.wanted)  # one may lack memory, or a repeatable batch
         if case.num_skipped >= self._config.num_batches:
             return self.close("the steps since are not finite")
         proof = self._try(case, reading.step) if case.held.is_complete else None
@@ -213,7 +213,7 @@ class Prover:
         return HeldSteps(wanted=self._config.num_batches, max_bytes=self._config.max_bytes)
 
     def _note(self, reading: Reading, captures: Sequence[Capture]) -> None:
-        """First and recent losses; and the first batches, as long as the rate may turn out to be too high."""
+        """Keep first and recent losses; and the first batches, while the rate may still prove too high."""
         usable = not reading.skipped and reading.loss is not None and math.isfinite(reading.loss)
         is_quiet = self._case is None and self._put_off is None and not self._is_answered(reading.step)
         if usable and is_quiet:
@@ -236,10 +236,10 @@ class Prover:
         self._memory.cost += self._comparison.take_cost()
         case.num_rounds += 1
         if proof.answer is Answer.UNHARMED and case.trial is None:
-            if self._ranks.many:  # no step is made again there
+            if self._ranks.many:  # steps are not repeated there
                 is_rate = find_kind(case.finding.kind).at_start
                 return _tell_unknown(step, "a lower rate is not tried on many ranks") if is_rate else proof
-            # Where earlier weights do badly too, no worse is no praise: would they have learnt more since?
+            # If earlier weights do badly too, "no worse" means little: would they have learned more since?
             case.trial = self._find_trial(case, proof)
             if case.trial is None:
                 return proof
@@ -250,13 +250,13 @@ class Prover:
         before, case.previous = case.previous, proof
         if before is not None and _is_lasting(before, proof):
             return proof
-        if case.num_rounds >= MAX_ROUNDS:  # each time better than the last: it heals
+        if case.num_rounds >= MAX_ROUNDS:  # better each time: it is healing
             return dataclasses.replace(proof, answer=Answer.UNHARMED)
         case.held, case.begins_at = self._hold(), step + 1 + self._config.patience
         return None
 
     def _find_trial(self, case: Case, proof: Proof) -> Snapshot | None:
-        """Where the steps that are held are made again from; None: the question is answered."""
+        """Return the state to repeat the held steps from; None if the question is already answered."""
         if find_kind(case.finding.kind).at_start:
             return self._references.find_initial()
         usual = statistics.median(self._recent) if self._recent else math.nan
@@ -270,7 +270,7 @@ class Prover:
         case.held.wanted = self._config.rate_steps
         is_start = find_kind(case.finding.kind).at_start and self._start is not None
         if is_start and self._start is not None and len(self._start.steps) > len(case.held.steps):
-            case.held = self._start  # from the very first step on, so fewer more are needed
+            case.held = self._start  # it starts at the very first step, so fewer new ones are needed
 
     def _prove(self, case: Case, step: int) -> Proof:
         captures = case.held.captures[-self._config.num_batches :]
@@ -287,7 +287,7 @@ class Prover:
         )
 
     def _make_again(self, case: Case, reference: Snapshot, step: int) -> Proof:
-        """Would the same steps have come further from earlier weights, or at a lower rate from the initial ones?"""
+        """Test whether the same steps do better from earlier weights, or from the initial ones at a lower rate."""
         steps, is_rate = case.held.steps, find_kind(case.finding.kind).at_start
         if is_rate and self._references.is_rate_falling:
             return _tell_unknown(step, "the schedule lowers the learning rate by itself")
@@ -317,7 +317,7 @@ class Prover:
         proof = self._prove_spike(finding, step, captures)
         self._memory.cost += self._comparison.take_cost()
         if proof.answer is Answer.UNKNOWN:
-            finding = dataclasses.replace(finding, severity=Severity.INFO)  # one step, and nothing shows that it hurt
+            finding = dataclasses.replace(finding, severity=Severity.INFO)  # a single step, no sign of harm
         elif proof.answer is Answer.DAMAGED:
             self._open(_suspect_lasting(finding), step, is_reported=True)
         return report_spike(finding, proof)
@@ -328,7 +328,7 @@ class Prover:
         if not self._ranks.find_least(len(captures)):
             return _tell_unknown(step, "this step's batch is not known", PASS_FUNCTION)
         if self._case is not None or not self._may_spend(step, SPIKE_COST + self._allowance(step) / 2):
-            return _tell_unknown(step, "it was not tested")  # half of the budget is left for what may be acted on
+            return _tell_unknown(step, "it was not tested")  # keep half of the budget for findings that may be acted on
         try:
             reference = self._references.find(finding)
         except CannotTestError as error:
@@ -339,7 +339,7 @@ class Prover:
 
     @property
     def _began_at(self) -> float:
-        """The loss that the run began with; NaN while it is not known."""
+        """The loss that the run began with; NaN until it is known."""
         first = self._memory.first_losses
         return statistics.median(first) if first else math.nan
 
@@ -352,11 +352,11 @@ class Prover:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What tests have cost and shown; an open suspicion is not saved."""
+        """Return the cost and results of the tests; an open suspicion is not saved."""
         return dataclasses.asdict(self._memory)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state of `state_dict()`."""
+        """Restore the state of `state_dict()`."""
         self.drop()
         self._start = None
         known = {one.name for one in dataclasses.fields(Memory)}
@@ -373,7 +373,7 @@ def _is_spike(finding: Finding) -> bool:
 
 
 def _suspect_lasting(spike: Finding) -> Finding:
-    """A step that hurt the weights: if they stay hurt, that is another finding than the spike."""
+    """Return the suspicion that follows a harmful spike: lasting damage is a separate finding."""
     what = spike.message.partition(", ")[0]
     return dataclasses.replace(
         spike,
@@ -385,7 +385,7 @@ def _suspect_lasting(spike: Finding) -> Finding:
 
 
 def _is_lasting(before: Proof, now: Proof) -> bool:
-    """Whether the harm is still there and not on its way out, or is so large that nothing is left to heal from."""
+    """Return whether the harm persists without healing, or is too large to heal from."""
     if now.reference == 0 or (now.first is not None and now.mean_now > now.first):
         return True
     return find_excess(now.now, now.then) >= HEALING * find_excess(before.now, before.then)

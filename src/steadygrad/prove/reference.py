@@ -1,9 +1,9 @@
-"""References: which earlier weights the present ones may be compared with, and which state to go back to.
+"""References: which earlier weights to compare the present ones with, and which state to go back to.
 
-A reference must be verified, from before the trouble, as large as the model is now, not older than a change that the
-program made to the weights itself, and trained at a rate and a weight decay no lower than the present ones: a schedule
-that raises them raises the loss by design. Where only the last is missing, the initial weights serve, and then the
-present ones must be worse than having learnt nothing.
+A reference must be verified, from before the trouble, of the model's present size, no older than the program's own
+last change to the weights, and trained at a rate and a weight decay no lower than the present ones: a schedule that
+raises them raises the loss by design. If only the last condition fails, the initial weights serve instead, and then
+the present ones must be worse than having learned nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from steadygrad.prove.paired import CannotTestError
 from steadygrad.state.shards import take_local
 
 RAISED = 1.5
-"""Times the rate, or the weight decay, of a reference beyond which its weights are no fair comparison."""
+"""A reference is unfair if rate or weight decay is now more than this many times the reference's."""
 
 FALLING = 0.99
-"""Share of its first value below which a rate is on its way down."""
+"""A rate is falling if it is below this share of its first value."""
 
 Settings = tuple[tuple[float, float], ...]
 """Learning rate and weight decay of each group."""
 
 
 class References:
-    """Finds earlier weights for one training."""
+    """Finds earlier weights of one training."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class References:
         self._model, self._snapshots, self._edits, self._settings = model, snapshots, edits, settings
 
     def find(self, finding: Finding) -> Snapshot:
-        """The newest fair reference; raises CannotTestError where there is none. Every rank makes this call."""
+        """Return the newest fair reference; raise CannotTestError if there is none. Call it on every rank."""
         if self._maximises():
             raise CannotTestError("the optimizer maximises what it is given, so a rising number is no harm")
         fair = None if find_kind(finding.kind).at_start else self.find_fair(finding)
@@ -65,16 +65,16 @@ class References:
         raise CannotTestError(f"there are no earlier weights to compare with ({self._snapshots.describe()})")
 
     def find_fair(self, finding: Finding) -> Snapshot | None:
-        """The newest verified weights from before the trouble, unless something presses harder on the present ones.
+        """Return the newest verified weights from before the trouble, unless rate or decay have been raised since.
 
-        Every rank makes this call: shards are not alike, nor need rates be.
+        Call it on every rank: their shards differ, and their rates may.
         """
         fair = [s for s in self._list_before(finding) if self._is_fair(s)]
         common = self._ranks.find_common([s.step for s in fair])
         return next((s for s in reversed(fair) if s.step in common), None)
 
     def is_waiting(self, finding: Finding) -> bool:
-        """Whether there are such weights, which only the raised rate or weight decay makes unfair. On every rank."""
+        """Return whether only a raised rate or weight decay makes such weights unfair. Call it on every rank."""
         before = self._list_before(finding)
         return all(self._ranks.gather(finding.kind != "rate_too_high" and not self._maximises() and bool(before)))
 
@@ -83,29 +83,29 @@ class References:
         return [s for s in self._snapshots.list_good() if since <= s.step <= finding.step and self._fits(s)]
 
     def _find_change(self) -> int | None:
-        """The step before which the program last changed the weights, on any rank; None: never."""
+        """Return the step before which the program last changed the weights, on any rank; None if never."""
         return max((step for step in self._ranks.gather(self._edits().last) if step is not None), default=None)
 
     def find_initial(self) -> Snapshot | None:
-        """The weights before the first step, unless the program has replaced them since. Every rank makes this call."""
+        """Return the weights before the first step, unless the program replaced them since. Call it on every rank."""
         initial = self._snapshots.initial
         usable = initial is not None and self._edits().last is None and self._fits(initial)
         return initial if all(self._ranks.gather(usable)) else None
 
     @property
     def is_rate_falling(self) -> bool:
-        """Whether the program lowers its rate by itself: a high one at the start is then a part of its schedule."""
+        """Return whether the program itself lowers its rate: a high one at the start is then part of its schedule."""
         first = () if self._snapshots.initial is None else self._snapshots.initial.settings
         now, then = (max((rate for rate, _ in some), default=0.0) for some in (self._settings(), first))
         return now < FALLING * then
 
     def find_way_back(self, finding: Finding) -> int:
-        """The newest verified state from before the trouble; the start when the rate was too high from there on."""
+        """Return the newest verified step before the trouble; the start if the rate was too high from there on."""
         good = [s.step for s in self._snapshots.list_good() if s.step <= finding.step]
         return 0 if find_kind(finding.kind).at_start else max(good, default=0)
 
     def find_factor(self, finding: Finding) -> float | None:
-        """What brings the rate back to that of the way back; None when it was not raised, or the rule itself says."""
+        """Return the factor back to the rate of the earlier state; None if it was not raised, or the rule gives one."""
         if find_kind(finding.kind).at_start:
             return None
         step = self.find_way_back(finding)
@@ -114,7 +114,7 @@ class References:
         return then / now if now > RAISED * then > 0 else None
 
     def _is_fair(self, snapshot: Snapshot) -> bool:
-        """Whether nothing presses harder on the weights now than it did then."""
+        """Return whether rate and weight decay have not been raised by more than `RAISED` since then."""
         now = self._settings()
         return len(now) == len(snapshot.settings) and all(
             rate <= RAISED * old_rate and decay <= RAISED * old_decay
@@ -122,7 +122,7 @@ class References:
         )
 
     def _fits(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot has every parameter of the model as it is now."""
+        """Return whether a snapshot has every parameter of the present model."""
         held = {id(p): snapshot.hosts[slot.index] for p, slot in snapshot.state.parameters}
         for parameter in self._model.parameters():
             host, local = held.get(id(parameter)), take_local(parameter)

@@ -1,8 +1,8 @@
 """Losses of two sets of weights on the same batches -> were the present weights harmed? Pure numbers.
 
-The level of a loss says nothing about the weights: data, targets and objective move it too. What they do to one set of
-weights they do to the other, so only the difference counts, and it must be large, on every batch, and a real share of
-what the run had learnt: a loss of 1e-9 that becomes 1e-6 for a while is a thousand times worse and no harm at all.
+The level of a loss alone says nothing about the weights: data, targets and objective move it too. But they affect both
+sets of weights alike, so only the difference counts, and it must be large, on every batch, and a real share of what the
+run had learned: a loss that goes from 1e-9 to 1e-6 for a while is a thousand times worse and yet harmless.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 from steadygrad.config import ProveConfig
 
 AHEAD = 0.8
-"""Share of batches on which a second try must be ahead: 13 of 16 are so by chance once in a hundred times."""
+"""Share of batches on which a second try must be ahead: 13 of 16 happen by chance once in a hundred times."""
 DISSENT = 8
-"""One batch of so many need not be worse."""
+"""One batch in this many need not be worse."""
 LEARNT = 0.3
-"""Share of its first loss below which a run has learnt something, however its first steps went."""
+"""A run has learned something once its loss is below this share of the first, however its first steps went."""
 NOTABLE = 0.01
-"""Share of what was learnt below which harm is none: memorised data jump from 1e-14 to 1e-5 and back."""
+"""Harm below this share of what was learned does not count: losses on memorised data jump from 1e-14 to 1e-5."""
 
 
 def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float) -> bool:
-    """Whether the present weights are `ratio` times as bad; for losses that may be negative, worse.
+    """Return whether the present weights are `ratio` times as bad; for losses that may be negative, just worse.
 
-    On every batch: one of eight may dissent, since wrecked weights are right about a small batch now and then. A
-    present loss that is not finite is as bad as can be; an earlier one that is not finite proves nothing.
+    This must hold on every batch, but one in eight may dissent: wrecked weights are right about a small batch now and
+    then. A non-finite present loss counts as infinitely bad; a non-finite earlier one proves nothing.
     """
     if not now or not all(map(math.isfinite, then)):
         return False
@@ -37,37 +37,37 @@ def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float) -> bo
 
 
 def is_damaged(now: Sequence[float], then: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
-    """Whether the present weights were harmed; `first`: what the initial weights lose on the same batches, NaN if
-    nobody knows."""
+    """Return whether the present weights were harmed; `first`: losses of the initial weights on the same batches, NaN
+    if unknown."""
     if not is_worse(now, then, ratio=config.ratio):
         return False
     if any(map(math.isnan, first)):
         return True
     learnt = _mean(first) - _mean(then)
-    if learnt <= 0:  # new data, of which the earlier weights knew nothing: compare with having learnt nothing
+    if learnt <= 0:  # new data, unknown to the earlier weights: compare with having learned nothing
         return is_worse(now, first, ratio=config.ratio)
     return _mean(now) - _mean(then) >= config.share * learnt
 
 
 def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
-    """Whether one step did harm worth a warning; `began_at` is the loss that the run began with, NaN if unknown."""
-    if not is_worse(now, then, ratio=2 * config.ratio):  # one batch alone is noisier than eight
+    """Return whether one step did harm worth a warning; `began_at`: the run's first loss, NaN if unknown."""
+    if not is_worse(now, then, ratio=2 * config.ratio):  # a single batch is noisier than eight
         return False
-    share = NOTABLE if min(then) > 0 else config.share  # without a ratio to go by
+    share = NOTABLE if min(then) > 0 else config.share  # a ratio means nothing for losses that may be negative
     return not find_excess(now, then) < share * abs(began_at - _mean(then))
 
 
 def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config: ProveConfig) -> bool:
-    """Whether the present weights are worse than the initial ones: more was lost than had ever been learnt."""
+    """Return whether the present weights are worse than the initial ones: more was lost than was ever learned."""
     if not is_worse(now, first, ratio=1.0):
         return False
     return _mean(now) - _mean(first) >= config.excess * abs(_mean(first))
 
 
 def is_rate_too_high(now: Sequence[float], lower: Sequence[float], first: float, *, config: ProveConfig) -> bool:
-    """Whether a lower rate, started from nothing on the same batches, is clearly ahead of the run.
+    """Return whether a lower rate, started from the initial weights on the same batches, is clearly ahead of the run.
 
-    A run that has come down from `first`, its very first loss, by itself needs nobody.
+    A run that has come down from `first`, its very first loss, by itself needs no help.
     """
     if len(now) < 2 or not all(map(math.isfinite, lower)):
         return False
@@ -79,10 +79,10 @@ def is_rate_too_high(now: Sequence[float], lower: Sequence[float], first: float,
 
 
 def is_held_back(now: Sequence[float], fresh: Sequence[float], began_at: float, *, config: ProveConfig) -> bool:
-    """Whether earlier weights, trained on the same batches, are far ahead of the run: the data is not to blame then.
+    """Return whether earlier weights, trained on the same batches, are far ahead: then the data is not to blame.
 
-    `began_at` is what they lost before: the run must lack a real share of what they learnt. Losses that may be negative
-    have no ratio to go by, and prove nothing.
+    `began_at` is their loss before that: the run must lack a real share of what they learned. Losses that may be
+    negative allow no ratio, and prove nothing.
     """
     if not all(v > 0 for v in fresh) or not _leads(now, fresh):
         return False
@@ -91,12 +91,12 @@ def is_held_back(now: Sequence[float], fresh: Sequence[float], began_at: float, 
 
 
 def _leads(now: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the other side is ahead on nearly every batch; both train, so single small batches may go either way."""
+    """Return whether the other side is ahead on nearly every batch; both train, so a few may go either way."""
     return sum(b < a or not math.isfinite(a) for a, b in zip(now, other)) >= AHEAD * len(now)
 
 
 def find_excess(now: Sequence[float], then: Sequence[float]) -> float:
-    """How much worse the present weights are, on average."""
+    """Return how much worse the present weights are, on average."""
     return _mean(now) - _mean(then)
 
 

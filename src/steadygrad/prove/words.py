@@ -1,4 +1,4 @@
-"""A Finding and its Proof -> the Finding as it is reported, in severity and words that fit the answer."""
+"""A Finding and its Proof -> the Finding to report, with a severity and wording that fit the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNUSUAL = "The batch or the objective is unusual, not the weights. Look at the b
 
 
 def report_answer(finding: Finding, proof: Proof, *, lr_factor: float | None = None) -> Finding:
-    """A suspicion that was tested. `lr_factor`: what brings a raised rate back to where it did no harm."""
+    """Report a tested suspicion. `lr_factor`: brings a raised rate back to where it did no harm."""
     evidence: dict[str, Any] = {**finding.evidence, **proof.to_evidence()}
     message = f"{finding.message}; {proof.describe()}"
     if proof.answer is Answer.DAMAGED:
@@ -28,8 +28,8 @@ def report_answer(finding: Finding, proof: Proof, *, lr_factor: float | None = N
             advice=MOVED,
             evidence=evidence,
         )
-    # Without a remedy the program itself keeps the question open (a policy that draws its data, weights that it edits):
-    # its loss says little, and a warning would come in every such run. What was a warning says too little by itself.
+    # Without a remedy, the program itself prevents the test (a policy that draws its data, weights that it edits): its
+    # loss says little, and every such run would get a warning. A mere warning says too little by itself.
     is_grave = finding.severity.rank > Severity.WARNING.rank
     return dataclasses.replace(
         finding,
@@ -41,7 +41,7 @@ def report_answer(finding: Finding, proof: Proof, *, lr_factor: float | None = N
 
 
 def report_spike(finding: Finding, proof: Proof) -> Finding:
-    """One step that stands out, with what the test of its batch says."""
+    """Report one outlying step with the result of testing its batch."""
     is_batch = proof.answer is Answer.UNHARMED
     return dataclasses.replace(
         finding,

@@ -1,4 +1,4 @@
-"""Facts -> sinks. What is written down: a step's scalars, per-parameter numbers, incidents."""
+"""Facts -> sinks. Records a step's scalars, per-parameter numbers and incidents."""
 
 from steadygrad.record.recorder import Recorder
 from steadygrad.record.run_directory import RunDirectory

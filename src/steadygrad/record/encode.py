@@ -1,5 +1,5 @@
 """Facts -> strict JSON. NaN and Inf become the strings "nan", "inf", "-inf": `float()` reads them back, and every
-JSON parser reads the line, which is not so for a bare NaN."""
+JSON parser accepts the line, which a bare NaN would break."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def to_json(value: Any) -> str:
-    """One line of strict JSON."""
+    """Return one line of strict JSON."""
     return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 
 
 def to_plain(value: Any) -> Any:
-    """Dicts, lists, strings, finite numbers, booleans, None."""
+    """Convert to dicts, lists, strings, finite numbers, booleans and None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, enum.Enum):

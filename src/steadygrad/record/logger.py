@@ -1,7 +1,7 @@
-"""LoggerSink: facts -> anything with `.log(dict, step=...)` or `.log(dict)`: a tracker of your own, Comet, Aim, Fabric.
+"""LoggerSink: facts -> anything with `.log(dict, step=...)` or `.log(dict)`: your own tracker, Comet, Aim, Fabric.
 
-The names are those of every other sink. Incidents come as `incidents/<kind>` with their text. The logger is the
-caller's: it is never closed here.
+The names are the same as in every other sink. Incidents arrive as `incidents/<kind>` with their text. The logger
+belongs to the caller and is never closed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LoggerSink(Sink):
     """`Guard(model, optimizer, sinks=[LoggerSink(tracker)])`."""
 
     def __init__(self, logger: Any, *, every: int = 1) -> None:
-        """`every`: steps between two calls with a step's numbers; skipped steps are always told."""
+        """`every`: steps between two calls with a step's numbers; skipped steps are always sent."""
         log = getattr(logger, "log", None)
         if not callable(log) or isinstance(logger, logging.Logger | logging.LoggerAdapter):
             raise UsageError(
@@ -34,23 +34,23 @@ class LoggerSink(Sink):
         self._actions: Counter[str] = Counter()
 
     def write_step(self, record: StepRecord) -> None:
-        """The numbers of a step."""
+        """Log the numbers of a step."""
         if record.step % self._every == 0 or record.skipped:
             self._send(list_step(record), record.step)
 
     def write_layers(
         self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
     ) -> None:
-        """Aggregates over the parameters."""
+        """Log aggregates over the parameters."""
         if numbers := list_layers(gradients, update_ratios):
             self._send(numbers, step)
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
-        """The validation loss."""
+        """Log the validation loss."""
         self._send({VALIDATION: loss}, step)
 
     def write_incident(self, incident: Incident) -> None:
-        """The text, and how often that action was taken so far."""
+        """Log the text, and how often that action was taken so far."""
         action = incident.outcome.action.value
         self._actions[action] += 1
         name = f"incidents/{incident.finding.kind}"
@@ -64,9 +64,9 @@ class LoggerSink(Sink):
 
 
 def _takes_step(log: Any) -> bool:
-    """Asked once, by its signature: a TypeError at the call could as well be the logger's own."""
+    """Return whether `log` takes a step, judged by its signature: a TypeError from a call could be the logger's own."""
     try:
         parameters = inspect.signature(log).parameters
-    except (TypeError, ValueError):  # a builtin without one
+    except (TypeError, ValueError):  # a builtin without a signature
         return False
     return "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,8 +1,8 @@
-"""RankFile: what one rank alone has seen -> `rank_3.jsonl` of the run directory, which rank 0 writes otherwise.
+"""RankFile: what one rank alone has seen -> `rank_3.jsonl` in the run directory; rank 0 writes all other files.
 
 The first line of each start names the run, the rank, its machine and process; then come its own loss at each step, with
-the time of day, and its own incidents. Lines are on disk within a second, so that the newest one of a worker that hangs
-says when it stood still.
+the time of day, and its own incidents. Lines are on disk within a second, so that the last line of a worker that hangs
+shows when it stalled.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class RankFile(Sink):
             self.open(Path(run_dir), run_id)
 
     def open_later(self, run_dir: Path, run_id: str) -> None:
-        """Open the file with the first step that was judged.
+        """Open the file with the first judged step.
 
-        Only then is rank 0, whose numbers are in it, done with moving the files of an earlier run.
+        That step includes rank 0's numbers, so only then is rank 0 known to have moved the files of an earlier run.
         """
         self._place = run_dir, run_id
 
     def open(self, run_dir: Path, run_id: str) -> None:
-        """Open the file, and write what was held."""
+        """Open the file and write the held lines."""
         self._place = None
         self.path = run_dir / self.path.name
         try:
@@ -70,17 +70,17 @@ class RankFile(Sink):
             self._write(line, at_once=True)
 
     def write_own(self, step: int, loss: float | None) -> None:
-        """This rank's loss at a step that was judged: a sign of life."""
+        """Write this rank's loss at a judged step, as a sign of life."""
         if self._place is not None:
             self.open(*self._place)
         self._write({"step": step, "loss": loss, "time": _now()})
 
     def write_incident(self, incident: Incident) -> None:
-        """A line, on disk when this returns."""
+        """Write a line, which is on disk when this returns."""
         self._write({"step": incident.step, "incident": incident, "time": _now()}, at_once=True)
 
     def close(self) -> None:
-        """Write what is held back."""
+        """Write the buffered lines."""
         if self._file is not None and os.getpid() == self._process:
             self._file.close()
             self._file = None

@@ -38,7 +38,7 @@ class Recorder(Sink):
         self._each(lambda sink: sink.write_incident(incident))
 
     def flush(self) -> None:
-        """Write what the sinks hold back."""
+        """Flush every sink."""
         self._each(lambda sink: sink.flush())
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """RunDirectory: the files of one run.
 
 `run.json` (config, versions, machine, parameter names), `steps.jsonl`, `layers.jsonl`, `incidents.jsonl` (on disk
-before the call returns), `validations.jsonl` where any were told, and `train.log`, the same events as greppable text.
-Files that are there are continued, never overwritten: later starts stand in `run.json` under `resumed`. A directory
-that is lost under a training is made again, and that is reported. Only the process that opened it writes.
+before the call returns), `validations.jsonl` if any were reported, and `train.log`, the same events as greppable text.
+Existing files are continued, never overwritten: later starts are listed in `run.json` under `resumed`. A directory
+that disappears during a training is created again, and that is reported. Only the process that opened it writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RunDirectory(Sink):
     """A Sink that writes files."""
 
     FLUSH_EVERY = 50
-    """Step lines held back at most; incidents are never held back."""
+    """Most step lines to buffer; incidents are never buffered."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RunDirectory(Sink):
         run_id: str = "",
         opens: bool = True,
     ) -> None:
-        """`opens=False`: whatever comes before `open()` is held in memory, and no file is touched."""
+        """`opens=False`: everything before `open()` is held in memory, and no file is touched."""
         self.path = Path(path)
         self.run_id = run_id
         self._start = _describe_start(config, parameters, versions)
@@ -56,7 +56,7 @@ class RunDirectory(Sink):
             self.open()
 
     def open(self, path: Path | None = None, run_id: str | None = None) -> None:
-        """Open the files, and write what was held."""
+        """Open the files and write what was held in memory."""
         self.path = self.path if path is None else path
         self.run_id = self.run_id if run_id is None else run_id
         try:
@@ -72,7 +72,7 @@ class RunDirectory(Sink):
         _open_directories.add(self)
 
     def abandon(self, problem: str) -> None:
-        """Write nothing, from now on: the record of another run could not be moved out of the way."""
+        """Write nothing from now on, because the record of another run could not be moved out of the way."""
         self._held, self._process = None, -1
         self._problems.append(problem)
 
@@ -89,13 +89,13 @@ class RunDirectory(Sink):
         self._validations = None
 
     def _hold(self, write: Callable[[], None]) -> bool:
-        """Keep a call for later while it is not known where to write; drop it in a forked child."""
+        """Keep a call for later while the place to write is unknown; drop it in a forked child."""
         if self._held is not None:
             self._held.append(write)
         return self._held is not None or os.getpid() != self._process
 
     def _write_run(self, start: Mapping[str, Any]) -> None:
-        """The first start is the file; each later one is added under `resumed`. Written aside, then renamed."""
+        """Write run.json: the first start is its content, later ones are added under `resumed`. Renamed into place."""
         target = self.path / "run.json"
         aside = self.path / "run.json.tmp"
         earlier = _read_run(target)
@@ -106,7 +106,7 @@ class RunDirectory(Sink):
         aside.replace(target)
 
     def write_step(self, record: StepRecord) -> None:
-        """A line of steps.jsonl and of train.log."""
+        """Write a line to steps.jsonl and train.log."""
         if self._hold(lambda: self.write_step(record)):
             return
         line = to_plain(record)
@@ -127,9 +127,9 @@ class RunDirectory(Sink):
     def write_layers(
         self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
     ) -> None:
-        """A line of layers.jsonl: `gradients`, name -> [norm, max_abs, num_nonfinite, zero_share].
+        """Write a line to layers.jsonl: `gradients`, name -> [norm, max_abs, num_nonfinite, zero_share].
 
-        Where they were measured, also `update_ratios`: name -> norm of the update / norm of the weight.
+        If they were measured, also `update_ratios`: name -> norm of the update / norm of the weight.
         """
         if self._hold(lambda: self.write_layers(step, gradients, update_ratios)):
             return
@@ -141,7 +141,7 @@ class RunDirectory(Sink):
         self._layers.write(self._sign({"step": step, "gradients": rows, **ratios}))
 
     def write_incident(self, incident: Incident) -> None:
-        """A line of incidents.jsonl and of train.log, on disk when this returns."""
+        """Write a line to incidents.jsonl and train.log, on disk when this returns."""
         if self._hold(lambda: self.write_incident(incident)):
             return
         self._reopen_if_lost()
@@ -159,7 +159,7 @@ class RunDirectory(Sink):
         os.fsync(self._incidents.fileno())
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:
-        """A line of validations.jsonl and of train.log; the file is there from the first one on."""
+        """Write a line to validations.jsonl and train.log; the first one creates the file."""
         if self._hold(lambda: self.write_validation(step, epoch, loss)):
             return
         self._reopen_if_lost()
@@ -171,11 +171,11 @@ class RunDirectory(Sink):
         self.flush()
 
     def _sign(self, line: Mapping[str, Any]) -> str:
-        """A line of JSON that names its run."""
+        """Return a line of JSON that names its run."""
         return to_json({**line, "run": self.run_id} if self.run_id else line) + "\n"
 
     def flush(self) -> None:
-        """Give what is held back to the system: a process that is killed from now on has left it."""
+        """Pass buffered lines to the operating system, so that they survive if this process is killed."""
         if self._held is not None or os.getpid() != self._process:
             return
         self._reopen_if_lost()
@@ -184,7 +184,7 @@ class RunDirectory(Sink):
         self._unflushed = 0
 
     def close(self) -> None:
-        """Write what is held back and close every file, also when one of them fails; that error is raised after."""
+        """Flush and close every file, even if one of them fails; raise that error afterwards."""
         _open_directories.discard(self)
         if os.getpid() == self._process and self._held is None:
             self._files.close()
@@ -192,12 +192,12 @@ class RunDirectory(Sink):
     # --- a directory that is lost -----------------------------------------------------------------------------------
 
     def take_problems(self) -> list[str]:
-        """What went wrong and was mended since this was last asked."""
+        """Return what went wrong and was repaired since the last call."""
         problems, self._problems = self._problems, []
         return problems
 
     def _reopen_if_lost(self) -> None:
-        """Make the directory again where somebody has deleted it. Writes to a deleted file succeed, and are lost."""
+        """Recreate the directory if it was deleted: writes to a deleted file succeed, and are lost."""
         path = self.path / "steps.jsonl"
         try:
             if os.path.samestat(os.fstat(self._steps.fileno()), path.stat()):
@@ -214,15 +214,15 @@ class RunDirectory(Sink):
 def make_record(
     path: Path, config: GuardConfig, names: Sequence[str], *, run_id: str = "", opens: bool = True
 ) -> RunDirectory:
-    """The record of a training in this process, whose parameters are `names`."""
-    import torch  # whoever reads a record needs none
+    """Create the record of a training in this process, whose parameters are `names`."""
+    import torch  # imported here, because reading a record does not need torch
 
     versions = {"steadygrad": __version__, "torch": torch.__version__}
     return RunDirectory(path, config=config.to_dict(), parameters=names, versions=versions, run_id=run_id, opens=opens)
 
 
 def require_device(path: Path, device: int) -> None:
-    """OSError unless `path` would be made on the disk where it was: one that was unmounted must not be written over."""
+    """Raise OSError unless `path` is still on the same disk: never write beneath an unmounted one."""
     above = next(one for one in (path, *path.parents) if one.exists())
     if above.stat().st_dev != device:
         raise OSError(f"{path} is gone, and so is the disk that it was on")
@@ -232,7 +232,7 @@ _open_directories: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 def _flush_before_fork() -> None:
-    """A child inherits what is in the buffers, and would write it once more when it ends."""
+    """Flush before a fork: a child inherits the buffers, and would write them again when it ends."""
     for directory in list(_open_directories):
         with contextlib.suppress(OSError, ValueError):
             directory.flush()
@@ -256,12 +256,12 @@ def _describe_start(
 
 
 def _read_run(path: Path) -> dict[str, Any] | None:
-    """The run.json of an earlier start; one that is not ours to read is moved aside, never overwritten."""
+    """Return the run.json of an earlier start; an unreadable one is moved aside, never overwritten."""
     if not path.exists():
         return None
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # no JSON, or no UTF-8
+    except ValueError:  # not JSON, or not UTF-8
         run = None
     if isinstance(run, dict) and isinstance(run.get("resumed", []), list):
         return run
@@ -270,7 +270,7 @@ def _read_run(path: Path) -> dict[str, Any] | None:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open for appending; a half line that a crash has left is ended first, so that it spoils no other."""
+    """Open for appending; first terminate a partial line left by a crash, so that it corrupts no other."""
     cut_short = path.exists() and _last_byte(path) not in (b"", b"\n")
     file = path.open("a", encoding="utf-8")
     if cut_short:
@@ -279,7 +279,7 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def _last_byte(path: Path) -> bytes:
-    size = path.stat().st_size  # 0 for a device, which is not read
+    size = path.stat().st_size  # 0 for a device file, which is not read
     if size == 0:
         return b""
     with path.open("rb") as file:

@@ -1,10 +1,10 @@
-"""RunFolder: a run directory -> whose run it holds, and a place for this one.
+"""RunFolder: a run directory -> which run it holds, and a place for this one.
 
 Every run has an id, in `run.json`, in each line of the ledger and in the manifest of each checkpoint. A directory that
 already holds a run is left alone until it is known what this training is: `go_on` continues that run, `begin_anew`
-moves its record to `earlier/1` first. Checkpoints stay where they are, told apart by their run. Several guards of one
-process share a directory: the first made has it, the others have `guard-2`, `guard-3` in it. Nothing is ever deleted
-here.
+moves its record to `earlier/1` first. Checkpoints stay where they are, distinguished by their run. Several guards of
+one process share a directory: the first one uses it directly, the others use `guard-2`, `guard-3` inside it. Nothing
+is ever deleted here.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ RECORD = (
     "pictures",
     "report.html",
 )
-"""What is moved aside when another run begins; files of `rank_3.jsonl` too."""
+"""Files that are moved aside when another run begins; so are files like `rank_3.jsonl`."""
 RANK_FILE = re.compile(r"rank_\d+\.jsonl")
 PART = re.compile(r"(guard|optimizer)[-_](\d+)")
-"""A folder inside of a run directory that belongs to the same training: another guard, another optimizer."""
+"""A folder inside a run directory that belongs to the same training: another guard, another optimizer."""
 
 _claims: dict[Path, _Claim] = {}
-"""Directory -> who has it, in this process."""
+"""Directory -> its claim in this process."""
 
 
 class _Claim:
-    """One directory, and the guards of this process that write to it, in the order in which they were made."""
+    """One directory, and the guards of this process that write to it, in order of creation."""
 
     def __init__(self, lock: RunLock | None) -> None:
         self.process = os.getpid()
@@ -65,7 +65,7 @@ class RunFolder:
     """The place of one guard in a run directory."""
 
     def __init__(self, directory: str | Path, *, locks: bool = True) -> None:
-        """`locks`: whether this process keeps others out; of many ranks the first does, for all."""
+        """`locks`: whether this process locks the directory; with several ranks, the first does so for all."""
         self.directory = Path(directory)
         self.path = self.directory
         """Where this guard writes; final after `settle()`."""
@@ -74,11 +74,11 @@ class RunFolder:
         self.is_displaced = False
         """Whether a later guard has resumed this one's run."""
         self.owner: weakref.ref[Any] | None = None
-        """What saves for this guard."""
+        """The object that saves for this guard."""
         self.is_released = self._is_settled = False
         self._key = self.directory.absolute()
         claim = _claims.get(self._key)
-        if claim is None or claim.process != os.getpid():  # of the process that this one was forked from
+        if claim is None or claim.process != os.getpid():  # inherited from the process that this one was forked from
             claim = _claims[self._key] = _Claim(_take_lock(self.directory) if locks else None)
         self._claim = claim
         claim.folders.append(weakref.ref(self))
@@ -86,9 +86,9 @@ class RunFolder:
     # --- which folder -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Find this guard's number among those of this process; one that was dropped meanwhile counts no more."""
+        """Find this guard's number among those of this process; one that was freed meanwhile no longer counts."""
         if len(self._claim.list_living()) > 1:
-            gc.collect()  # a notebook's cell that was run again has dropped its guard, which may be part of a cycle
+            gc.collect()  # a notebook cell that was run again dropped its guard, which may be in a reference cycle
         number = self._claim.list_living().index(self) + 1
         taken = {folder.path for folder in self._claim.list_living() if folder is not self and folder._is_settled}
         paths = (self.directory if n == 1 else self.directory / f"guard-{n}" for n in itertools.count(number))
@@ -96,9 +96,9 @@ class RunFolder:
         self._is_settled = True
 
     def displace(self) -> list[RunFolder]:
-        """Take the place of guards that were made earlier and have trained: this one is about to resume their run.
+        """Take the place of guards that were created earlier and have trained: this one is about to resume their run.
 
-        Guards that train together resume before the first of them makes a step. Returns those that gave way.
+        Guards that train together resume before the first of them makes a step. Return those that gave way.
         """
         living = self._claim.list_living()
         found = [folder for folder in living[: living.index(self)] if folder.has_trained] if self in living else []
@@ -112,7 +112,7 @@ class RunFolder:
         return [folder for folder in self._claim.list_living() if folder is not self]
 
     def release(self) -> None:
-        """This guard writes no more; the last one gives the directory back."""
+        """Stop using the directory; the last guard unlocks it."""
         if self.is_released or os.getpid() != self._claim.process:
             return
         self.is_released = True
@@ -123,7 +123,7 @@ class RunFolder:
                 del _claims[self._key]
 
     def restore_lock(self) -> None:
-        """The directory was lost and made again."""
+        """Write the lock again, after the directory was lost and recreated."""
         if self._claim.lock is not None:
             with contextlib.suppress(OSError):
                 self._claim.lock.write()
@@ -141,7 +141,7 @@ class RunFolder:
 
     @property
     def is_used(self) -> bool:
-        """Whether a step or a checkpoint of a run is there."""
+        """Whether it holds a step or a checkpoint of a run."""
         steps = self.path / "steps.jsonl"
         return (steps.is_file() and steps.stat().st_size > 0) or any(
             path.is_dir() for path in (self.path / CHECKPOINTS).glob("step_*")
@@ -149,11 +149,11 @@ class RunFolder:
 
     @property
     def found_id(self) -> str | None:
-        """The id of the run whose record is there; empty for one of an earlier version, None without a record."""
+        """Id of the recorded run; empty for one from an earlier version, None without a record."""
         return read_run_id(self.path)
 
     def begin_anew(self) -> Path | None:
-        """Make room for a new run; where the record of the one before is now, None when there was none."""
+        """Make room for a new run; return where the previous record was moved, None if there was none."""
         if not any(folder.has_trained for folder in self.siblings):
             self.run_id = secrets.token_hex(4)
         return self._set_aside()
@@ -167,7 +167,7 @@ class RunFolder:
         return target
 
     def go_on(self, run_id: str) -> None:
-        """Continue run `run_id`: its record is there, or is brought back from where it was moved to."""
+        """Continue run `run_id`; bring its record back if it was moved aside."""
         self.run_id = run_id or self.found_id or self.run_id
         if not run_id or self.found_id in (run_id, "", None):
             return
@@ -179,7 +179,7 @@ class RunFolder:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """The id in a folder's run.json; empty when that is of an earlier version, None when there is none."""
+    """Return the id in a folder's run.json; empty if it is from an earlier version, None if there is none."""
     try:
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def find_parts(folder: Path) -> list[Path]:
-    """Folders inside of a run directory that other guards or optimizers of the same training write to."""
+    """Return the folders inside a run directory that other guards or optimizers of the same training write to."""
     try:
         found = [(match, path) for path in folder.iterdir() if (match := PART.fullmatch(path.name)) and path.is_dir()]
     except OSError:

@@ -1,8 +1,8 @@
 """A folder -> a lock file that names the process writing to it.
 
 One process writes to a run directory. The file holds process, host and start time: a lock whose process is gone, killed
-or of a machine that was rebooted, is taken over. Another host's process cannot be asked, so its lock is taken over with
-a warning: a job that a cluster requeued elsewhere must start. A forked child never releases its parent's lock.
+or from before a reboot, is taken over. A process on another host cannot be checked, so its lock is taken over with a
+warning: a job that a cluster requeued elsewhere must start. A forked child never releases its parent's lock.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class RunLock:
         self._process = os.getpid()
 
     def take(self) -> None:
-        """Write the lock; ConfigError when a living process has it, OSError when the folder cannot be written to."""
+        """Write the lock; raise ConfigError if a live process holds it, OSError if the folder is not writable."""
         aside = self._write_aside()
         try:
-            os.link(aside, self.path)  # of two processes that start at once, one gets the name
+            os.link(aside, self.path)  # atomic: of two processes that start at once, only one gets the name
         except FileExistsError:
             self._take_over(aside)
         except OSError:  # a file system without links
@@ -61,7 +61,7 @@ class RunLock:
         aside.replace(self.path)
 
     def write(self) -> None:
-        """Write the lock again, where the folder was lost."""
+        """Write the lock again, after the folder was lost."""
         self._write_aside().replace(self.path)
 
     def _write_aside(self) -> Path:
@@ -81,7 +81,7 @@ class RunLock:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What the lock says; None when there is none, or it was cut short by a crash."""
+    """Return the contents of the lock; None if there is none, or it was truncated by a crash."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -90,9 +90,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_held(lock: dict[str, Any]) -> bool:
-    """Whether another living process of this host wrote it.
+    """Return whether another live process of this host holds it.
 
-    Our own number means an earlier process that had it: in a container every training may be process 1.
+    Our own process id means an earlier process with the same id: in a container every training may be process 1.
     """
     process = lock["process"]
     if lock.get("host") != socket.gethostname() or process == os.getpid():
@@ -101,19 +101,19 @@ def _is_held(lock: dict[str, Any]) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # somebody else's: it lives
+    except (OSError, OverflowError):  # another user's process: it is alive
         pass
     began = _find_start(process)
-    return began is None or lock.get("began") in (None, began)  # numbers are given to new processes again
+    return began is None or lock.get("began") in (None, began)  # process ids are reused
 
 
 def _find_start(process: int) -> str | None:
-    """When a process started, in the system's own ticks since boot; None where the system does not say."""
+    """Return when a process started, in system ticks since boot; None if the system does not say."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return None
-    if fields[0] in ("Z", "X"):  # ended, and not waited for by its parent
+    if fields[0] in ("Z", "X"):  # a zombie: ended, but not reaped by its parent
         return "ended"
     return f"{boot}:{fields[19]}"

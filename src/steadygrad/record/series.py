@@ -1,8 +1,8 @@
 """Facts -> named numbers for any tracker: `grad/*`, `update/*`, `health/*`, `action/*`, `extra/*`.
 
 Per-parameter numbers are aggregated: a few numbers over all of them, and one norm for each of at most `MAX_BLOCKS`
-parts of the model. A thousand curves that nobody looks at would cost more than the training. NaN and Inf stay what they
-are: a curve that breaks off is what a person looks for.
+parts of the model. A thousand unread curves would cost more than the training. NaN and Inf are kept: a curve that
+breaks off is what the user looks for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from steadygrad.facts import NUM_COLUMNS, GradientTable, Incident, StepRecord
 
 MAX_BLOCKS = 16
-"""Parts of the model that get a curve of their own."""
+"""Most parts of the model that get their own curve."""
 VALIDATION = "health/validation_loss"
 
 
 def list_step(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step; a number that there was none of is left out."""
+    """Return the numbers of a step; missing ones are left out."""
     numbers: dict[str, float | None] = {
         "grad/norm": record.grad_norm,
         "grad/num_nonfinite": record.num_nonfinite,
@@ -36,7 +36,7 @@ def list_step(record: StepRecord) -> dict[str, float]:
 
 
 def list_layers(gradients: GradientTable, update_ratios: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The numbers over all parameters of a step, and the norm of each block; empty when there is no gradient."""
+    """Return aggregates over all parameters of a step, and the norm of each block; empty without gradients."""
     return {**_list_gradients(gradients), **_list_ratios(update_ratios or {})}
 
 
@@ -62,12 +62,12 @@ def _list_gradients(gradients: GradientTable) -> dict[str, float]:
 
 
 def list_norms(gradients: GradientTable) -> list[float]:
-    """One norm for each parameter, over its finite elements; one that is itself not finite has no place in a spread."""
+    """Return one norm per parameter, over its finite elements; leave out norms that are themselves not finite."""
     return [float(norm) for norm in gradients.cells[::NUM_COLUMNS] if math.isfinite(norm)]
 
 
 def measure_blocks(gradients: GradientTable) -> dict[str, float]:
-    """Part of the model -> norm, NaN where one of its gradients was not finite; as deep as `MAX_BLOCKS` allows."""
+    """Return part of the model -> norm, NaN if one of its gradients was not finite; as deep as `MAX_BLOCKS` allows."""
     paths = [name.split(".")[:-1] or [name] for name in gradients.names]
     depth = 1
     while depth < max(map(len, paths)) and len({tuple(path[: depth + 1]) for path in paths}) <= MAX_BLOCKS:
@@ -82,7 +82,7 @@ def measure_blocks(gradients: GradientTable) -> dict[str, float]:
 
 
 def describe_incident(incident: Incident) -> str:
-    """An event as text of a few lines; Markdown shows it well."""
+    """Format an incident as a few lines of text that also suit Markdown."""
     finding, outcome = incident.finding, incident.outcome
     lines = [f"**step {finding.step}: {finding.kind}** ({finding.severity}): {finding.message}"]
     lines.append(f"{outcome.action}: {outcome.message}")

@@ -33,14 +33,14 @@ class Sink:
         """Receive one event; it must be safe on disk when this returns."""
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Write buffered data."""
 
     def close(self) -> None:
-        """Write what is held back; nothing more will come."""
+        """Write buffered data; nothing more will come."""
 
 
 class LooseSink(Sink):
-    """Any object with some of a sink's methods, made a Sink: sinks need not subclass it."""
+    """Wraps any object with some of a sink's methods: sinks need not subclass Sink."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -61,12 +61,12 @@ class LooseSink(Sink):
 
 
 def as_sink(target: Any) -> Sink:
-    """`target` itself when it is a Sink, else a Sink around it."""
+    """Return `target` itself if it is a Sink, otherwise a Sink around it."""
     return target if isinstance(target, Sink) else LooseSink(target)
 
 
 def _takes(method: Any, name: str) -> bool:
-    """Whether a method has a parameter of that name; a builtin without a signature has none."""
+    """Return whether a method has a parameter of that name; a builtin without a signature has none."""
     try:
         return name in inspect.signature(method).parameters
     except (TypeError, ValueError):

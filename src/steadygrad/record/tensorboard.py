@@ -17,7 +17,7 @@ from steadygrad.record.series import VALIDATION, describe_incident, list_layers,
 from steadygrad.record.sink import Sink
 
 LOWEST = 1e-30
-"""What a norm of 0 is drawn as: histograms are of powers of ten, and layers that are dead should show."""
+"""Value drawn for a norm of 0: histograms are over powers of ten, and dead layers should show."""
 
 
 class TensorBoardSink(Sink):
@@ -32,7 +32,7 @@ class TensorBoardSink(Sink):
         self._actions: Counter[str] = Counter()
 
     def write_step(self, record: StepRecord) -> None:
-        """The scalars of a step."""
+        """Write the scalars of a step."""
         if record.step % self._every and not record.skipped:
             return
         self._write_scalars(list_step(record), record.step)
@@ -49,11 +49,11 @@ class TensorBoardSink(Sink):
             self._writer.add_histogram("grad/layer_norm_log10", torch.tensor(powers, dtype=torch.float64), step)
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002
-        """The validation loss, as a curve of its own."""
+        """Write the validation loss as a separate curve."""
         self._write_scalars({VALIDATION: loss}, step)
 
     def write_incident(self, incident: Incident) -> None:
-        """Text under `incidents/<kind>`, and how often that action was taken so far."""
+        """Write text under `incidents/<kind>`, and how often that action was taken so far."""
         action = incident.outcome.action.value
         self._actions[action] += 1
         self._writer.add_text(f"incidents/{incident.finding.kind}", describe_incident(incident), incident.step)
@@ -61,7 +61,7 @@ class TensorBoardSink(Sink):
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is held back."""
+        """Write buffered data and close the file."""
         self._writer.close()
 
     def _write_scalars(self, numbers: dict[str, float], step: int) -> None:

@@ -1,1 +1,1 @@
-"""Other people's checkpoints: read without running any of it, scanned, compared, cleaned, loaded into a model."""
+"""Foreign checkpoints: read without running their code, scanned, compared, cleaned, loaded into a model."""

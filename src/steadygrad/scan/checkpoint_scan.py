@@ -1,7 +1,7 @@
 """Contents -> CheckpointScan: what every tensor of a checkpoint holds, with many threads and flat memory.
 
-Nothing is loaded: each thread reads chunk after chunk into its own small buffer. Weights of one place are looked at
-once and told as tied; weights that are equal byte for byte are told as well. Reads only.
+Nothing is loaded: each thread reads chunk after chunk into its own small buffer. Weights that share their place are
+read once and reported as tied; weights that are equal byte for byte are reported too. Reads only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from steadygrad.scan.stats import ChunkMeter, Stats
 from steadygrad.scan.stored import Contents, StoredTensor
 
 PIECE_BYTES = 16 * CHUNK_BYTES
-"""What one thread takes at a time."""
+"""Bytes that one thread takes at a time."""
 Progress = Callable[[int, str], None]
 """Called with the bytes done so far and the name of the tensor, from the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorScan:
-    """One tensor. `min`, `max` and `norm` are those of its finite elements; None where there is none."""
+    """One tensor. `min`, `max` and `norm` are over its finite elements; None if it has none."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ class TensorScan:
     max: float | None
     norm: float | None
     is_allowed: bool
-    """Whether NaN and Inf in it are no damage: an attention mask, or told so when it was saved."""
+    """Whether NaN and Inf are harmless in it: an attention mask, or marked so when it was saved."""
 
     @property
     def num_nonfinite(self) -> int:
@@ -63,7 +63,7 @@ class CheckpointScan:
     duplicates: tuple[tuple[str, ...], ...]
     """Names of one tensor: they share their place in the file, or are equal byte for byte."""
     bad_numbers: tuple[tuple[str, float], ...]
-    """Plain numbers that are not finite. An Inf is no damage: many programs start a best loss with it."""
+    """Plain numbers that are not finite. An Inf is harmless: many programs initialise a best loss with it."""
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -90,7 +90,7 @@ def scan_checkpoint(
 def scan_contents(
     contents: Contents, progress: Progress | None = None, num_threads: int | None = None
 ) -> CheckpointScan:
-    """Look at every element of `contents`."""
+    """Scan every element of `contents`."""
     stats = measure_tensors(contents.tensors, progress, num_threads)
     allowed = contents.may_be_nonfinite
     tensors = tuple(
@@ -110,7 +110,7 @@ def scan_contents(
 
 
 def check_manifest(contents: Contents) -> list[str]:
-    """What differs from the sizes and hashes that were written down, where somebody did."""
+    """Return what differs from the recorded sizes and hashes, if there are any."""
     if contents.manifest is None:
         return []
     folder = contents.manifest.parent
@@ -124,7 +124,7 @@ def check_manifest(contents: Contents) -> list[str]:
 def measure_tensors(
     tensors: tuple[StoredTensor, ...], progress: Progress | None = None, num_threads: int | None = None
 ) -> list[Stats]:
-    """Stats of each tensor; those of one place are read once and share theirs."""
+    """Return the stats of each tensor; tensors that share their place are read once and share their stats."""
     found = {tensor.place: Stats() for tensor in tensors if tensor.dtype is not None}
     pieces = list(_cut({tensor.place: tensor for tensor in tensors if tensor.dtype is not None}.values()))
     done = 0
@@ -141,7 +141,7 @@ Piece = tuple[StoredTensor, int, int]
 
 
 def _cut(tensors: Iterable[StoredTensor]) -> Iterator[Piece]:
-    """Work of at most PIECE_BYTES each; a tensor with gaps is one piece."""
+    """Split the work into pieces of at most PIECE_BYTES; a tensor with gaps is one piece."""
     for tensor in tensors:
         step = max(1, tensor.num_bytes) if tensor.has_gaps else PIECE_BYTES
         for start in range(0, tensor.num_bytes, step):
@@ -174,7 +174,7 @@ def _describe(tensor: StoredTensor, stats: Stats, *, is_allowed: bool) -> Tensor
 
 
 def is_mask(name: str, stats: Stats) -> bool:
-    """Whether this is an attention mask, by its name and by holding nothing but 0 and Inf."""
+    """Return whether this is an attention mask, judged by its name and by holding only 0 and Inf."""
     only_zero = stats.num_inf > 0 and stats.num_zeros + stats.num_inf == stats.num_elements
     return only_zero and "mask" in name.lower()
 
@@ -187,13 +187,13 @@ def is_mask(name: str, stats: Stats) -> bool:
 
 
 MAX_TRIED = 8
-"""Tensors that agree in all numbers and are different are rare; a file made of them must not take for ever."""
+"""Different tensors rarely agree in all numbers; a file full of such tensors must not take forever."""
 MIN_ELEMENTS = 16
 """Below this, equal values are a coincidence: step counters, scales."""
 
 
 def find_duplicates(tensors: Sequence[StoredTensor], stats: Sequence[Stats]) -> tuple[tuple[str, ...], ...]:
-    """Groups of two names or more."""
+    """Return groups of two or more names."""
     places: dict[object, list[StoredTensor]] = {}
     likely: dict[object, list[object]] = {}
     for tensor, one in zip(tensors, stats):
@@ -229,7 +229,7 @@ def _join_equal(
 
 
 def have_equal_bytes(first: StoredTensor, second: StoredTensor, left: ChunkReader, right: ChunkReader) -> bool:
-    """Whether two stored tensors of one layout have the same bytes, gaps included."""
+    """Return whether two stored tensors of one layout have the same bytes, including gaps."""
     if first.num_bytes != second.num_bytes:
         return False
     for start in range(0, first.num_bytes, CHUNK_BYTES):

@@ -1,9 +1,9 @@
 """A checkpoint with NaN or Inf in it -> a repaired copy of it. The original is never touched.
 
-The copy is made byte for byte and only the bad elements are written over, so that formats, names, metadata and every
-other byte stay as they were; checksums of archives and the manifest of a checkpoint of ours are made to fit. It is made
-under another name and renamed when it is whole. Masks of -Inf stay. A target that ends in .safetensors gets the
-repaired tensors of any one file in that format.
+The copy is made byte for byte and only the bad elements are overwritten, so that formats, names, metadata and every
+other byte stay the same; checksums of archives and the manifest of our own checkpoints are updated. It is written
+under another name and renamed when complete. Masks of -Inf stay. A target that ends in .safetensors gets the repaired
+tensors of any single file in that format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CleanReport:
     value: float
     replaced: dict[str, int]
     left: tuple[str, ...]
-    """Plain numbers that are not finite: nobody but you knows what they should be."""
+    """Plain numbers that are not finite: only you know what they should be."""
 
 
 def clean_checkpoint(
@@ -62,7 +62,7 @@ def clean_checkpoint(
     source, target = Path(source), Path(target)
     found = find_checkpoints(source)
     _check_target(source, target, force=force)
-    _converts(source, target)  # refuses before minutes of reading
+    _converts(source, target)  # refuse before minutes of reading
     repairs = [_plan(path, value, progress) for path in found]
     aside = target.with_name(f"{WRITING}{os.getpid()}-{target.name}")
     try:
@@ -98,7 +98,7 @@ def _check_target(source: Path, target: Path, *, force: bool) -> None:
 
 
 def _converts(source: Path, target: Path) -> bool:
-    """Whether another format is asked for than the source has."""
+    """Return whether the target has another format than the source."""
     is_asked = target.suffix == SAFETENSORS
     is_there = source.is_file() and _is_safetensors(source)
     if source.is_dir() and is_asked:
@@ -160,7 +160,7 @@ def _copy(source: Path, aside: Path) -> None:
 
 
 def _ignore_linked_folders(folder: str, names: list[str]) -> set[str]:
-    """Links may lead round in a circle, or to all of a disk."""
+    """Skip linked folders: links may form a cycle, or lead to a whole disk."""
     paths = (Path(folder, name) for name in names)
     return {path.name for path in paths if path.is_symlink() and not path.is_file()}
 
@@ -197,7 +197,7 @@ def _replace_nonfinite(tensor: StoredTensor, value: float) -> None:
 
 
 def _overwrite(part: Tensor, bits: int) -> bool:
-    """Put the value over every bad element, as bits: some dtypes have no arithmetic. Whether there was one."""
+    """Overwrite every bad element, as bits because some dtypes have no arithmetic; return whether there was any."""
     parts = torch.view_as_real(part) if part.is_complex() else part
     bad = ~(parts.float() if parts.element_size() == 1 else parts).isfinite()
     parts.view(INTEGERS[parts.element_size()]).masked_fill_(bad, bits)
@@ -205,7 +205,7 @@ def _overwrite(part: Tensor, bits: int) -> bool:
 
 
 def _encode(value: float, tensor: StoredTensor) -> int:
-    """The bits of `value` in the tensor's dtype; refused where that cannot hold it."""
+    """Return the bits of `value` in the tensor's dtype; raise an error if that cannot hold it."""
     assert tensor.dtype is not None
     dtype = torch.empty(0, dtype=tensor.dtype).real.dtype if tensor.dtype.is_complex else tensor.dtype
     encoded = torch.tensor([value], dtype=torch.float64).to(torch.float32 if dtype.itemsize < 8 else dtype).to(dtype)
@@ -238,7 +238,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def fix_checksums(path: Path, start: int, size: int, offsets: Sequence[int]) -> None:
-    """Write the checksum of every record that one of `offsets` lies in; the archive begins at `start` of the file."""
+    """Update the checksum of every record that contains one of `offsets`; the archive begins at `start`."""
     with path.open("r+b") as file:
         window = Window(file, start, size)
         with zipfile.ZipFile(window) as archive:

@@ -1,8 +1,8 @@
 """`load_checkpoint`: weights of another program -> a model, as a safe starting point.
 
 A plain state_dict, a Lightning .ckpt, a file with the weights under any key, a Hugging Face folder, a checkpoint of
-ours: names are matched by what the model calls them, whatever stands before them. Nothing of the file is run, and the
-model is changed only after every name, shape and value has been checked.
+ours: names are matched with the model's, whatever prefix they have. No code in the file is run, and the model is
+changed only after every name, shape and value has been checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from steadygrad.scan.trusted import unpickled_copy
 
 MAX_SHOWN = 5
 WEIGHT_FILES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-"""What transformers and peft call them."""
+"""File names that transformers and peft use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class LoadReport:
     """What was loaded, and what was not."""
 
     prefix: str
-    """What stood before the model's names in the file."""
+    """Prefix of the model's names in the file."""
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
-    """The model has it, the file has not; it keeps its value."""
+    """Names in the model but not in the file; they keep their values."""
     unexpected: tuple[str, ...]
-    """The file has it beside the weights, the model has not."""
+    """Names next to the weights in the file but not in the model."""
     misshaped: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Name -> shape in the file, shape in the model; it keeps its value."""
+    """Name -> shape in the file, shape in the model; these keep their values."""
 
     @property
     def is_complete(self) -> bool:

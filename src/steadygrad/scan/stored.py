@@ -21,16 +21,16 @@ class StoredTensor:
 
     name: str
     path: Path
-    """The file it lies in."""
+    """The file that holds it."""
     dtype: torch.dtype | None
-    """None: a kind of element that torch has no name for; such a tensor is listed and not looked into."""
+    """None for an element type that torch does not have; such a tensor is listed but not read."""
     kind: str
     """The element's kind as text: 'float32'."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     """In elements; a view that was saved has gaps, a transposed one another order."""
     offset: int
-    """Where in the file its first element lies."""
+    """Offset of its first element in the file."""
     num_bytes: int
     """From the first byte of its first element to the last one of its last."""
     archive: tuple[int, int] | None = None

@@ -47,9 +47,9 @@ class Source:
     tensor: Tensor
     late: bool
     name: str = ""
-    """What to call it when it is not finite; empty: nobody looks."""
+    """Name to report if it is not finite; empty if it is not checked."""
     must_be_finite: bool = True
-    """False: it may never have been finite (a mask of -inf), which is no fault."""
+    """False if it may hold non-finite values by design, such as a mask of -inf."""
     fits: bool = field(init=False)
     """Whether a copy of it can live in a block of bytes; sparse and other unusual tensors cannot."""
     is_looked_at: bool = field(init=False)
@@ -68,7 +68,7 @@ class Collector:
     def __init__(self, shared: Iterable[object]) -> None:
         self.sources: list[Source] = []
         self.owner = ""
-        """Whose state is walked now."""
+        """Name of the object whose state is being walked."""
         self.left_out: list[str] = []
         """What could not be copied, in a few words each."""
         self._numbers: dict[int, int] = {}
@@ -81,7 +81,7 @@ class Collector:
         self._alive = list(template.alive)
 
     def make_template(self, signature: list[int], state: State) -> Template:
-        """What a later walk over the same tensors may take over; extras are walked anew each time."""
+        """Return what a later walk over the same tensors may reuse; extras are walked again each time."""
         return Template(
             signature=signature,
             sources=list(self.sources),
@@ -119,7 +119,7 @@ class Collector:
             return remake(value, [self.walk(item, name=name, **settings) for item in value])
         try:
             return copy.deepcopy(value, self._memo)
-        except Exception as error:  # whatever somebody's __deepcopy__ or __reduce__ raises
+        except Exception as error:  # whatever a user's __deepcopy__ or __reduce__ raises
             self.left_out.append(f"a {type(value).__name__} of the {self.owner} ({error})")
             return AsItIs(value)
 

@@ -12,7 +12,7 @@ import torch
 
 
 def capture_random(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """Python's, torch's, the CUDA devices', and numpy's if somebody has imported it."""
+    """Return the state of Python's, torch's and the CUDA devices' generators, and of numpy's if it is imported."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
@@ -32,7 +32,7 @@ def restore_random(state: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def unchanged_random(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Whatever is drawn inside has not been drawn afterwards."""
+    """Restore the generators afterwards, as if nothing had been drawn inside this context."""
     state = capture_random(devices)
     try:
         yield

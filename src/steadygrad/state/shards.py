@@ -1,8 +1,8 @@
-"""DTensors -> the part that lies on this rank, and in how many parts the whole is.
+"""DTensors -> this rank's part, and the number of parts of the whole.
 
-Nothing here talks to another rank, except for a gradient that tensor parallelism left as a sum still to be made. Parts
-share memory with their DTensor: what is written into them is written into it. torch.distributed.tensor is not imported
-for it; a tensor that is no DTensor passes through.
+Nothing here communicates with another rank, except for a gradient that tensor parallelism left as a pending sum. Parts
+share memory with their DTensor: writing to a part writes to it. torch.distributed.tensor is not imported for this; a
+tensor that is not a DTensor passes through.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MeshPlace:
         return cls(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), tuple(tensor.stride()))
 
     def make_whole(self, part: Tensor) -> Tensor:
-        """The DTensor of which `part` is this rank's part; asks nobody."""
+        """Return the DTensor of which `part` is this rank's part, without communication."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -51,7 +51,7 @@ def take_local(tensor: Tensor) -> Tensor:
 
 
 def count_shards(tensor: Any) -> int:
-    """Parts that the whole is cut into; ranks beyond that hold copies of one another."""
+    """Return the number of parts of the whole; ranks beyond that hold copies."""
     if not is_dtensor(tensor):
         return 1
     mesh = tensor.device_mesh
@@ -59,7 +59,7 @@ def count_shards(tensor: Any) -> int:
 
 
 def finish_sum(tensor: Any) -> Tensor:
-    """A gradient whose parts are still to be added up, added up; any other as it is."""
+    """Return a gradient with its pending sum completed; any other as it is."""
     if not is_dtensor(tensor) or not any(one.is_partial() for one in tensor.placements):
         whole: Tensor = tensor
         return whole

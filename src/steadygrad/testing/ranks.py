@@ -1,8 +1,8 @@
 """A function -> what it returned on each of n ranks: real processes that talk over gloo, on one machine.
 
-For tests of trainings on many ranks. A rank that fails is told with its own traceback, and the others are ended at
-once; ranks that wait for each other for ever are ended after a time limit, and told with the line that each of them
-stands at. Nothing outlives the call. The function must be importable (no lambda), and what it returns picklable.
+For tests of trainings on several ranks. A rank that fails is reported with its own traceback, and the others are ended
+at once; ranks that deadlock are ended after a time limit, and reported with the line at which each of them waits.
+Nothing outlives the call. The function must be importable (no lambda), and its result picklable.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small complete training loop on one Guard: epochs, validation, early stopping, accumulation, stages, EMA, resume.
 
-`Trainer(model, config).train(train_loader, val_loader)`; subclasses say what a loss is and what is evaluated.
+`Trainer(model, config).train(train_loader, val_loader)`; subclasses define the loss and the evaluation.
 """
 
 from steadygrad.config.trainer import TrainerConfig

@@ -1,6 +1,6 @@
-"""A batch as a loader gives it -> the same on the device; a number of batches -> the steps that they make.
+"""A batch from a loader -> the same batch on the device; a number of batches -> the number of steps they make.
 
-Steps are counted here only, so that the schedule, the loop and a resumed loop agree on them. Runs no model.
+Steps are counted only here, so that the schedule, the loop and a resumed loop agree. Runs no model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from steadygrad.view.progress import count_items
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """Every tensor of nested containers on `device`; what is no tensor stays as it is."""
+    """Move every tensor of nested containers to `device`; leave anything else as it is."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -29,12 +29,12 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 
 def count_batches(loader: Iterable[Any]) -> int | None:
-    """Batches of an epoch; None where the data does not say."""
+    """Return the number of batches in an epoch; None if the loader has no length."""
     return count_items(loader)
 
 
 def count_steps(num_batches: int | None, *, epochs: int, accumulation: int, limit: int | None) -> int | None:
-    """Optimizer steps of so many epochs, at most `limit`; None where nobody knows.
+    """Return the number of optimizer steps in `epochs` epochs, at most `limit`; None if unknown.
 
     >>> count_steps(5, epochs=3, accumulation=2, limit=None)
     9
@@ -46,7 +46,7 @@ def count_steps(num_batches: int | None, *, epochs: int, accumulation: int, limi
 
 
 def size_window(num_done: int, num_batches: int | None, accumulation: int) -> int:
-    """Microbatches of the step under way: fewer at the end of data that the windows do not divide.
+    """Return the number of microbatches in the current step: fewer at the end if they do not divide evenly.
 
     >>> [size_window(done, 5, 2) for done in range(5)]
     [2, 2, 2, 2, 1]

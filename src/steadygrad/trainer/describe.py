@@ -1,4 +1,4 @@
-"""Numbers of an epoch -> the words that are told of it; a model -> whether it is finite. Looks only."""
+"""Numbers of an epoch -> the line that reports it; a model -> whether it is finite. Reads only."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from steadygrad.measure.check import find_nonfinite
 
 
 def describe_metrics(metrics: Mapping[str, Any]) -> str:
-    """Losses and validation, mean and maximum of the gradient norm where it was measured, the rate, skipped steps."""
+    """Format losses, validation, mean and maximum gradient norm where measured, learning rate and skipped steps."""
     losses = {name: value for name, value in metrics.items() if name == "loss" or name.startswith("val_")}
     skipped = f", skipped={metrics['num_skipped']:.0f}" if metrics["num_skipped"] else ""
     norms = f", grad avg={metrics['grad_norm_mean']:.4g} max={metrics['grad_norm_max']:.4g}"
-    norms = "" if math.isnan(metrics["grad_norm_mean"]) else norms  # no step was measured: nothing is, unguarded
+    norms = "" if math.isnan(metrics["grad_norm_mean"]) else norms  # no step was measured; without a guard none ever is
     return f"{spell_numbers(losses)}{norms}, lr={metrics['learning_rate']:.4g}{skipped}"
 
 
 def spell_numbers(numbers: Mapping[str, Any], prefix: str = "") -> str:
-    """`loss=0.4312, r2=0.9134`."""
+    """Format numbers as `loss=0.4312, r2=0.9134`."""
     return ", ".join(f"{prefix}{name}={value:.4f}" for name, value in numbers.items())
 
 
 def look_at_model(model: nn.Module) -> dict[str, bool]:
-    """What a guard's `health()` says, of a model that no guard has watched yet."""
+    """Return what a guard's `health()` returns, for a model that no guard has watched yet."""
     parameters = find_nonfinite(model.named_parameters())
     buffers = find_nonfinite(model.named_buffers())
     gradients = find_nonfinite((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)

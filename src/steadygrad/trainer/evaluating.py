@@ -1,4 +1,4 @@
-"""The state of things in which a model is evaluated: eval mode and the training's precision; all as before after it."""
+"""The conditions under which a model is evaluated: eval mode and the training's precision, restored afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steadygrad.config import Precision
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside, and each in its own mode after: a stage may hold some in eval mode."""
+    """Set every module to eval mode, then restore the mode of each: a stage may keep some in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -26,7 +26,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def make_autocast(precision: Precision | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The autocast that a guard opens around a step, for code outside of one."""
+    """Return the autocast context that a guard opens around a step, for code outside a step."""
     if precision is None:
         return contextlib.nullcontext()
     dtype = DTYPES[precision]

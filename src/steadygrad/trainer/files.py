@@ -1,8 +1,8 @@
-"""A model and its history <-> one file at a path of the user's choice; weights of a run -> a model.
+"""A model and its history <-> one file at a path that the user chooses; weights of a run -> a model.
 
-These are files for handing a model on. To go on with a training, exactly, there are the guard's own checkpoints. A file
-is written aside, fsynced and renamed, holds plain containers and tensors only, and is read without running its code.
-Values that are not finite are replaced before a save and after a load, and told: none goes into a file or a model.
+These files are for passing a model on; to resume a training exactly, use the guard's own checkpoints. A file is
+written to a temporary name, fsynced and renamed, holds only plain containers and tensors, and is read without running
+its code. Non-finite values are replaced before a save and after a load, and reported: none gets into a file or model.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from steadygrad.scan.values import load_values
 logger = logging.getLogger("steadygrad.trainer")
 
 METRICS = "metrics.jsonl"
-"""Every evaluation, in the run directory; after a resume a step may be there twice, and the later line counts."""
+"""File of all evaluations in the run directory; after a resume a step may appear twice, and the later line counts."""
 
 
 @torch.no_grad()
 def clean_parameters(model: nn.Module, when: str) -> bool:
-    """Write 0 over every NaN and Inf of the parameters; says whether there was one. `when` ends the warning."""
+    """Replace every NaN and Inf in the parameters by 0; return whether there was any. `when` ends the warning."""
     found = False
     for name, parameter in model.named_parameters():
         if check_nan_inf(parameter, f"parameter {name}"):
@@ -46,7 +46,7 @@ def clean_parameters(model: nn.Module, when: str) -> bool:
 
 
 def write_file(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write `content` so that the file is there whole or not at all; its folder is made."""
+    """Write `content` atomically, so that the file is complete or absent; create its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -63,7 +63,7 @@ def write_file(path: str | Path, content: Mapping[str, Any]) -> None:
 def save_model(
     path: str | Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], about: Mapping[str, Any]
 ) -> None:
-    """Write the model, its optimizers and what is told about them; the model is cleaned before."""
+    """Clean the model, then write it with its optimizers and metadata."""
     if clean_parameters(model, "before save"):
         logger.warning("Model contained NaN/Inf values that were cleaned before saving")
     content: dict[str, Any] = {"model_state_dict": model.state_dict(), **about}
@@ -75,9 +75,9 @@ def save_model(
 def load_model(
     path: str | Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, trust: bool = False
 ) -> dict[str, Any] | None:
-    """Put back what `save_model` wrote, and return it; None, told as an error, when it cannot be used.
+    """Load what `save_model` wrote, and return it; log an error and return None if it cannot be used.
 
-    `trust` runs what the file asks for; without it, objects of a program's own classes are left out and named.
+    With `trust` the file may run code; without it, objects of custom classes are left out and named.
     """
     try:
         content, left_out = (load_trusted(Path(path)), []) if trust else load_values(Path(path))
@@ -101,7 +101,7 @@ def load_model(
 
 
 def find_checkpoint(run_dir: Path | None, path: str | Path | None, *, num_stages: int) -> Checkpoint | None:
-    """What `read_checkpoint` finds, if a Trainer with these stages can go on from it."""
+    """Return what `read_checkpoint` finds, if a Trainer with these stages can continue from it."""
     found = read_checkpoint(run_dir, path)
     if found is None:
         return None
@@ -116,12 +116,12 @@ def find_checkpoint(run_dir: Path | None, path: str | Path | None, *, num_stages
 
 
 def read_stage(checkpoint: Checkpoint) -> int:
-    """The stage of a Trainer in which it was saved, from 0."""
+    """Return the Trainer stage in which the checkpoint was saved, from 0."""
     return int(checkpoint.state["extras"]["trainer"]["stage"])
 
 
 def read_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint | None:
-    """The newest good checkpoint of the run (`latest`), its `best`, or what `path` is or holds; None: none yet."""
+    """Return the run's newest good checkpoint (`latest`), its `best`, or the one at or in `path`; None if none yet."""
     path = None if path == "latest" else path
     if path in (None, "best") and run_dir is None:
         raise UsageError("there is no run directory to resume from. Give the Trainer a run_dir, or a path.")
@@ -139,7 +139,7 @@ def read_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint
 
 
 def find_best(folder: str | Path) -> Path:
-    """Of a folder of checkpoints the one with the lowest validation loss."""
+    """Return the checkpoint with the lowest validation loss in a folder."""
     best = None
     if Path(folder).is_dir():
         store = CheckpointStore(Path(folder))
@@ -151,14 +151,14 @@ def find_best(folder: str | Path) -> Path:
 
 
 def append_metrics(run_dir: Path, line: Mapping[str, Any]) -> None:
-    """One evaluation, as a line of `metrics.jsonl`."""
+    """Append one evaluation as a line of `metrics.jsonl`."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(dict(line)) + "\n")
 
 
 def load_trained(run_dir: str | Path, model: nn.Module) -> int:
-    """The best weights of a run, or else the newest, into `model`; averaged ones where there are. Their step."""
+    """Load a run's best weights, or else its newest, averaged if available, into `model`; return their step."""
     store = CheckpointStore(Path(run_dir) / FOLDER)
     best = store.best
     found = store.load(path=best.path) if best is not None else store.load()

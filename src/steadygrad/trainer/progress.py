@@ -1,7 +1,7 @@
-"""Progress: where a training stands, in plain numbers that are saved with every checkpoint.
+"""Progress: the position of a training, in plain numbers that are saved with every checkpoint.
 
-Records of judged steps go in, averages and maxima of the epoch come out. Loading the state of an earlier moment and
-going on gives the same numbers as never having stopped. It holds no tensor and decides nothing.
+Records of judged steps go in, averages and maxima of the epoch come out. Loading an earlier state and continuing gives
+the same numbers as never having stopped. It holds no tensor and decides nothing.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from steadygrad.record import Sink
 
 
 class Progress(Sink):
-    """What a Trainer remembers; also a sink, so that it hears of each step when the guard has judged it."""
+    """State of a Trainer; also a sink, so that it receives each step once the guard has judged it."""
 
     def __init__(self) -> None:
         self.stage = 0
         self.first_epoch = 0
         """The guard's epoch when the stage began."""
         self.num_batches = 0
-        """Batches of this epoch so far."""
+        """Number of batches so far in this epoch."""
         self.evaluated: int | None = None
         """The step before which the last evaluation was made."""
         self.saved: int | None = None
-        """The step before which the last checkpoint was asked for."""
+        """The step before which the last checkpoint was requested."""
         self.last_metrics: dict[str, float] = {}
-        """What that evaluation gave."""
+        """Metrics of the last evaluation."""
         self.train_history: list[dict[str, Any]] = []
-        """One entry an epoch."""
+        """One entry per epoch."""
         self.val_history: list[dict[str, Any]] = []
-        """One entry an epoch."""
+        """One entry per epoch."""
         self.step_history: list[dict[str, Any]] = []
-        """One entry an evaluation by steps."""
+        """One entry per evaluation by steps."""
         self._sums = _empty_sums()
         self._heard: list[StepRecord] = []
 
     # --- heard from the guard ---------------------------------------------------------------------------------------
 
     def write_step(self, record: StepRecord) -> None:
-        """One judged step."""
+        """Take the record of one judged step."""
         self._heard.append(record)
         self.add(record.loss, record.grad_norm, skipped=record.skipped)
 
     def take_heard(self) -> list[StepRecord]:
-        """The steps that were judged since the last call."""
+        """Return the steps judged since the last call."""
         heard, self._heard = self._heard, []
         return heard
 
     # --- the epoch --------------------------------------------------------------------------------------------------
 
     def add(self, loss: float | None, grad_norm: float | None, *, skipped: bool = False) -> None:
-        """One step; one that was skipped counts, and its numbers do not."""
+        """Add one step; a skipped step is counted, but its numbers are not."""
         sums = self._sums
         sums["num_steps"] += 1
         sums["num_skipped"] += skipped
@@ -67,7 +67,7 @@ class Progress(Sink):
             sums["max_norm"] = max(sums["max_norm"], grad_norm)
 
     def take_epoch(self) -> dict[str, float]:
-        """Averages and maxima since the last call; a loss of NaN when no step could be used."""
+        """Return averages and maxima since the last call; the loss is NaN if no step was usable."""
         sums, self._sums = self._sums, _empty_sums()
         return {
             "loss": sums["loss"] / sums["num_losses"] if sums["num_losses"] else math.nan,
@@ -80,11 +80,11 @@ class Progress(Sink):
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return everything as plain values."""
         return copy.deepcopy({name: value for name, value in vars(self).items() if name != "_heard"})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state of `state_dict()`."""
         for name in self.state_dict():
             setattr(self, name, state[name])
         self._heard = []

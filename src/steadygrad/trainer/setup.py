@@ -19,7 +19,7 @@ from steadygrad.guard import Guard
 
 
 def check_given(model: Any, config: Any, loss_fn: Any) -> None:
-    """What would fail far from here, with an error that names nobody."""
+    """Refuse arguments that would otherwise fail far from here, with an error that names no culprit."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"Trainer's model must be a torch.nn.Module, got {type(model).__name__}.")
     if not isinstance(config, TrainerConfig):
@@ -29,7 +29,7 @@ def check_given(model: Any, config: Any, loss_fn: Any) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Python's, torch's on every device, and numpy's if somebody has imported it."""
+    """Seed the generators of Python, of torch on every device, and of numpy if it has been imported."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -37,7 +37,7 @@ def seed_generators(seed: int) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; auto: CUDA where there is one."""
+    """Return the device of that name; `auto` means CUDA if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -49,7 +49,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def make_guard_config(config: TrainerConfig, given: GuardConfig | None, device: torch.device) -> GuardConfig:
-    """The Guard's settings; of one that was given, what differs from the defaults stays as it is."""
+    """Return the Guard's settings; in a `given` one, whatever differs from the defaults is kept."""
     usual, made = GuardConfig(), given if given is not None else GuardConfig()
     changes: dict[str, Any] = {}
     if made.clip == usual.clip:
@@ -64,26 +64,26 @@ def make_guard_config(config: TrainerConfig, given: GuardConfig | None, device: 
 
 
 def _choose_precision(name: str, device: torch.device) -> Precision | None:
-    """What was asked for; auto is the best of a GPU, and fp32 on a CPU, where half precision is rarely faster."""
+    """Return the precision; `auto` is the best of a GPU, and fp32 on a CPU, where half precision is rarely faster."""
     if name != "auto":
         return Precision(name)
     return choose_precision(device) if device.type == "cuda" else None
 
 
 def make_scaler(config: GuardConfig, device: torch.device) -> torch.amp.GradScaler | None:
-    """A loss scaler where gradients are float16, which has no range to spare."""
+    """Return a loss scaler if gradients are float16, whose range is narrow."""
     return torch.amp.GradScaler(device.type) if config.autocast is Precision.FP16 else None
 
 
 def make_average(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    """An exponential moving average of the weights, on the same device; buffers are taken over as they are."""
+    """Return an exponential moving average of the weights, on the same device; buffers are copied as they are."""
     if decay is None:
         return None
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
 
 def go_on_counting(before: Guard, after: Guard) -> None:
-    """Steps, epochs and totals go on in the next stage; baselines and budgets of another optimizer begin anew."""
+    """Carry steps, epochs and totals over to the next stage; baselines and budgets start afresh with its optimizer."""
     old, new = before.state_dict(), after.state_dict()
     judgement = {**new["judgement"], "tally": old["judgement"]["tally"]}
     numbers = {name: old[name] for name in ("step", "epoch", "num_skipped_batches")}

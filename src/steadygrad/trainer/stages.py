@@ -17,25 +17,25 @@ Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Stage:
-    """What one phase of a training does differently; what is None is asked of the Trainer."""
+    """What one phase of a training does differently; the Trainer supplies what is None."""
 
     name: str = "train"
     epochs: int | None = None
-    """Passes over the data; None: `TrainerConfig.epochs`."""
+    """Number of passes over the data; None means `TrainerConfig.epochs`."""
     prepare: Callable[[nn.Module], None] | None = None
     """Called once when the stage begins, also after a resume: freeze and unfreeze here."""
     optimizer: Callable[[nn.Module], Optimizers] | None = None
-    """Makes the stage's optimizer, over the parameters that `prepare` has left trainable."""
+    """Creates the stage's optimizer, over the parameters that `prepare` left trainable."""
     scheduler: Callable[[Any, int | None], Any] | None = None
-    """Makes its scheduler from the optimizer and the number of steps, None where that is not known."""
+    """Creates its scheduler from the optimizer and the number of steps, which is None if unknown."""
     scaler: Callable[[], torch.amp.GradScaler | None] | None = None
-    """Makes its loss scaler; None: one for fp16, none for the others."""
+    """Creates its loss scaler; None means one for fp16 and none otherwise."""
 
 
 def make_schedule(
     optimizer: torch.optim.Optimizer, config: TrainerConfig, num_steps: int | None
 ) -> torch.optim.lr_scheduler.LambdaLR | None:
-    """Linear warm-up, then constant or cosine; None when the learning rate is to stay where it is."""
+    """Return a schedule with linear warm-up, then constant or cosine; None if the learning rate stays fixed."""
     if config.schedule == "constant" and not config.warmup_steps:
         return None
     warmup, falls = config.warmup_steps, config.schedule == "cosine"
@@ -45,7 +45,7 @@ def make_schedule(
 
 
 def shape_rate(step: int, warmup: int, num_steps: int | None) -> float:
-    """Share of the highest rate at a step: up in a straight line, then a cosine to 0; None: no end, and it stays up.
+    """Return the share of the peak rate at a step: linear rise, then a cosine to 0, or constant if `num_steps` is None.
 
     >>> [round(shape_rate(step, 2, 6), 2) for step in range(7)]
     [0.33, 0.67, 1.0, 0.85, 0.5, 0.15, 0.0]

@@ -1,9 +1,9 @@
-"""Trainer: data loaders in, a trained model out; the loop that the recipes share.
+"""Trainer: data loaders in, a trained model out; the training loop that the recipes share.
 
-Everything numerical is the Guard's: forward and backward, clipping, skipping, judging, checkpoints, the record. Here is
-only what comes around a step: epochs, stages, evaluation, averages, and when to save. Each stage has a Guard of its own
-that goes on counting where the last one stopped. What is due after a step is read off the progress that is saved with
-it, so that a training that was killed anywhere goes on as if nothing had happened.
+The Guard does everything numerical: forward and backward, clipping, skipping, judging, checkpoints, the record. The
+Trainer does only what surrounds a step: epochs, stages, evaluation, averages, and when to save. Each stage has its own
+Guard, which continues counting where the last one stopped. What is due after a step is derived from the progress that
+is saved with it, so that a training killed at any point continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Trainer:
         sinks: Iterable[Sink] = (),
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """`tell` is given a line at each epoch's end; without it the line goes to the log."""
+        """`tell` is called with a line at the end of each epoch; without it the line goes to the log."""
         self.config = config if config is not None else TrainerConfig()
         check_given(model, self.config, loss_fn)
         self.device = choose_device(self.config.device)
@@ -90,7 +90,7 @@ class Trainer:
     # --- what a subclass says ---------------------------------------------------------------------------------------
 
     def compute_loss(self, batch: Any) -> Any:
-        """The loss of one batch, or the loss and a dict of terms for the record. Runs under autocast; replayable."""
+        """Return the loss of one batch, or the loss and a dict of terms to record. Runs under autocast; replayable."""
         if self._loss_fn is not None:
             inputs, targets = batch
             return self._loss_fn(self.model(inputs), targets)
@@ -99,7 +99,7 @@ class Trainer:
         return find_loss(self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch))
 
     def evaluate(self, val_loader: Iterable[Any]) -> Metrics:
-        """Metrics of the model, "loss" among them; called in eval mode, without gradients, under autocast."""
+        """Return metrics of the model, including "loss"; called in eval mode, without gradients, under autocast."""
         total, num = 0.0, 0
         for batch in val_loader:
             loss, _ = split_terms(self.compute_loss(move_batch(batch, self.device)))
@@ -109,7 +109,7 @@ class Trainer:
         return {"loss": total / num}
 
     def build_optimizer(self, stage: Stage) -> Optimizers:
-        """The optimizer of a stage: AdamW over what is trainable."""
+        """Create the optimizer of a stage: AdamW over the trainable parameters."""
         if stage.optimizer is not None:
             return stage.optimizer(self.model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -117,7 +117,7 @@ class Trainer:
         return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay, fused=fused)
 
     def build_scheduler(self, stage: Stage, num_steps: int | None) -> Any:
-        """The scheduler of a stage, stepped after each applied step; None: the rate stays."""
+        """Create the scheduler of a stage, stepped after each applied step; None keeps the rate fixed."""
         if stage.scheduler is not None:
             return stage.scheduler(self.optimizer, num_steps)
         if isinstance(self.optimizer, list):
@@ -125,15 +125,15 @@ class Trainer:
         return make_schedule(self.optimizer, self.config, num_steps)
 
     def end_step(self, record: StepRecord) -> None:
-        """Called with each step that was judged."""
+        """Hook: called with each judged step."""
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Called at each epoch's end, after evaluation and before the checkpoint, with all that was averaged."""
+        """Hook: called at the end of each epoch, after evaluation and before the checkpoint, with its metrics."""
 
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None = None) -> dict[str, Any]:
-        """Train through all stages, or go on where `resume()` has found a checkpoint; the final statistics."""
+        """Train through all stages, or continue from the checkpoint that `resume()` found; return final statistics."""
         if count_batches(train_loader) == 0:
             raise UsageError(
                 "the training loader has no batch. Give it data, or drop_last=False where there is little."
@@ -142,7 +142,7 @@ class Trainer:
         first = 0 if checkpoint is None else read_stage(checkpoint)
         if checkpoint is None and self.config.seed is not None:
             seed_generators(self.config.seed)
-        if self.stage is not self.stages[0]:  # after a training through all stages
+        if self.stage is not self.stages[0]:  # all stages have been trained before
             self._prepare(0)
         for index in range(1, first + 1):
             self._prepare(index)
@@ -156,7 +156,7 @@ class Trainer:
         return self.get_training_stats()
 
     def _prepare(self, index: int) -> None:
-        """The model and its optimizer as a stage wants them."""
+        """Prepare the model and create the optimizer of a stage."""
         self.stage = self.stages[index]
         self.model.train()
         if self.stage.prepare is not None:
@@ -193,7 +193,7 @@ class Trainer:
             self._do_what_is_due(guard, val_loader)
             while guard.epoch - self._progress.first_epoch < self._num_epochs and not self._is_over(guard):
                 self._train_epoch(guard, train_loader, val_loader)
-                if self._has_reached_limit:  # saved inside the epoch, so that a higher limit goes on there
+                if self._has_reached_limit:  # saved inside the epoch, so a higher limit continues here
                     self._save(guard)
                 metrics = self._tell_epoch(guard, val_loader)
                 if not self._has_reached_limit:
@@ -247,7 +247,7 @@ class Trainer:
             self.end_step(record)
 
     def _do_what_is_due(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
-        """Evaluate and save by steps; what a save inside the step has left undone is done after its resume."""
+        """Evaluate and save by steps; after a resume, also do what was still due when the checkpoint was taken."""
         step, config = guard.num_steps, self.config
         if not step or guard.num_microbatches:
             return
@@ -259,7 +259,7 @@ class Trainer:
             self._save(guard)
 
     def _evaluate_now(self, guard: Guard, val_loader: Iterable[Any]) -> Metrics:
-        """Evaluate the averaged model where there is one; training goes on as if nobody had looked."""
+        """Evaluate the averaged model if there is one, without side effects on training."""
         with self._as_evaluated(), unchanged_random([self.device]), torch.no_grad(), self.autocast():
             metrics = {name: float(value) for name, value in self.evaluate(val_loader).items()}
         if "loss" in metrics:
@@ -272,7 +272,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _as_evaluated(self) -> Iterator[None]:
-        """Inside, `self.model` is what is evaluated, in eval mode."""
+        """Make `self.model` the model to evaluate, in eval mode, inside this context."""
         trained = self.model
         self.model = trained if self.ema is None else self.ema.module
         try:
@@ -282,13 +282,13 @@ class Trainer:
             self.model = trained
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision that training runs in, for code outside a step."""
+        """Return an autocast context with the training's precision, for code outside a step."""
         return make_autocast(self.guard_config.autocast, self.device)
 
     def _tell_epoch(self, guard: Guard, val_loader: Iterable[Any] | None) -> dict[str, Any]:
-        """Averages and maxima of the epoch, and what the evaluation says."""
+        """Return averages and maxima of the epoch, and the metrics of the evaluation."""
         progress = self._progress
-        if guard.num_microbatches:  # of data whose length was not known, or of which a rollback has left some out
+        if guard.num_microbatches:  # the data's length was unknown, or a rollback left some of it out
             guard.step()
         guard.flush()
         self._hear()
@@ -305,7 +305,7 @@ class Trainer:
         return told
 
     def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
-        """The line at an epoch's end."""
+        """Format the line for the end of an epoch."""
         number = metrics["epoch"] - self._progress.first_epoch + 1
         stage = f" ({self.stage.name})" if len(self.stages) > 1 else ""
         return f"Epoch {number}/{self._num_epochs}{stage}: {describe_metrics(metrics)}"
@@ -317,10 +317,10 @@ class Trainer:
     # --- going on ---------------------------------------------------------------------------------------------------
 
     def resume(self, path: str | Path | None = None) -> int | None:
-        """Let `train()` go on from the newest good checkpoint of the run directory, its `best`, or `path`; its step.
+        """Let `train()` continue from the run's newest good checkpoint, its `best`, or `path`; return its step.
 
-        None when the run directory holds none yet: `train()` then starts anew. A file of another program gives its
-        weights, and 0: optimizer, schedule and epochs begin anew.
+        Return None if the run directory has no checkpoint yet: `train()` then starts afresh. From a file of another
+        program only the weights are taken, and 0 is returned: optimizer, schedule and epochs start afresh.
         """
         if path is not None and Path(path).is_file():
             self._take_weights(Path(path))
@@ -338,27 +338,27 @@ class Trainer:
 
     @property
     def is_protected(self) -> bool:
-        """Whether a guard watches: `TrainerConfig.protect`, and STEADYGRAD=off is not set."""
+        """Whether a guard is active: `TrainerConfig.protect` is set and STEADYGRAD=off is not."""
         return self.config.protect and not is_switched_off()
 
     @property
     def train_history(self) -> list[dict[str, Any]]:
-        """One entry an epoch: `loss`, `grad_norm_mean`, `grad_norm_max`, `learning_rate`, `num_skipped`, ..."""
+        """One entry per epoch: `loss`, `grad_norm_mean`, `grad_norm_max`, `learning_rate`, `num_skipped`, ..."""
         return self._progress.train_history
 
     @property
     def val_history(self) -> list[dict[str, Any]]:
-        """One entry an epoch: what `evaluate` gave."""
+        """One entry per epoch: the result of `evaluate`."""
         return self._progress.val_history
 
     @property
     def step_history(self) -> list[dict[str, Any]]:
-        """One entry an evaluation by steps."""
+        """One entry per evaluation by steps."""
         return self._progress.step_history
 
     @property
     def incidents(self) -> list[Incident]:
-        """What the guards of all stages have found and done."""
+        """Incidents from the guards of all stages."""
         return self._earlier_incidents + ([] if self.guard is None else self.guard.incidents)
 
     @property
@@ -367,13 +367,13 @@ class Trainer:
         return float(self._optimizers[0].param_groups[0]["lr"]) * factor
 
     def monitor_training_health(self) -> dict[str, bool]:
-        """Whether model, gradients, losses and parameters are finite now, and all of it."""
+        """Return whether model, gradients, losses and parameters are finite now, each and overall."""
         if self.guard is not None:
             return self.guard.health()
         return look_at_model(self.model)
 
     def get_training_stats(self) -> dict[str, Any]:
-        """The guard's counts and current numbers, and the histories."""
+        """Return the guard's counts and current values, and the histories."""
         numbers: dict[str, Any] = {"current_learning_rate": self._learning_rate, "current_gradient_norm": None}
         if self.guard is not None:
             numbers = {**self.guard.stats(), "best": self.guard.best}
@@ -388,18 +388,18 @@ class Trainer:
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path, include_optimizer: bool = True) -> None:
-        """Write model, history and settings to one file; values that are not finite are replaced by 0 before.
+        """Write model, history and settings to one file, after replacing non-finite values by 0.
 
-        For handing a model on. A run directory's own checkpoints are what a training goes on from, exactly.
+        The file is for passing a model on. To continue a training exactly, use the run directory's own checkpoints.
         """
         optimizers = self._optimizers if include_optimizer else []
         histories = {"train_history": self.train_history, "val_history": self.val_history}
         save_model(path, self.model, optimizers, {"config": to_plain(self.config), **histories})
 
     def load_checkpoint(self, path: str | Path, *, trust: bool = False) -> bool:
-        """Take over the model, and the optimizer where it is there, from `save_checkpoint`'s file; False if that fails.
+        """Load the model, and the optimizer if included, from a file of `save_checkpoint`; return False on failure.
 
-        The file's code is never run, unless you `trust` it; values that are not finite are replaced by 0 and reported.
+        Code in the file never runs unless you `trust` it; non-finite values are replaced by 0 and reported.
         """
         content = load_model(path, self.model, self._optimizers, trust=trust)
         if content is None:
@@ -414,7 +414,7 @@ class Trainer:
 
 
 def split_terms(result: Any) -> tuple[Tensor, dict[str, Any]]:
-    """What `compute_loss` returned as the loss and its terms."""
+    """Split the result of `compute_loss` into the loss and its terms."""
     if isinstance(result, tuple):
         loss, terms = result
         return loss, {name: value.detach() if isinstance(value, Tensor) else value for name, value in terms.items()}

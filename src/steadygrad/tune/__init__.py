@@ -1,6 +1,6 @@
-"""Settings chosen by how stable training is with them: a range test, trials from one state, evidence for each choice.
+"""Settings chosen for stable training: a range test, trials from one common state, evidence for each choice.
 
-`steadygrad tune` is the way in; a script of one's own gives it a `Tunable`. The model is left bit for bit as it was.
+The entry point is `steadygrad tune`; your own script gives it a `Tunable`. The model is left bit for bit as it was.
 """
 
 from steadygrad.tune.tunable import Tunable

@@ -1,8 +1,8 @@
 """Trials -> the settings to train with, and the evidence for each of them. Pure.
 
-Other settings than the given ones are chosen only where they did better in both orders of the data, or where the given
-ones broke. A range test alone does not replace a rate that works and is near the suggested one: short trials like high
-rates better than whole trainings do.
+Other settings than the given ones are chosen only if they did better in both orders of the data, or if the given ones
+broke down. A range test alone does not replace a rate that works and is near the suggested one: short trials favour
+higher rates than whole trainings do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from steadygrad.tune.trial import TrialResult, describe_trial
 
 NUM_TOP = 3
 NEAR = 3.0
-"""Times a rate that a test of a few dozen steps cannot tell from it."""
+"""Rates within this factor cannot be told apart by a test of a few dozen steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,11 +27,11 @@ class Choice:
     reason: str
     changed: tuple[str, ...]
     works: bool
-    """Whether a trial with these settings reached its end."""
+    """Whether a trial with these settings ran to its end."""
 
 
 def choose(given: Sequence[TrialResult], other: Sequence[TrialResult]) -> Choice:
-    """Between the given settings and the best others, each tried in the same orders."""
+    """Choose between the given settings and the best others, each tried in the same orders."""
     first, rival = given[0].settings, other[0].settings if other else given[0].settings
     given_works, other_works = all(one.is_good for one in given), bool(other) and all(one.is_good for one in other)
     if not given_works:
@@ -55,12 +55,12 @@ def choose(given: Sequence[TrialResult], other: Sequence[TrialResult]) -> Choice
 
 
 def is_near(rate: float, other: float) -> bool:
-    """Whether a range test cannot tell them apart."""
+    """Return whether a range test cannot tell two rates apart."""
     return 1 / NEAR <= rate / other <= NEAR
 
 
 def keep_near(given: Sequence[TrialResult], suggested: float) -> Choice:
-    """The given settings, which work and whose rate is near the suggested one."""
+    """Choose the given settings, which work and whose rate is near the suggested one."""
     reason = f"the given rate works, {_spell(given)}, and the suggested {suggested:.3g} is within {NEAR:g} times of it"
     return _keep(given[0].settings, reason, True)
 
@@ -80,7 +80,7 @@ def _spell(results: Sequence[TrialResult]) -> str:
 def gather_evidence(
     target: Target, choice: Choice, trials: Sequence[TrialResult], reasons: Mapping[str, str]
 ) -> list[tuple[str, str, str, str]]:
-    """For each setting that was looked at: its name, what it was, what it is now, and why."""
+    """Return, for each setting examined, its name, its old and new value, and the reason."""
     rows = []
     for name in dict.fromkeys([*reasons, *choice.changed]):
         before, after = target.read_field(name, target.given), target.read_field(name, choice.settings)
@@ -92,7 +92,7 @@ def gather_evidence(
 
 
 def compare_trials(name: str, trials: Sequence[TrialResult]) -> str:
-    """What the best trials of a search had, and the others."""
+    """Describe what the best trials of a search used, compared with the others."""
     good = sorted((one for one in trials if one.is_good), key=lambda one: one.score or 0.0)
     if len(good) < 2 * NUM_TOP:
         return ""

@@ -1,7 +1,7 @@
-"""Ledger: what a tuning was asked for and has tried so far, in one file of its run directory.
+"""Ledger: the request of a tuning and what it has tried so far, in one file of its run directory.
 
-Everything that is finished is written at once, whole or not at all, and not tried again by a tuning that goes on. What
-another worker has written there meanwhile stays. The trials of a search are in Optuna's own storage.
+Every finished result is written at once and atomically, so a resumed tuning does not repeat it. What another worker
+has written meanwhile is kept. The trials of a search are in Optuna's own storage.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ NAME = "tune.json"
 
 
 class Ledger:
-    """The file, and what is in it."""
+    """The file and its contents."""
 
     def __init__(self, run_dir: Path | None, request: Mapping[str, Any], *, resume: bool) -> None:
-        """`request` must be the same as before when a tuning goes on. Without `run_dir` nothing is written."""
+        """`request` must be unchanged to resume a tuning. Without `run_dir` nothing is written."""
         self._path = None if run_dir is None else run_dir / NAME
         self._content: dict[str, Any] = {"request": dict(request), "range": None, "trials": {}}
         if self._path is not None and self._path.exists():
@@ -32,32 +32,32 @@ class Ledger:
 
     @property
     def curve(self) -> RateCurve | None:
-        """The range test, when it was made."""
+        """The range test, if it was already made."""
         values = self._content["range"]
         return None if values is None else restore_curve(values)
 
     def keep_curve(self, curve: RateCurve) -> None:
-        """Write the range test down."""
+        """Record the range test."""
         self._content["range"] = curve.to_dict()
         self.write()
 
     def find_trial(self, settings: Settings, order: int) -> TrialResult | None:
-        """What came of these settings, when they were tried."""
+        """Return the result of these settings, if they were tried."""
         values = self._content["trials"].get(_name(settings, order))
         return None if values is None else from_plain_result(values)
 
     def keep_trial(self, result: TrialResult) -> None:
-        """Write a trial down."""
+        """Record a trial."""
         self._content["trials"][_name(result.settings, result.order)] = to_plain_result(result)
         self.write()
 
     @property
     def trials(self) -> list[TrialResult]:
-        """All that were tried beside the search."""
+        """All trials outside the search."""
         return [from_plain_result(values) for values in self._content["trials"].values()]
 
     def write(self) -> None:
-        """The file, whole or not at all, with what another worker has added to it."""
+        """Write the file atomically, including what another worker has added to it."""
         if self._path is None:
             return
         if self._path.exists():
@@ -67,7 +67,7 @@ class Ledger:
 
 
 def _take_over(path: Path, request: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
-    """What a file holds, when the same was asked for."""
+    """Return the contents of a file if its request is the same."""
     if not resume:
         raise UsageError(f"{path.parent} already holds a tuning. Go on with it by --resume, or give another --run-dir.")
     try:
@@ -86,7 +86,7 @@ def _take_over(path: Path, request: Mapping[str, Any], *, resume: bool) -> dict[
 
 
 def read_steps(run_dir: Path) -> tuple[int, int] | None:
-    """Steps of the range test and of a trial of the tuning that a folder holds; None when there is none to read."""
+    """Return the steps of the range test and of a trial of the tuning in a folder; None if none is readable."""
     try:
         request = json.loads((run_dir / NAME).read_text(encoding="utf-8"))["request"]
         return int(request["range_steps"]), int(request["trial_steps"])
@@ -99,7 +99,7 @@ def _name(settings: Settings, order: int) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write aside, then rename; several workers may do so at once."""
+    """Write to a temporary file, then rename it; several workers may do so at once."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8")

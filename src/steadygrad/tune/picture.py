@@ -1,4 +1,4 @@
-"""A tuning's numbers -> one picture: the range test, the trials that were compared, and what a search has found."""
+"""A tuning's numbers -> one picture: the range test, the compared trials, and the results of a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLORS = ("#c2570c", "#0b8a7d")
 
 
 def draw_tuning(tuned: Tuned, target: Path) -> Path:
-    """Write the picture; its ending says the format."""
+    """Write the picture; its suffix determines the format."""
     check_format(target)
     panels = 5 if tuned.searched else 4
     figure = make_figure(10, 2.6 * panels)
@@ -31,7 +31,7 @@ def draw_tuning(tuned: Tuned, target: Path) -> Path:
 
 
 def _draw_losses(axis: Any, tuned: Tuned) -> None:
-    """The compared trials; what broke is drawn up to where it broke."""
+    """Draw the compared trials; one that broke down is drawn up to that point."""
     given = tuned.target.given
     for result in tuned.compared:
         is_given = result.settings == given
@@ -71,7 +71,7 @@ def _finite(result: TrialResult) -> tuple[list[int], list[float]]:
 
 
 def _bound(results: Sequence[TrialResult]) -> float | None:
-    """The upper end of the picture: what broke must not flatten what did not."""
+    """Return the upper limit of the plot: trials that broke down must not flatten the others."""
     good = [x for one in results if one.is_good for x in _finite(one)[1]]
     every = [x for one in results for x in _finite(one)[1]]
     if not good or max(every) <= max(good) + (max(good) - min(good)):

@@ -1,4 +1,4 @@
-"""Plan: how many steps a tuning takes, so that all of it stays a tenth of the training where that is known. Pure."""
+"""Plan: how many steps a tuning takes, so that it costs a tenth of the training if its length is known. Pure."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from dataclasses import dataclass
 from steadygrad.errors import UsageError
 
 SHARE = 0.1
-"""Of the whole training's steps, for everything that is tried."""
+"""Share of the whole training's steps to spend on all trials together."""
 RANGE_STEPS = (30, 100)
 """Least and most steps of the range test."""
 TRIAL_STEPS = (12, 200)
 """Least and most steps of a trial."""
 NUM_TRIALS = (4, 20)
-"""Least and most trials of a search whose number nobody has said."""
+"""Least and most trials of a search if the user sets no number."""
 NUM_COMPARED = 4
-"""Trials beside the search: the given settings and the chosen ones, each in two orders of the data."""
+"""Trials outside the search: the given settings and the chosen ones, each in two orders of the data."""
 BELOW, ABOVE = 1e4, 300.0
-"""The range test goes from the given rate divided by the one to the given rate times the other: one that is a hundred
-times too high must leave room for a start at which nothing happens yet."""
+"""The range test goes from the given rate divided by BELOW to the given rate times ABOVE: even for a rate a hundred
+times too high, the start must be low enough that nothing happens yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Steps of each part."""
+    """Number of steps of each part."""
 
     range_steps: int
     trial_steps: int
     num_trials: int
-    """Of the search; 0: there is none."""
+    """Number of trials of the search; 0 for no search."""
 
     @property
     def num_steps(self) -> int:
-        """Of everything, when no trial breaks or is given up."""
+        """Total number of steps if no trial breaks down or is given up."""
         return self.range_steps + (NUM_COMPARED + self.num_trials) * self.trial_steps
 
 
 def make_plan(num_steps: int | None, *, trials: int | None, steps: int | None) -> Plan:
-    """`num_steps` of the whole training, where it is known; `trials` of a search and `steps` of a trial, where the user
-    has said them; `trials` 0: no search."""
+    """Plan a tuning. `num_steps`: of the whole training, if known; `trials` of a search and `steps` of a trial, if the
+    user sets them; `trials=0` means no search."""
     if trials is not None and trials < 0:
         raise UsageError(f"--trials must not be negative, got {trials}. {NUM_TRIALS[1]} is a good number.")
     if steps is not None and steps < TRIAL_STEPS[0]:

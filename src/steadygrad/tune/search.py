@@ -1,8 +1,8 @@
-"""A search by Optuna: trials from one state, ended in the step in which they break, shared by all who use the storage.
+"""A search by Optuna: trials from one state, ended at the step where they break down, shared through a storage.
 
-A worker asks for settings, tries them and tells what came of them; several commands, machines or ranks on one storage
-do so together. Nothing but Optuna's storage is shared, the range test included, and no process group is made. One
-worker leads: it waits for the others' last trials, and tries again what workers that were killed have left.
+A worker asks for settings, tries them and reports the result; several commands, machines or ranks on one storage work
+together. They share only Optuna's storage, which also holds the range test; no process group is created. One worker
+leads: it waits for the others' last trials, and repeats those that killed workers left behind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from steadygrad.tune.space import Space
 from steadygrad.tune.trial import Report, TrialResult, from_plain_result, to_plain_result
 
 NUM_MARKS = 10
-"""Places of a trial at which it is compared with the others."""
+"""Number of points in a trial at which it is compared with the others."""
 RESULT, WORKER, CURVE = "result", "worker", "range"
 POLL_SECONDS = 0.2
 PATIENCE, LEAST_PATIENCE_SECONDS = 3.0, 60.0
-"""A trial on another machine is given up when it takes so many times as long as the longest one that was finished."""
+"""A trial on another machine counts as abandoned when it takes PATIENCE times as long as the longest finished one."""
 FINISHED = (RuntimeError, ValueError)
-"""What Optuna raises for a trial that has ended already: the first from its storages, the second from `tell`."""
+"""What Optuna raises for a trial that has already ended: the first from its storages, the second from `tell`."""
 RunTrial = Callable[[Settings, Report], TrialResult]
 TellTrial = Callable[[int, TrialResult], None]
 
@@ -38,7 +38,7 @@ class Search:
     """One worker's part of a study."""
 
     def __init__(self, study: Any, names: tuple[str, ...]) -> None:
-        """`names` of the settings that are searched."""
+        """`names`: the settings to search."""
         self.names = names
         self._optuna = import_extra("tune", "optuna", what="a search")
         self._study = study
@@ -48,17 +48,17 @@ class Search:
 
     @property
     def curve(self) -> RateCurve | None:
-        """The range test of the worker that leads, when it is made."""
+        """The range test of the leading worker, once it is made."""
         held = self._study.user_attrs.get(CURVE)
         return None if held is None else restore_curve(json.loads(held))
 
     def keep_curve(self, curve: RateCurve) -> None:
-        """Let the other workers have it."""
+        """Share the range test with the other workers."""
         if CURVE not in self._study.user_attrs:
             self._study.set_user_attr(CURVE, json.dumps(curve.to_dict()))
 
     def wait_for_curve(self) -> RateCurve:
-        """Another worker's range test. Without an end: torchrun ends all workers when one fails."""
+        """Wait for another worker's range test, without a time limit: torchrun ends all workers if one fails."""
         while (curve := self.curve) is None:
             time.sleep(POLL_SECONDS)
         return curve
@@ -66,11 +66,11 @@ class Search:
     # --- trials -----------------------------------------------------------------------------------------------------
 
     def suggest(self, space: Space, settings: Settings) -> None:
-        """Have these tried first, by whoever comes first."""
+        """Queue these settings to be tried first, by any worker."""
         self._study.enqueue_trial(space.place(settings), skip_if_exists=True)
 
     def run(self, space: Space, num_trials: int, run_trial: RunTrial, tell: TellTrial, *, leads: bool) -> None:
-        """Try until all workers together have tried `num_trials`; who leads stays until the last of them is done."""
+        """Try settings until all workers together have made `num_trials`; the leader stays until the last is done."""
         while True:
             self._free_abandoned()
             if self._count() < num_trials:
@@ -89,7 +89,7 @@ class Search:
             trial.set_user_attr(RESULT, json.dumps(to_plain_result(result)))
             self._study.tell(trial, result.score if result.is_good else None, state=state)
         except FINISHED:
-            return  # another worker has taken it for abandoned, and has it tried again
+            return  # another worker took it for abandoned, and queued it again
         tell(trial.number, result)
 
     def _make_report(self, trial: Any) -> Report:
@@ -111,7 +111,7 @@ class Search:
 
     @property
     def results(self) -> list[TrialResult]:
-        """All that is finished, whoever has tried it, in the order in which it began."""
+        """Finished trials of all workers, in the order in which they began."""
         done = self._list(self._states.COMPLETE, self._states.PRUNED)
         return [from_plain_result(json.loads(one.user_attrs[RESULT])) for one in done if RESULT in one.user_attrs]
 
@@ -125,14 +125,14 @@ class Search:
     # --- workers that were killed -----------------------------------------------------------------------------------
 
     def _free_abandoned(self) -> None:
-        """Trials of workers that were killed are tried again."""
+        """Queue the trials of killed workers again."""
         for one in self._list(self._states.RUNNING):
             if self._is_abandoned(one):
                 with contextlib.suppress(*FINISHED):  # another worker was quicker
                     self._study.tell(one.number, state=self._states.FAIL)
 
     def _is_abandoned(self, trial: Any) -> bool:
-        """On this machine: its process is gone. Elsewhere: watched for too long, by this worker's own clock."""
+        """Return whether its process is gone or, on another machine, it took too long by this worker's clock."""
         host, _, process = str(trial.user_attrs.get(WORKER, "")).rpartition(":")
         if host == socket.gethostname():
             return not is_alive(int(process))

@@ -1,4 +1,4 @@
-"""Settings: what a trial trains with, and which of it can be searched. Plain values, no torch."""
+"""Settings: what a trial trains with, and which settings can be searched. Plain values, no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from steadygrad.errors import UsageError
 
 SEARCHABLE = ("lr", "warmup", "clip", "weight_decay", "betas", "precision", "batch", "accumulation")
 CLIP_KINDS = {"fixed_norm": FixedNorm, "zclip": ZClip, "autoclip": AutoClip}
-"""Strategies that a search tries, beside none."""
+"""Clip strategies that a search tries, besides no clipping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is the same in all trials is None."""
+    """Settings of a trial; those that are the same in all trials are None."""
 
     lr: float
-    """Of the parameter group with the highest rate; the others keep their share of it."""
+    """Rate of the parameter group with the highest one; the others keep their ratio to it."""
     warmup: float = 0.0
-    """Share of the run in which the rate rises."""
+    """Share of the run during which the rate rises."""
     clip: ClipStrategy | None = None
     weight_decay: float | None = None
     beta1: float | None = None
@@ -33,19 +33,19 @@ class Settings:
     accumulation: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON takes them."""
+        """Return plain values that JSON can hold."""
         values: dict[str, Any] = to_plain(self)
         return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """What `to_dict` gave."""
+        """Rebuild settings from `to_dict`."""
         made = build(cls, values)
         assert isinstance(made, Settings)
         return made
 
     def describe(self) -> dict[str, str]:
-        """Name -> value in words, of what is set."""
+        """Return name -> value in words, for the settings that are set."""
         told = {"lr": f"{self.lr:.3g}", "warmup": f"{self.warmup:.3g} of the run", "clip": describe_clip(self.clip)}
         for name in ("weight_decay", "beta1", "beta2"):
             if getattr(self, name) is not None:
@@ -57,14 +57,14 @@ class Settings:
 
 
 def describe_clip(clip: ClipStrategy | None) -> str:
-    """`norm 0.5`, `zclip`, `none`."""
+    """Format a clip strategy as `norm 0.5`, `zclip` or `none`."""
     if clip is None:
         return "none"
     return f"norm {clip.max_norm:.3g}" if isinstance(clip, FixedNorm) else clip.kind
 
 
 def read_search(text: str) -> tuple[str, ...]:
-    """'lr,clip' -> the names; UsageError names what cannot be searched."""
+    """Split 'lr,clip' into names; raise UsageError for one that cannot be searched."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in SEARCHABLE]
     if unknown or not names:
@@ -76,13 +76,13 @@ def read_search(text: str) -> tuple[str, ...]:
 
 
 def find_changed(before: Settings, after: Settings) -> list[str]:
-    """Names of the settings that differ."""
+    """Return the names of the settings that differ."""
     a, b = before.to_dict(), after.to_dict()
     return [name for name in a if a[name] != b[name]]
 
 
 def widen(value: int | None, factors: Sequence[float], most: int | None = None) -> list[int]:
-    """Whole multiples of a number, itself among them."""
+    """Return multiples of a number as integers, including the number itself."""
     if value is None:
         return []
     made = sorted({max(1, round(value * factor)) for factor in (*factors, 1)})

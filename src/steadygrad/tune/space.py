@@ -1,4 +1,4 @@
-"""Space: where a search looks, bounded by what the range test has seen. Pure; a trial draws its settings from it."""
+"""Space: where a search looks, bounded by the results of the range test. Pure; a trial draws its settings from it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ BETA1 = (0.8, 0.9, 0.95)
 BETA2 = (0.9, 0.95, 0.98, 0.99, 0.999)
 DECAYS = (1e-5, 0.3)
 LOWER = 10.0
-"""The lowest rate is the suggested one divided by it. None above is tried: what wins in a short trial is too
-high for a long run, and the suggested rate is already corrected for that."""
+"""The lowest rate is the suggested one divided by this. None above the suggested one is tried: what wins a short
+trial is too high for a long run, and the suggested rate is already corrected for that."""
 
 
 class Drawer(Protocol):
-    """What Optuna's Trial offers."""
+    """The part of Optuna's Trial that is used."""
 
     def suggest_float(self, name: str, low: float, high: float, *, log: bool = False) -> float:
-        """A number of a range."""
+        """Draw a number from a range."""
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """One of several."""
+        """Draw one of several values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Bounds and choices of each setting that is searched."""
+    """Bounds and choices of each searched setting."""
 
     names: tuple[str, ...]
     given: Settings
@@ -48,14 +48,14 @@ class Space:
     has_beta1: bool
 
     def draw(self, drawer: Drawer) -> Settings:
-        """The settings of one trial."""
+        """Draw the settings of one trial."""
         values: dict[str, Any] = {}
         for name in self.names:
             values |= getattr(self, f"_draw_{name}")(drawer)
         return dataclasses.replace(self.given, **values)
 
     def place(self, settings: Settings) -> dict[str, Any]:
-        """What a trial must draw to get these settings, so far as they lie in the space."""
+        """Return what a trial must draw to get these settings, as far as they are inside the space."""
         wanted: dict[str, Any] = {}
         if "lr" in self.names:
             wanted["lr"] = min(max(settings.lr, self.rates[0]), self.rates[1])
@@ -112,7 +112,7 @@ class Space:
 
 
 def make_space(target: Target, names: Sequence[str], curve: RateCurve) -> Space:
-    """The space of a target; UsageError for a setting that it has not."""
+    """Build the space of a target; raise UsageError for a setting that it does not have."""
     given, tunable = target.given, target.tunable
     check_search(target, names)
     norms = sorted(point.grad_norm for point in curve.points if not point.skipped) or [1.0]
@@ -132,7 +132,7 @@ def make_space(target: Target, names: Sequence[str], curve: RateCurve) -> Space:
 
 
 def check_search(target: Target, names: Sequence[str]) -> None:
-    """UsageError for a setting that the target has not."""
+    """Raise UsageError for a setting that the target does not have."""
     given = target.given
     missing = {
         "betas": given.beta2 is None or not target.can_write("beta2"),

@@ -1,7 +1,7 @@
-"""Where a search's trials are kept -> Optuna's study in it, checked to be of the same tuning.
+"""Where a search keeps its trials -> Optuna's study there, checked to belong to the same tuning.
 
-A URL of a data base, `journal:FILE` for a file on a network file system, or by default SQLite in the run directory. The
-study also holds what was asked for, so that workers of another request are refused rather than mixed in.
+The place is a database URL, `journal:FILE` for a file on a network file system, or by default SQLite in the run
+directory. The study also holds the request, so that workers with another request are refused rather than mixed in.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ STUDY = "steadygrad"
 JOURNAL = "journal:"
 REQUEST = "request"
 BUSY_SECONDS = 60
-"""How long SQLite waits for another worker's write; its own 5 are too few for many workers on a slow disk."""
+"""How long SQLite waits for another worker's write; its default of 5 is too short for many workers on a slow disk."""
 NUM_TRIES = 5
-"""Workers that make the tables at the same moment get in each other's way once."""
+"""Attempts to open the storage: workers that create its tables at the same moment can collide."""
 
 
 def open_study(
@@ -34,7 +34,7 @@ def open_study(
     resume: bool = False,
     seed: int | None = 0,
 ) -> Any:
-    """The study, made when it is not there; UsageError when it cannot be, or is another tuning's."""
+    """Open or create the study; raise UsageError if that fails, or if it belongs to another tuning."""
     optuna = import_extra("tune", "optuna", what="a search", error=UsageError)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     url = storage if storage is not None else f"sqlite:///{run_dir / 'tune.db'}"
@@ -54,7 +54,7 @@ def _try_to_open(optuna: Any, url: str, settings: Mapping[str, Any]) -> Any:
     for i in range(NUM_TRIES):
         try:
             return optuna.create_study(storage=_open_storage(optuna, url), **settings)
-        except Exception as error:  # of whatever driver the URL names
+        except Exception as error:  # from whatever driver the URL names
             failure = error
             time.sleep(0.1 * i)
     said = next(iter(str(failure).splitlines()), type(failure).__name__)
@@ -73,12 +73,12 @@ def _open_storage(optuna: Any, url: str) -> Any:
 
 
 def is_sqlite(url: str) -> bool:
-    """Whether a URL names SQLite, whose locks a network file system need not keep."""
+    """Return whether a URL names SQLite, whose locks a network file system may not honour."""
     return url.startswith("sqlite:")
 
 
 def hide_password(url: str) -> str:
-    """A URL as it may be shown.
+    """Return a URL with its password hidden.
 
     >>> hide_password("postgresql://me:secret@host/name")
     'postgresql://me:***@host/name'

@@ -1,7 +1,7 @@
 """What was named on the command line -> the training to tune: a recipe, or a function of a script.
 
-A Target also knows how chosen settings are written down: as the fields of a recipe's config, or under the names of
-`Settings` for a script.
+A Target also knows how to write chosen settings: as the fields of a recipe's config, or for a script under the names
+of `Settings`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from steadygrad.tune.tunable import Tunable, make_tunable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """Where a recipe's config holds a setting, and how a value is written there."""
+    """Where a recipe's config holds a setting, and how to write a value there."""
 
     path: str
     write: Callable[[Any, Target], Any] = lambda value, _: value
@@ -32,16 +32,16 @@ class Field:
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """A training to tune, and how what was chosen is written."""
+    """A training to tune, and how to write the chosen settings."""
 
     name: str
     tunable: Tunable
     fields: Mapping[str, Field] | None = None
-    """Setting -> field of the recipe's config; None: a script, which has no config."""
+    """Setting -> field of the recipe's config; None for a script, which has no config."""
     config: Any = None
     """The recipe's config."""
     note: str = ""
-    """What should be known about how it is tuned."""
+    """A remark for the user about how it is tuned."""
     given: Settings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class Target:
         return self.fields is not None
 
     def can_write(self, setting: str) -> bool:
-        """Whether a choice of this setting can be written down."""
+        """Return whether a value of this setting can be written."""
         return self.fields is None or setting in self.fields
 
     def spell_settings(self, chosen: Settings) -> dict[str, Any]:
-        """Plain values for a file: a recipe's fields that differ from its defaults, or a script's settings."""
+        """Return plain values for a file: a recipe's fields that differ from its defaults, or a script's settings."""
         if self.fields is None:
             return _spell_plainly(chosen, self.tunable)
         values = _find_given(self.config)
@@ -68,11 +68,11 @@ class Target:
         return values
 
     def name_field(self, setting: str) -> str:
-        """What a setting is called where it is written down."""
+        """Return the name under which a setting is written."""
         return setting if self.fields is None or setting not in self.fields else self.fields[setting].path
 
     def read_field(self, setting: str, settings: Settings) -> str:
-        """A setting's value as it is written down, in words."""
+        """Return the written value of a setting, in words."""
         if self.fields is not None and setting in self.fields:
             value = self.fields[setting].write(getattr(settings, setting), self)
             return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -80,7 +80,7 @@ class Target:
 
 
 def open_script(target: str) -> Target:
-    """`train.py:make` -> what `make()` returns."""
+    """Turn `train.py:make` into a Target, from what `make()` returns."""
     file, _, name = target.rpartition(":")
     path = Path(file)
     if not path.is_file():
@@ -93,17 +93,17 @@ def open_script(target: str) -> Target:
             f"{path} has no function {name!r}. Write one that returns (model, optimizer, loss_fn, loader), and name "
             f"it: {path}:make."
         )
-    torch.manual_seed(0)  # every worker must begin with the same weights
+    torch.manual_seed(0)  # every worker must start from the same weights
     return Target(name=target, tunable=make_tunable(function(), f"{path.name}:{name}()"))
 
 
 def _load(path: Path) -> Any:
-    """The script as a module, not as a program: what stands under `if __name__ == "__main__"` is not run."""
+    """Import the script as a module, so that code under `if __name__ == "__main__"` does not run."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and workers look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses and workers look their module up by name
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
@@ -127,7 +127,7 @@ def _spell_plainly(chosen: Settings, tunable: Tunable) -> dict[str, Any]:
 
 
 def _round(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers with the digits that mean something."""
+    """Round numbers to four significant digits."""
     return {
         name: _round(value) if isinstance(value, dict) else float(f"{value:.4g}") if type(value) is float else value
         for name, value in values.items()
@@ -135,7 +135,7 @@ def _round(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_given(config: Any) -> dict[str, Any]:
-    """Of a config, as plain values, what differs from its defaults."""
+    """Return the values of a config that differ from its defaults, as plain values."""
     return _differences(to_plain(config), to_plain(type(config)()))
 
 
@@ -159,7 +159,7 @@ def _set_path(values: dict[str, Any], path: str, value: Any) -> None:
 
 
 def write_norm(clip: Any, target: Target) -> float | None:
-    """A clip threshold as recipes take it."""
+    """Return a clip threshold in the form that recipes use."""
     if clip is None or isinstance(clip, FixedNorm):
         return None if clip is None else float(f"{clip.max_norm:.4g}")
     raise UsageError(f"{target.name} clips by a fixed norm, and {describe_clip(clip)} was chosen. Search without clip.")

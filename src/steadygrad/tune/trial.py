@@ -1,7 +1,7 @@
-"""A trial: settings, tried for a few steps from the same state as every other -> a score, or why it broke.
+"""A trial: settings, tried for a few steps from the same state as every other -> a score, or why it broke down.
 
-Same weights, same random numbers, and for the same `order` the same data. It ends at the step at which it breaks. A
-trial is the whole training in small: the rate rises and falls over its steps as it would over the run's.
+Weights and random numbers are the same, and so are the data for the same `order`. It ends at the step where it breaks
+down. A trial is the whole training in miniature: the rate rises and falls over its steps as over the run's.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from steadygrad.tune.settings import Settings
 from steadygrad.tune.tunable import Tunable, find_batch_size, resize_batches
 
 TAIL = 4
-"""Without a validation a trial is scored by the mean of the last 1 / TAIL of its losses."""
+"""Without validation, a trial is scored by the mean of the last 1 / TAIL of its losses."""
 ORDER_SEED = 7919
 MIN_STEPS = 5
 
 Report = Callable[[float, float], bool]
-"""Told the share of the trial that is done and the mean loss so far; says whether to give up."""
+"""Takes the finished share of the trial and its mean loss so far; returns whether to give up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """What came of one trial."""
+    """The result of one trial."""
 
     settings: Settings
     score: float | None
-    """Loss on validation data, or the last training losses; None: it did not get so far."""
+    """Loss on validation data, or mean of the last training losses; None if it did not get that far."""
     num_steps: int
     num_batches: int
     losses: tuple[float | None, ...] = field(repr=False)
     why_ended: str = ""
-    """Why it broke; empty: it did not."""
+    """Why it broke down; empty if it did not."""
     given_up: bool = False
-    """Whether it was ended because others did better."""
+    """Whether it was stopped because others did better."""
     kinds: tuple[str, ...] = ()
-    """What was found, above info."""
+    """Kinds of the findings above info."""
     order: int = 0
 
     @property
     def is_good(self) -> bool:
-        """Whether it reached its end with a score."""
+        """Whether it ran to its end and has a score."""
         return self.score is not None and not self.why_ended and not self.given_up
 
 
@@ -65,7 +65,7 @@ def run_trial(
     order: int = 0,
     report: Report | None = None,
 ) -> TrialResult:
-    """Try `settings` for as much data as `steps` steps of the given ones use."""
+    """Try `settings` on as much data as `steps` steps with the given settings use."""
     num_steps = scale_steps(tunable, settings, steps)
     level, spread = start if start is not None else (None, 0.0)
     watch = BreakdownWatch(num_first=3, level=level, spread=spread)
@@ -111,14 +111,14 @@ def run_trial(
 
 
 def scale_steps(tunable: Tunable, settings: Settings, steps: int) -> int:
-    """Steps that use as much data as `steps` of the given settings."""
+    """Return the number of steps that use as much data as `steps` with the given settings."""
     base = (find_batch_size(tunable.loader) or 1) * tunable.accumulation_steps
     size = (settings.batch or find_batch_size(tunable.loader) or 1) * settings.accumulation
     return max(MIN_STEPS, round(steps * base / size))
 
 
 def scale_rate(step: int, num_steps: int, warmup: float, schedule: str) -> float:
-    """The share of the highest rate at a step: up in a straight line, then constant or down along a cosine."""
+    """Return the share of the peak rate at a step: linear rise, then constant or a cosine decay."""
     rising = round(warmup * num_steps)
     if step < rising:
         return (step + 1) / (rising + 1)
@@ -128,8 +128,8 @@ def scale_rate(step: int, num_steps: int, warmup: float, schedule: str) -> float
 
 
 def set_optimizers(tunable: Tunable, settings: Settings) -> None:
-    """Weight decay and betas, where they are not the given ones; groups keep their share of the highest decay, and
-    those without any stay without."""
+    """Set weight decay and betas if they differ from the given ones; groups keep their ratio to the highest decay, and
+    those without decay stay without."""
     given, betas = tunable.given, (settings.beta1, settings.beta2)
     for group in tunable.groups:
         if settings.weight_decay != given.weight_decay and "weight_decay" in group:
@@ -140,12 +140,12 @@ def set_optimizers(tunable: Tunable, settings: Settings) -> None:
 
 
 def make_scaler(tunable: Tunable, settings: Settings) -> torch.amp.GradScaler | None:
-    """A new loss scaler where gradients are float16."""
+    """Return a new loss scaler if gradients are float16."""
     return torch.amp.GradScaler(tunable.device.type) if settings.precision == Precision.FP16.value else None
 
 
 def change_order(rehearsal: Rehearsal, order: int) -> None:
-    """Other data first, other dropout; the attempt puts the generators back."""
+    """Change the order of the data and the dropout; the attempt puts the generators back."""
     seed = (torch.initial_seed() + ORDER_SEED * order) % (1 << 63)
     torch.manual_seed(seed)
     for generator in find_generators(rehearsal.loader):
@@ -153,13 +153,13 @@ def change_order(rehearsal: Rehearsal, order: int) -> None:
 
 
 def mean_tail(losses: list[float | None], num_steps: int) -> float:
-    """Mean of the last losses that there are; NaN when there is none."""
+    """Return the mean of the last available losses; NaN if there are none."""
     known = [x for x in losses[-max(3, num_steps // TAIL) :] if x is not None and math.isfinite(x)]
     return math.fsum(known) / len(known) if known else math.nan
 
 
 def describe_trial(result: TrialResult) -> str:
-    """What came of it, in a few words."""
+    """Describe the result in a few words."""
     if result.why_ended:
         return f"broke after {result.num_steps} steps: {result.why_ended}"
     if result.given_up:
@@ -168,7 +168,7 @@ def describe_trial(result: TrialResult) -> str:
 
 
 def to_plain_result(result: TrialResult) -> dict[str, Any]:
-    """As JSON takes it."""
+    """Return the result as plain values that JSON can hold."""
     values: dict[str, Any] = {
         name: getattr(result, name) for name in ("score", "num_steps", "num_batches", "why_ended", "given_up", "order")
     }
@@ -177,7 +177,7 @@ def to_plain_result(result: TrialResult) -> dict[str, Any]:
 
 
 def from_plain_result(values: dict[str, Any]) -> TrialResult:
-    """What `to_plain_result` gave."""
+    """Rebuild a result from `to_plain_result`."""
     known = {**values, "settings": Settings.from_dict(values["settings"])}
     known |= {"kinds": tuple(values["kinds"]), "losses": tuple(values["losses"])}
     return TrialResult(**known)

@@ -1,6 +1,6 @@
-"""Tunable: a training as a tuning needs it: what is trained, on what, and how it is scored.
+"""Tunable: a training in the form that tuning needs: what is trained, on what, and how it is scored.
 
-A script's function may return one, or the four things that everybody has: model, optimizer, loss function, loader.
+A script's function may return one, or just the four usual objects: model, optimizer, loss function, loader.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from steadygrad.tune.settings import Settings
 
 @dataclass(kw_only=True)
 class Tunable:
-    """What is tuned. Everything stays as it is given."""
+    """The training to tune. Everything in it is left as it was."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     loss_fn: Callable[..., Any]
-    """`loss_fn(batch)`; or `loss_fn(output, target)` of batches that are pairs of input and target."""
+    """`loss_fn(batch)`; or `loss_fn(output, target)` for batches that are pairs of input and target."""
     loader: Iterable[Any]
     """Batches to train on."""
     val_loader: Iterable[Any] | None = None
-    """Batches that a trial is scored on; None: its last training losses are its score."""
+    """Batches that a trial is scored on; with None its last training losses are the score."""
     evaluate: Callable[[], float] | None = None
-    """A score of one's own, lower is better, in the place of the loss on `val_loader`."""
+    """A custom score, lower is better, instead of the loss on `val_loader`."""
     guard_config: GuardConfig = field(default_factory=GuardConfig)
     """Clipping, precision and rules that the training runs with."""
     schedule: str = "constant"
-    """What the learning rate does after the warm-up: constant, or cosine, falling to 0."""
+    """Learning rate after the warm-up: constant, or cosine, falling to 0."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises."""
+    """Steps during which the learning rate rises."""
     accumulation_steps: int = 1
-    """Batches of one step; the loss is divided by it here."""
+    """Number of batches in one step; the loss is divided by it here."""
     num_steps: int | None = None
-    """Steps of the whole training, which trials are small copies of; None: not known."""
+    """Steps of the whole training, of which trials are small copies; None if unknown."""
 
     def __post_init__(self) -> None:
         _require(isinstance(self.model, nn.Module), "model", "be an nn.Module", self.model)
@@ -63,15 +63,15 @@ class Tunable:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device that the model is on."""
         return next(self.model.parameters()).device
 
     def compute_loss(self, batch: Any) -> Tensor:
-        """The loss of one batch."""
+        """Return the loss of one batch."""
         return find_loss(self._call(batch))
 
     def _call(self, batch: Any) -> Any:
-        """What `loss_fn` returns for one batch."""
+        """Return what `loss_fn` returns for one batch."""
         batch = move_batch(batch, self.device)
         if not self._takes_pairs:
             return self.loss_fn(batch)
@@ -98,7 +98,7 @@ class Tunable:
 
     @torch.no_grad()
     def measure_score(self, precision: Precision | None) -> float | None:
-        """Lower is better; None where there is nothing to measure it on. The model is in eval mode afterwards."""
+        """Return the score, lower is better; None without validation data. Leaves the model in eval mode."""
         self.model.eval()
         dtype = torch.float32 if precision is None else DTYPES[precision]
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not torch.float32):
@@ -115,7 +115,7 @@ class Tunable:
 
     @property
     def given(self) -> Settings:
-        """The settings that it was given with."""
+        """The settings that the training came with."""
         groups = self.groups
         betas = next((group["betas"] for group in groups if "betas" in group), (None, None))
         decays = [float(group["weight_decay"]) for group in groups if "weight_decay" in group]
@@ -138,12 +138,12 @@ class Tunable:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def configure(self, settings: Settings) -> GuardConfig:
-        """The guard's settings for a trial."""
+        """Return the guard's settings for a trial."""
         precision = None if settings.precision in (None, "fp32") else Precision(settings.precision)
         return dataclasses.replace(self.guard_config, clip=settings.clip, autocast=precision)
 
     def list_precisions(self) -> list[str]:
-        """Those that work on this device; fp16 on CUDA only, where it is worth its loss scaler."""
+        """Return the precisions that work on this device; fp16 only on CUDA, where it is worth its loss scaler."""
         usual = ["fp32"]
         if self.device.type == "cuda":
             return [*usual, *(["bf16"] if torch.cuda.is_bf16_supported() else []), "fp16"]
@@ -151,20 +151,20 @@ class Tunable:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the loader's data set, where it tells."""
+        """Number of samples in the loader's data set, if it has a length."""
         data = getattr(self.loader, "dataset", None)
         return len(data) if isinstance(data, Sized) else None
 
 
 def _read_loss(result: Any) -> float:
-    """As `find_loss` finds it, of a result that has no graph."""
+    """Return the loss that `find_loss` would find, from a result without a graph."""
     if isinstance(result, Mapping):
         return float(result["loss"])
     return float(result[0] if isinstance(result, tuple | list) else getattr(result, "loss", result))
 
 
 def find_batch_size(loader: Any) -> int | None:
-    """Of a DataLoader whose batches can be made larger or smaller; None for others."""
+    """Return the batch size of a DataLoader that can be resized; None for other loaders."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     plain = type(loader.batch_sampler) is BatchSampler
@@ -172,7 +172,7 @@ def find_batch_size(loader: Any) -> int | None:
 
 
 def resize_batches(loader: Any, batch: int | None) -> Any:
-    """The same loader with batches of another size, drawn from the same order."""
+    """Return the same loader with batches of another size, drawn in the same order."""
     if batch is None or batch == find_batch_size(loader):
         return loader
     sampler = BatchSampler(loader.sampler, batch, loader.drop_last)
@@ -180,7 +180,7 @@ def resize_batches(loader: Any, batch: int | None) -> Any:
 
 
 def make_tunable(result: Any, where: str) -> Tunable:
-    """What a script's function returned."""
+    """Turn the result of a script's function into a Tunable."""
     if isinstance(result, Tunable):
         return result
     names = ("model", "optimizer", "loss_fn", "loader")

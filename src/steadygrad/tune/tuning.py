@@ -1,7 +1,7 @@
 """Tuning: a target -> a range test, trials, perhaps a search -> a Choice with its evidence.
 
-What is finished is kept in the run directory, so that a tuning that was ended goes on where it was. The target's model,
-optimizer, random generators and loader are as they were when it ends.
+Finished results are kept in the run directory, so that an interrupted tuning can be resumed. At the end, the target's
+model, optimizer, random generators and loader are as they were.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from steadygrad.tune.target import Target
 from steadygrad.tune.trial import Report, TrialResult, describe_trial, make_scaler, run_trial
 
 NUM_LOWER = 5
-"""Rates that are tried where the given one breaks, each a quarter of the one before, as long as that helps."""
+"""Number of lower rates to try if the given one breaks down, each a quarter of the last, as long as that helps."""
 NUM_CONFIRMED = 3
-"""Best trials of a search that are tried in a second order of the data until one holds."""
+"""Number of best trials of a search to repeat in a second order of the data, until one holds up."""
 Advance = Callable[[int, str], None]
 Track = Callable[[str, int], AbstractContextManager[Advance]]
 Tell = Callable[[str], None]
@@ -36,22 +36,22 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What a tuning has come to."""
+    """The result of a tuning."""
 
     target: Target
     curve: RateCurve
     choice: Choice
     evidence: list[tuple[str, str, str, str]]
-    """Setting, before, after, why."""
+    """Setting, value before, value after, reason."""
     compared: list[TrialResult]
     """The given settings and the chosen ones, in two orders."""
     searched: list[TrialResult]
     num_steps: int
-    """Steps that were tried in all."""
+    """Total number of steps tried."""
 
 
 class Tuning:
-    """One worker's way through it."""
+    """One worker's part of a tuning."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Tuning:
         self._rehearsal = Rehearsal(tunable.model, tunable.optimizers, tunable.loader, make_guard=Guard)
 
     def run(self) -> Tuned:
-        """All of it."""
+        """Run the whole tuning."""
         curve = self._find_range()
         if self._search is not None:
             self._search_settings(self._search, curve, leads=True)
@@ -90,7 +90,7 @@ class Tuning:
         )
 
     def help(self) -> None:
-        """Only trials of a search that another worker leads; it chooses and writes."""
+        """Run only trials of a search; the worker that leads it chooses and writes."""
         assert self._search is not None
         self._ledger.keep_curve(curve := self._search.wait_for_curve())
         self._search_settings(self._search, curve, leads=False)
@@ -152,12 +152,12 @@ class Tuning:
         return result
 
     def _find_searched(self, settings: Settings, order: int) -> TrialResult | None:
-        """The same trial of the search: it would come out the same."""
+        """Return the result of the same trial in the search, which a repetition would only reproduce."""
         done = [] if self._search is None else self._search.results
         return next((one for one in done if one.is_good and (one.settings, one.order) == (settings, order)), None)
 
     def _try_orders(self, settings: Settings, name: str) -> list[TrialResult]:
-        """In two orders of the data; the second only where the first held."""
+        """Try settings in two orders of the data; the second only if the first held up."""
         first = self._try_once(settings, 0, name)
         return [first, self._try_once(settings, 1, name)] if first.is_good else [first]
 
@@ -167,7 +167,7 @@ class Tuning:
         space = make_space(self._target, search.names, curve)
         if leads:
             search.suggest(space, dataclasses.replace(self._target.given, lr=curve.suggested))
-            search.keep_curve(curve)  # last: the others begin when it is there
+            search.keep_curve(curve)  # last, because the other workers start once it is there
         total = self._plan.num_trials
         with self._track("search", total) as advance:
 
@@ -195,13 +195,13 @@ class Tuning:
         return choose(given, other), [*given, *other]
 
     def _list_best(self) -> list[Settings]:
-        """The best of a search."""
+        """Return the best settings of a search."""
         good = [] if self._search is None else [one for one in self._search.results if one.is_good]
         best = sorted(good, key=lambda one: one.score if one.score is not None else 0.0)
         return [one.settings for one in best[:NUM_CONFIRMED]]
 
     def _descend(self, curve: RateCurve, *, can_stay: bool) -> Settings:
-        """The suggested rate; where that or the given one breaks, the best of lower and lower ones."""
+        """Return the suggested rate or, if it or the given one breaks down, the best of successively lower ones."""
         best: TrialResult | None = None
         for i in range(NUM_LOWER):
             settings = dataclasses.replace(self._target.given, lr=float(f"{curve.suggested / 4**i:.4g}"))
@@ -216,7 +216,7 @@ class Tuning:
 
 
 def _spread(names: tuple[str, ...]) -> list[str]:
-    """The settings that the names of a search stand for."""
+    """Return the settings that the names of a search stand for."""
     return [one for name in names for one in (("beta1", "beta2") if name == "betas" else (name,))]
 
 
@@ -236,7 +236,7 @@ def _show(advance: Advance, total: int) -> Report:
 
 
 def describe_request(target: str, config: Any, plan: Plan, search: tuple[str, ...]) -> dict[str, Any]:
-    """What must be the same for a tuning to go on."""
+    """Return what must be unchanged for a tuning to be resumed."""
     return {
         "target": target,
         "config": config,

@@ -21,7 +21,7 @@ MAX_ROWS = 200
 
 
 def write_tuning(tuned: Tuned, run_dir: Path) -> list[Path]:
-    """All three; they replace those of an earlier call."""
+    """Write all three files, replacing those of an earlier call."""
     config = run_dir / CONFIG
     write_text(config, spell_config(tuned))
     picture = draw_tuning(tuned, run_dir / PICTURE)
@@ -31,7 +31,7 @@ def write_tuning(tuned: Tuned, run_dir: Path) -> list[Path]:
 
 
 def spell_config(tuned: Tuned) -> str:
-    """The YAML that `steadygrad train --config` takes, or for a script its settings, the guard's under `guard`."""
+    """Return YAML for `steadygrad train --config`, or the settings of a script, with the guard's under `guard`."""
     yaml = import_extra("yaml", "yaml", what="a config file", error=UsageError)
     target = tuned.target
     head = [f"# {target.name}: {tuned.choice.reason}", *(f"# {n}: {b} -> {a}" for n, b, a, _ in tuned.evidence)]
@@ -40,14 +40,14 @@ def spell_config(tuned: Tuned) -> str:
 
 
 def describe_share(tuned: Tuned) -> str:
-    """How much was tried, against a whole training."""
+    """Describe the cost of the trials relative to a whole training."""
     whole = tuned.target.tunable.num_steps
     share = "" if not whole else f", {100 * tuned.num_steps / whole:.3g} % of the {whole:,} of a whole training"
     return f"{tuned.num_steps:,} steps were tried{share}"
 
 
 def render_page(tuned: Tuned, picture: bytes) -> str:
-    """One document that needs nothing but itself."""
+    """Return one self-contained HTML document."""
     title = f"Tuning of {tuned.target.name}"
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     head = [

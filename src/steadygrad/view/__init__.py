@@ -1,1 +1,1 @@
-"""Records -> what a person sees. Never imports torch."""
+"""Records -> what the user sees. Never imports torch."""

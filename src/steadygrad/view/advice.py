@@ -1,7 +1,7 @@
-"""What a run has shown -> settings for the next one, each with its reason in a sentence. Plain numbers, no torch.
+"""The numbers of a run -> settings for the next one, each with a one-sentence reason. Plain numbers, no torch.
 
-The clip threshold comes from the norms seen, the warm-up from when they settled, the learning rate from what updates
-did to the weights and from what the guard had to do. Where a run is too short or shows nothing, nothing is advised.
+The clip threshold comes from the norms seen, the warm-up from when they settled, the learning rate from the size of
+the updates and from the guard's actions. A run that is too short or inconclusive gives no advice.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from steadygrad.view.read.tail import as_number
 from steadygrad.words import spell_share
 
 MIN_STEPS = 50
-"""Norms below which a run is too short to advise from."""
+"""A run with fewer norms than this is too short to give advice."""
 OFTEN = 0.5
-"""Share of clipped steps above which a threshold sets the size of every step."""
+"""Above this share of clipped steps, the threshold sets the size of nearly every step."""
 RARELY = 10.0
-"""Times the norm that 95 % stay below at which a threshold would let most spikes through."""
+"""A threshold this many times the 95th percentile of the norms would let most spikes through."""
 SETTLED = 2.0
-"""Factor around their level within which norms count as settled."""
+"""Norms count as settled within this factor of their level."""
 USUAL_RATIO = 1e-3
-"""Update / weight of the median parameter that is usual."""
+"""Usual ratio of update to weight, for the median parameter."""
 FAR_RATIO = 10.0
-"""How far from usual it must be to say something."""
+"""Factor by which the ratio must differ from the usual one to give advice."""
 MOST_CHANGE = 10.0
-"""Factor by which a rate is advised to change at most."""
+"""Largest factor by which to advise changing a rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,24 +52,24 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What advice is made from."""
+    """The numbers that advice is based on."""
 
     norms: Sequence[tuple[int, float]]
     """Step and gradient norm, finite and above 0, in order."""
     rates: Sequence[tuple[int, float]] = ()
     """Step and learning rate, in order."""
     ratios: Sequence[float] = ()
-    """Update / weight of the median parameter, in order."""
+    """Ratio of update to weight for the median parameter, in order."""
     threshold: float | None = None
-    """The fixed norm that was clipped at."""
+    """The fixed norm at which gradients were clipped."""
     num_clipped: int = 0
     num_applied: int = 0
     lowered: float | None = field(default=None)
-    """The highest rate of the run as the guard has lowered it, where it had to."""
+    """The highest rate of the run after the guard lowered it, if it did."""
 
 
 def advise(seen: Seen) -> list[Advice]:
-    """What to set next time; empty when the run shows no reason."""
+    """Return what to set next time; empty if the run gives no reason to change anything."""
     if len(seen.norms) < MIN_STEPS:
         return []
     settled = find_settled(seen.norms)
@@ -81,7 +81,7 @@ def advise(seen: Seen) -> list[Advice]:
 
 
 def see_run(run: RunReader) -> Seen:
-    """What a run directory shows."""
+    """Collect the numbers from a run directory."""
     steps = run.steps
     norms = zip(*steps.curves["grad_norm"].points())
     rates = zip(*steps.curves["learning_rate"].points())
@@ -99,7 +99,7 @@ def see_run(run: RunReader) -> Seen:
 def see_tally(
     tally: Tally, incidents: Sequence[Incident], *, max_norm: float | None, rate: float | None = None
 ) -> Seen:
-    """What a guard remembers of its run; of a long one the steps at the start are no more."""
+    """Collect the numbers from a guard's memory, which no longer holds the first steps of a long run."""
     first = max(0, tally.num_measured - MAX_NORMS)
     known = _find_standing(
         [(i.step, i.outcome.before, i.outcome.after) for i in incidents if i.outcome.action is Action.SCALE_LR],
@@ -118,7 +118,7 @@ def see_tally(
 
 
 def _median_ratios(run: RunReader) -> list[float]:
-    """Of each column of the table the median parameter's ratio."""
+    """Return the median parameter's ratio for each column of the table."""
     rows = list(run.ratios.rows().values())
     columns = zip(*rows) if rows else ()
     known = ([x for x in column if x is not None and math.isfinite(x)] for column in columns)
@@ -140,7 +140,7 @@ def _find_lowered(run: RunReader, highest: float | None) -> float | None:
 def _find_standing(
     changes: Iterable[tuple[int, Any, Any]], returns: Sequence[tuple[Any, Any]]
 ) -> list[tuple[float, float]]:
-    """Rate before and after each change that no rollback took back: with the weights the rate went back too.
+    """Return the rate before and after each change that was not undone: a rollback of the weights undoes rates too.
 
     `changes`: step, and the outcome's rates before and after; `returns`: the outcome's steps, from where and to where.
     """
@@ -155,13 +155,13 @@ def _find_standing(
 
 
 def _highest(rates: Any) -> float | None:
-    """The highest of the rates of all groups, as an outcome has them."""
+    """Return the highest rate of all groups in an outcome."""
     known = map(as_number, rates.values()) if isinstance(rates, dict) else ()
     return max((rate for rate in known if rate is not None), default=None)
 
 
 def _lower(rate: float | None, changes: Iterable[tuple[float, float]]) -> float | None:
-    """A rate after all changes; None when there were none, or they did not lower it."""
+    """Return the rate after all changes; None if there were none, or they did not lower it."""
     factor = math.prod(after / before for before, after in changes if before > 0)
     return None if rate is None or factor >= 1 else rate * factor
 
@@ -170,7 +170,7 @@ def _lower(rate: float | None, changes: Iterable[tuple[float, float]]) -> float 
 
 
 def find_settled(norms: Sequence[tuple[int, float]]) -> int:
-    """The first step after which the norm's level stays within a factor of what it is in the second half."""
+    """Return the first step after which the norm stays within a factor of its level in the second half."""
     values = [norm for _, norm in norms]
     level = statistics.median(values[len(values) // 2 :])
     width = max(5, len(values) // 50)
@@ -205,7 +205,7 @@ def _advise_clip(seen: Seen, settled: int) -> Advice | None:
 def _advise_warmup(seen: Seen, settled: int) -> Advice | None:
     first, last = seen.norms[0][0], seen.norms[-1][0]
     if first > 0:
-        return None  # the start was forgotten
+        return None  # the start is no longer in memory
     peak = find_peak(seen.rates)
     if settled > (last - first) // 2:
         return None
@@ -249,7 +249,7 @@ def _advise_rate(seen: Seen) -> Advice | None:
 
 
 def find_peak(rates: Sequence[tuple[int, float]]) -> int | None:
-    """The step at which a rising rate reached its height; None when it did not rise from the start."""
+    """Return the step at which a rising rate peaked; None if it did not rise from the start."""
     if len(rates) < 2 or rates[0][1] >= 0.9 * max(rate for _, rate in rates):
         return None
     highest = max(rate for _, rate in rates)
@@ -264,7 +264,7 @@ def _level(norms: Sequence[tuple[int, float]], first: int, last: int) -> float |
 
 
 def _round_up(steps: int) -> int:
-    """To one or two digits that a person would write."""
+    """Round up to one or two digits, as one would write by hand."""
     if steps <= 10:
         return steps
     unit = int(10 ** (len(str(steps)) - 1)) // 2

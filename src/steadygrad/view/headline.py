@@ -1,4 +1,4 @@
-"""A run -> its verdict in one sentence, and the few numbers that stand beside it. The same in every view."""
+"""A run -> its verdict in one sentence, and a few key numbers. The same in every view."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from steadygrad.view.read.validation_log import LOSS
 from steadygrad.words import spell_count, spell_number, spell_seconds, spell_share
 
 MANY = 0.05
-"""Share of skipped steps from which a run is not well: a run that leaves out a twentieth of its data hides a defect."""
+"""From this share of skipped steps, a run is unwell: one that leaves out a twentieth of its data hides a defect."""
 LOST = 10
-"""Losses in a row, at the end, that are not finite: as many as make the policy roll back."""
+"""Number of consecutive non-finite losses at the end; as many make the policy roll back."""
 
 
 class Tone(enum.StrEnum):
@@ -29,7 +29,7 @@ class Tone(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """The sentence, and how it is meant."""
+    """The sentence and its tone."""
 
     tone: Tone
     word: str
@@ -37,7 +37,7 @@ class Headline:
 
 
 def judge_run(run: RunReader) -> Headline:
-    """One sentence about the whole run."""
+    """Return one sentence about the whole run."""
     steps, incidents = run.steps, run.incidents
     if steps.num_steps == 0 and incidents.count == 0:
         return Headline(tone=Tone.EMPTY, word="Empty", text="No step has been written yet.")
@@ -69,7 +69,7 @@ def judge_run(run: RunReader) -> Headline:
 
 
 def list_numbers(run: RunReader) -> dict[str, str]:
-    """Label -> number, for the tiles of a page and the header of a terminal."""
+    """Return label -> number, for the tiles of a page and the header of a terminal."""
     steps = run.steps
     applied = steps.num_steps - steps.num_skipped
     numbers = {"steps": f"{steps.num_steps:,}"}
@@ -93,13 +93,13 @@ def list_numbers(run: RunReader) -> dict[str, str]:
 
 
 def first_loss(run: RunReader) -> float | None:
-    """Median of the first losses: up to a hundred, and no more than a tenth of the run."""
+    """Return the median of the first losses: up to a hundred, and at most a tenth of the run."""
     losses = run.steps.first_losses
     return statistics.median(losses[: _edge(run)]) if losses else None
 
 
 def last_loss(run: RunReader) -> float | None:
-    """Median of the last losses, as many as of the first."""
+    """Return the median of the last losses, as many as for the first."""
     losses = list(run.steps.last_losses)
     return statistics.median(losses[-_edge(run) :]) if losses else None
 

@@ -1,4 +1,4 @@
-"""How each thing that can happen at a step is called and drawn: one table for the page, the plot and the terminal."""
+"""Names and symbols of everything that can happen at a step: one table for the page, the plot and the terminal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Mark:
 
     words: str
     symbol: str
-    """Its sign on the page."""
+    """Its symbol on the page."""
     paint: str
     """Its colour on the page: a variable of the style sheet, so that it follows the theme."""
     color: str
     """Its colour in a plot."""
     is_turning_point: bool = False
-    """Few, and everything after it is different: drawn as a line through the whole chart."""
+    """Whether it is rare and changes everything after it: drawn as a line through the whole chart."""
 
 
 MARKS: dict[str, Mark] = {
@@ -33,9 +33,9 @@ MARKS: dict[str, Mark] = {
     Action.HALT: Mark("halted", "square", "--red", "#c8242f", True),
     Action.CLIP: Mark("clipped", "circle", "--soft", "#6b7280"),
 }
-"""In the order of the page's rows; a step that was not finite is no action, all others are."""
+"""In the order of the page's rows; all are actions except a non-finite step."""
 
 
 def find_mark(action: str) -> Mark:
-    """The row of an action; one that a newer version wrote is shown under its own name."""
+    """Return the row of an action; an unknown one, from a newer version, is shown under its own name."""
     return MARKS.get(action) or Mark(action, "circle", "--soft", "#6b7280")

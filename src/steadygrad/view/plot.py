@@ -45,14 +45,14 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
 
 
 def choose_panels(path: str | Path) -> list[str]:
-    """What is drawn of a run when nobody has said: the loss, and validation loss and norm where there are any."""
+    """Return the default panels of a run: the loss, and validation loss and norm if there are any."""
     run = open_run(path).read_all()
     there = {"validation": bool(list_validation(run)), "norm": bool(run.steps.curves["grad_norm"])}
     return ["loss", *(name for name, is_there in there.items() if is_there)]
 
 
 def _finish(run: RunReader, axis: Any) -> None:
-    """The same steps at the same place in every panel, whole numbers below them, no frame."""
+    """Give every panel the same range of steps, integer ticks and no frame."""
     pad = max(0.5, 0.01 * run.steps.last_step)
     axis.set_xlim(-pad, run.steps.last_step + pad)
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -73,7 +73,7 @@ def _plot_loss(run: RunReader, axis: Any) -> None:
 
 
 def _plot_validation(run: RunReader, axis: Any) -> None:
-    """Losses of the evaluations, over the training loss."""
+    """Draw the losses of the evaluations over the training loss."""
     known = list_validation(run)
     _need(list(known), "a validation loss (guard.validate tells it)", run)
     steps, losses = run.steps.curves["loss"].points()
@@ -130,7 +130,7 @@ def _plot_rate(run: RunReader, axis: Any) -> None:
     _need(steps, "a learning rate", run)
     axis.plot(steps, rates, color="#0b8a7d", linewidth=1.1, drawstyle="steps-post")
     axis.set_ylabel("learning rate")
-    if min(rates) > 0 and max(rates) / min(rates) > 100:  # one jump must not flatten the rest
+    if min(rates) > 0 and max(rates) / min(rates) > 100:  # on a linear scale one jump would flatten the rest
         axis.set_yscale("log")
     _mark(run, axis)
 
@@ -157,7 +157,7 @@ def _plot_ratios(run: RunReader, axis: Any) -> None:
 
 
 def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) -> None:
-    """Rows are parameters, the first on top; what was not finite is purple."""
+    """Draw parameters as rows, the first on top; non-finite values are purple."""
     numpy = import_extra("view", "numpy", what="a plot", error=UsageError)
     rows = table.rows()
     cells = numpy.array([[numpy.inf if z is None else z for z in row] for row in rows.values()], dtype=float)
@@ -188,11 +188,11 @@ PANELS: dict[str, Callable[[RunReader, Any], None]] = {
     "ratios": _plot_ratios,
     "extra": _plot_extra,
 }
-"""What can be drawn."""
+"""Name -> function that draws the panel."""
 
 
 def _mark(run: RunReader, axis: Any) -> None:
-    """Where steps were bad, ticks at the bottom; where something was done, lines."""
+    """Mark bad steps with ticks at the bottom, and actions with lines."""
     ticks = {"skip": (run.steps.skips, 0.03), "nonfinite": (run.steps.nonfinite, 0.09)}
     for name, (share, height) in ticks.items():
         steps = [step for step, _ in share.hits()]
@@ -217,5 +217,5 @@ def _need(values: Sequence[Any], what: str, run: RunReader) -> None:
 
 
 def _spell(text: str) -> str:
-    """A name as it is: matplotlib reads $...$ as mathematics."""
+    """Escape a name, since matplotlib reads $...$ as mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""A progress bar around an iterable, on a terminal only. Uses rich when it is there, and nothing when it is not."""
+"""A progress bar around an iterable, on a terminal only. Uses rich if it is installed; otherwise shows nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def count_items(items: Iterable[Any]) -> int | None:
-    """How many there are, where that is known: a DataLoader has a length that raises if its data have none."""
+    """Return the number of items if known: len() of a DataLoader raises an error if its data has no length."""
     try:
         return len(items)  # type: ignore[arg-type]
     except TypeError:
@@ -22,7 +22,7 @@ def count_items(items: Iterable[Any]) -> int | None:
 
 
 def track(items: Iterable[T], *, describe: Callable[[], str], total: int | None = None) -> Iterator[T]:
-    """Yield `items`; `describe()` gives the text beside the bar, asked after each item."""
+    """Yield `items`; `describe()` is called after each item and returns the text beside the bar."""
     if not sys.stderr.isatty():
         yield from items
         return
@@ -42,7 +42,7 @@ def track(items: Iterable[T], *, describe: Callable[[], str], total: int | None 
 
 
 def describe_step(record: StepRecord | None, num_skipped: int) -> str:
-    """The text beside the bar: loss, norm, learning rate, skipped steps."""
+    """Format the text beside the bar: loss, norm, learning rate, skipped steps."""
     if record is None:
         return ""
     loss = "" if record.loss is None else f"loss={spell_number(record.loss)}, "

@@ -30,19 +30,19 @@ def plot_rates(curve: Mapping[str, Any], target: str | Path) -> Path:
 
 
 def check_format(target: Path) -> None:
-    """UsageError for an ending that cannot be written."""
+    """Raise UsageError for a suffix whose format cannot be written."""
     if target.suffix.lower().lstrip(".") not in FORMATS:
         raise UsageError(f"{target} has no ending that says what to write. Use one of: .{', .'.join(FORMATS)}.")
 
 
 def make_figure(width: float, height: float) -> Any:
-    """An empty figure."""
+    """Return an empty figure."""
     figure_class = import_extra("view", "matplotlib.figure", what="a plot", error=UsageError).Figure
     return figure_class(figsize=(width, height), layout="constrained")
 
 
 def draw_rates(curve: Mapping[str, Any], axes: Sequence[Any]) -> None:
-    """Loss, norm and update ratio over the rate, with the rates that matter."""
+    """Draw loss, norm and update ratio over the rate, with the rates that matter."""
     points = curve["points"]
     rates = [point["rate"] for point in points]
     loss, norm, ratio = axes
@@ -63,7 +63,7 @@ def draw_rates(curve: Mapping[str, Any], axes: Sequence[Any]) -> None:
 
 
 def _list_losses(curve: Mapping[str, Any]) -> list[float | None]:
-    """The level at the start plus each point's change; the loss itself where no start is known."""
+    """Return the starting level plus each point's change; the loss itself if no start is known."""
     points, start = curve["points"], curve["start"]
     if start is None:
         return [None if point["loss"] is None else float(point["loss"]) for point in points]
@@ -78,7 +78,7 @@ def _draw(axis: Any, rates: Sequence[float], values: Sequence[Any], label: str, 
 
 
 def _bound(axis: Any, losses: Sequence[Any]) -> None:
-    """What comes at the edge must not flatten what comes before it."""
+    """Limit the axis, so that losses at the edge do not flatten those before it."""
     known = [float(x) for x in losses if x is not None and math.isfinite(float(x))]
     if len(known) > 2:
         low, high = min(known), max(known[: max(5, len(known) // 2)])

@@ -1,4 +1,4 @@
-"""Numbers -> rows of block characters. A column shows the largest of its numbers, so that a spike is never lost."""
+"""Numbers -> rows of block characters. A column shows its largest number, so that a spike is never lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def draw_bars(values: Sequence[float], width: int, height: int, *, log: bool = False) -> list[str]:
-    """`height` lines of at most `width` characters; empty when there is nothing to draw."""
+    """Return `height` lines of at most `width` characters; empty if there is nothing to draw."""
     known = [math.log10(max(value, 1e-30)) if log else value for value in values if math.isfinite(value)]
     if not known or width < 1 or height < 1:
         return []
@@ -22,7 +22,7 @@ def draw_bars(values: Sequence[float], width: int, height: int, *, log: bool = F
 
 
 def squeeze(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` numbers: the largest of each stretch."""
+    """Return at most `width` numbers: the largest of each stretch."""
     if len(values) <= width:
         return list(values)
     edges = [i * len(values) // width for i in range(width + 1)]

@@ -9,7 +9,7 @@ from steadygrad.record.tally import Tally
 from steadygrad.view.advice import advise, see_tally
 
 SHOWN = 8
-"""Incidents listed; the rest are counted."""
+"""Number of incidents listed; the rest are only counted."""
 
 
 def summarise(
@@ -20,9 +20,9 @@ def summarise(
     rate: float | None = None,
     extra: Sequence[str] = (),
 ) -> str:
-    """The whole run in a few lines: steps, clipping, what was done, worst layers, advice, the incidents.
+    """Summarise the run in a few lines: steps, clipping, actions, worst layers, advice, incidents.
 
-    `rate` is the learning rate that the run has now.
+    `rate` is the current learning rate.
     """
     steps = max(1, tally.num_steps)
     lines = [

@@ -1,9 +1,9 @@
-"""Findings -> one coloured line each on standard error, with the number and the advice; plain text for files.
+"""Findings -> one coloured line each on standard error, with numbers and advice; plain text for files.
 
-A `logging.Handler` for the logger `steadygrad`. A record that carries `finding` (and `outcome`) is told as such; any
-other is told as it is. The same kind of finding is told a few times, then counted: a run that spikes at every step must
-not bury what else happens. It never wraps the line, so that a plain log can be searched, and its own failure is
-logging's to handle.
+A `logging.Handler` for the logger `steadygrad`. A record that carries `finding` (and `outcome`) is formatted as one;
+any other is printed as it is. Findings of one kind are printed a few times, then only counted: a run that spikes at
+every step must not bury everything else. It never wraps a line, so that a plain log can be searched, and leaves its own
+failures to logging.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 COLORS = {Severity.INFO: "36", Severity.WARNING: "33", Severity.ERROR: "31", Severity.CRITICAL: "1;31"}
 """ANSI colours: cyan, yellow, red, bold red."""
 BURST = 3
-"""Lines of one kind before they are only counted."""
+"""Number of lines of one kind before they are only counted."""
 WINDOW_SECONDS = 60.0
-"""After this long without a line of a kind, or since its first, it may be told again."""
+"""A kind may be printed again this long after its last line, or since its first."""
 
-_bars: list[Console] = []  # progress bars on the terminal now: a line must go through them, or they break
+_bars: list[Console] = []  # progress bars on the terminal now: lines must be printed through them, or the bars break
 
 
 def describe_finding(finding: Finding, outcome: Outcome | None = None, *, color: bool = False) -> str:
-    """One line: step, kind, what was found, what was done, what to change."""
+    """Format one line: step, kind, what was found, what was done, what to change."""
     label = f"{finding.severity.value} {finding.when} {finding.kind}"
     did = "" if outcome is None or outcome.action is Action.NONE else f" [{outcome.message}]"
     text = f": {finding.message}{did}"
@@ -63,7 +63,7 @@ class FindingsHandler(logging.Handler):
         self._quotas: dict[str, _Quota] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell a finding, or any other record of the logger."""
+        """Print a finding, or any other record of the logger."""
         try:
             finding = getattr(record, "finding", None)
             if not isinstance(finding, Finding):
@@ -76,7 +76,7 @@ class FindingsHandler(logging.Handler):
             self.handleError(record)
 
     def _take(self, finding: Finding, outcome: Any) -> Iterator[str]:
-        """The lines to write now: none while the kind is held back, two when some were."""
+        """Yield the lines to write now: none while the kind is held back, two after some were."""
         now = self._clock()
         quota = self._quotas.setdefault(finding.kind, _Quota(now))
         if now - quota.since >= WINDOW_SECONDS:
@@ -110,7 +110,7 @@ class FindingsHandler(logging.Handler):
 
 @contextlib.contextmanager
 def share_with_bar(console: Console) -> Iterator[None]:
-    """While a progress bar is on the terminal, lines are written above it."""
+    """Write lines above the progress bar while it is on the terminal."""
     _bars.append(console)
     try:
         yield
@@ -119,7 +119,7 @@ def share_with_bar(console: Console) -> Iterator[None]:
 
 
 def show_findings(*, level: int = logging.WARNING) -> FindingsHandler | None:
-    """Put a handler on the logger `steadygrad`, once; None where somebody has set up logging already."""
+    """Add a handler to the logger `steadygrad`, once; return None if logging is already set up."""
     logger = logging.getLogger("steadygrad")
     if logger.hasHandlers():
         return None

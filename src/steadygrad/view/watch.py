@@ -1,7 +1,7 @@
-"""A run -> a full-screen view in another terminal: loss and norm, worst layers, incidents. It reads, and nothing else.
+"""A run -> a full-screen view in another terminal: loss and norm, worst layers, incidents. Reads only.
 
-On a terminal it follows the run until q or Ctrl-C; elsewhere, or when told to look once, it prints one screen. The run
-is never touched, so any number of people may watch it.
+On a terminal it follows the run until q or Ctrl-C; elsewhere, or with `once`, it prints one screen. The run is never
+touched, so any number of viewers may watch it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 PAUSE_SECONDS = 0.5
 SLICE_SECONDS = 0.4
 MAX_EXTRA = 6
-"""Numbers of the program's own beside the others."""
+"""Most numbers logged by the program to show."""
 MAX_NOTES = 2
-"""What could not be read; the report has all of them."""
+"""Most notes about unreadable files to show; the report has all of them."""
 WIDE = 90
-"""Letters from which the two tables stand side by side."""
+"""Least width, in characters, to show the two tables side by side."""
 BORDER = 2
-"""Lines that a frame takes."""
+"""Number of lines that a frame takes."""
 GAP = "   "
-"""Between two numbers."""
+"""Separator between two numbers."""
 STYLES = {Tone.GOOD: "green", Tone.WARNING: "yellow", Tone.BAD: "bold red", Tone.EMPTY: "dim"}
 SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
 
 def watch_run(path: str | Path, *, once: bool = False, console: Console | None = None) -> None:
-    """Show a run until somebody presses q; print it once where there is no terminal."""
+    """Show a run until q is pressed; print it once if there is no terminal."""
     from rich.live import Live
 
     console = console or _open_console()
@@ -63,7 +63,7 @@ def watch_run(path: str | Path, *, once: bool = False, console: Console | None =
 
 
 def draw_screen(run: RunReader, width: int, height: int, *, keys: str = " · q quits") -> RenderableType:
-    """The whole screen, as large as the terminal is; `keys` stands in a corner."""
+    """Draw the whole screen, as large as the terminal; `keys` is shown in a corner."""
     from rich.console import Group
 
     inner = max(20, width - 4)
@@ -79,7 +79,7 @@ def draw_screen(run: RunReader, width: int, height: int, *, keys: str = " · q q
 
 
 def _write_head(run: RunReader, width: int) -> Text:
-    """The verdict, and the numbers in lines that end between two of them."""
+    """Format the verdict and the numbers, with line breaks only between numbers."""
     from rich.text import Text
 
     headline = judge_run(run)
@@ -108,7 +108,7 @@ def _frame_head(run: RunReader, head: Text, keys: str) -> RenderableType:
 
 
 def _open_console() -> Console:
-    """Standard output. The size of a window is asked of the window: COLUMNS and LINES of a shell may be stale."""
+    """Open standard output. Query the window for its size: COLUMNS and LINES of a shell may be out of date."""
     from rich.console import Console
 
     sizes = ("COLUMNS", "LINES") if sys.stdout.isatty() else ()
@@ -116,14 +116,14 @@ def _open_console() -> Console:
 
 
 def _plain_console(width: int) -> Console:
-    """For measuring: how many lines a text takes."""
+    """Return a console for measuring how many lines a text takes."""
     from rich.console import Console
 
     return Console(width=width, file=io.StringIO())
 
 
 def _draw_curve(run: RunReader, name: str, width: int, height: int) -> RenderableType:
-    """Norms on a logarithmic scale, and a loss whose largest would flatten all the rest."""
+    """Draw a curve; logarithmic for norms, and for a loss whose maximum would flatten the rest."""
     from rich.panel import Panel
     from rich.text import Text
 
@@ -140,7 +140,7 @@ def _draw_curve(run: RunReader, name: str, width: int, height: int) -> Renderabl
 
 
 def _draw_tables(run: RunReader, height: int, *, wide: bool) -> RenderableType:
-    """Side by side where there is room; else the incidents above, which take what they need up to two thirds."""
+    """Draw the tables side by side if there is room; otherwise the incidents on top, with up to two thirds."""
     from rich.console import Group
     from rich.table import Table
 
@@ -166,7 +166,7 @@ def _draw_layers(run: RunReader, rows: int) -> RenderableType:
         text.append("   NaN/Inf" if bad else f"{10**exponent:10.3g}", style="bold red" if bad else "magenta")
         text.append(f"  {make_printable(name)}\n")
     text.rstrip()
-    # They are written every so many steps, and at a bad one: what stands here may be of a while ago.
+    # Layers are recorded every few steps, and at a bad one: what is shown here may be from a while ago.
     since = "step" if run.norms.width == 1 else "from step"
     title = f"largest gradients, {since} {run.norms.steps[-1]:,}" if run.norms.steps else "largest gradients"
     return Panel(text or Text("not recorded", style="dim"), title=title, title_align="left")
@@ -186,7 +186,7 @@ def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
             text.append(f"rank {rank} ", style="bold")
         text.append(make_printable(str(kind)), style=SEVERITY_STYLES.get(severity, ""))
         action = find_action(incident)
-        if action != "none":  # before the message: what was done must not be cut off
+        if action != "none":  # before the message, so that the action is not cut off
             text.append(f"  {make_printable(find_mark(action).words)}", style="green")
         text.append(f"  {make_printable(str(message))}\n")
     text.rstrip()
@@ -196,7 +196,7 @@ def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
 
 @contextlib.contextmanager
 def _read_keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so long for a key and gives it, '' when none came; the terminal is put back at the end."""
+    """Yield a function that waits for a key and returns it, '' on timeout; restore the terminal at the end."""
     try:
         import select
         import termios
@@ -204,7 +204,7 @@ def _read_keys() -> Iterator[Callable[[float], str]]:
 
         number = sys.stdin.fileno()
         before: list[Any] = termios.tcgetattr(number)
-    except (ImportError, OSError, ValueError):  # no POSIX terminal: Ctrl-C is left
+    except (ImportError, OSError, ValueError):  # no POSIX terminal: only Ctrl-C works
         yield _wait
         return
     tty.setcbreak(number)

@@ -37,13 +37,13 @@ def measure_table(gradients: Sequence[Tensor], out: Tensor) -> None:
 
 
 def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
-    """The five numbers of one gradient that lies in host memory."""
+    """Return the five numbers of one gradient in host memory."""
     flat = gradient.detach().flatten()
     if flat.numel() == 0:
         return (0.0,) * NUM_COLUMNS
     squares, max_abs, num_nonzero = 0.0, 0.0, 0
     for piece in flat.split(PIECE):
-        # BLAS accumulates in the type it is given: half precision would lose the sum.
+        # BLAS accumulates in its input's dtype: half precision would lose the sum.
         wide = piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
         low, high = torch.aminmax(wide)
         squares += torch.dot(wide, wide).item()
@@ -55,7 +55,7 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
 
 
 def _measure_on_device(gradient: Tensor) -> Tensor:
-    """The five numbers, without a host read and without float64 arithmetic over the elements (MPS has none)."""
+    """Return the five numbers, without a host read or float64 arithmetic over the elements (MPS has none)."""
     values = gradient.detach().flatten()
     values = values if values.dtype in (torch.float32, torch.float64) else values.float()
     if values.numel() == 0:

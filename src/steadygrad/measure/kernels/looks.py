@@ -1,7 +1,7 @@
-"""What a look at the weights computes, in plain torch: the specification, and the way for every device but CUDA.
+"""What a scan of the weights computes, in plain torch: the specification, and the code for every device but CUDA.
 
 A tensor becomes three numbers (how many elements are not finite, how many of those are NaN, the L2 norm) and a hash of
-its bits: elements that change make another hash, up to one chance in billions.
+its bits: a changed element changes the hash, but for one chance in billions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @torch.no_grad()
 def look_at(tensors: Sequence[Tensor], hashed: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Numbers float64 [N, 3] and hashes int64 [N] of tensors on one device; 0 where no hash is asked for."""
+    """Return numbers float64 [N, 3] and hashes int64 [N] of tensors on one device; 0 where no hash is wanted."""
     device = tensors[0].device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     numbers = torch.stack([_measure(tensor) for tensor in tensors])
@@ -40,14 +40,14 @@ def _measure(tensor: Tensor) -> Tensor:
 
 
 def _hash_bits(tensor: Tensor) -> Tensor:
-    """A number that depends on every bit of every element: int64 scalar."""
+    """Return a number that depends on every bit of every element: int64 scalar."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
     return torch.stack([_hash_piece(piece) for piece in split_flat(tensor)]).sum()
 
 
 def _hash_piece(piece: Tensor) -> Tensor:
-    """Sum of mixed bit patterns. Without the mixing one ulp up here and one ulp down there would cancel."""
+    """Sum the mixed bit patterns. Without mixing, one ulp up here and one ulp down there would cancel."""
     bits = piece.view(INTEGERS[piece.element_size()])
-    mixed = bits.to(torch.int64) * MULTIPLIER  # not in place: the bits of a float64 are the parameter itself
+    mixed = bits.to(torch.int64) * MULTIPLIER  # not in place: for float64 the bits share memory with the parameter
     return mixed.bitwise_xor_(mixed >> 32).sum()

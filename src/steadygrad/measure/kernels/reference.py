@@ -1,8 +1,8 @@
 """The specification of the gradient statistics, in plain torch and float64.
 
-`measure_table` turns dense real tensors into a float64 table, one row a tensor and the columns of
-`facts.GradientStats`. The fast implementations must equal it. It is written to be read: every intermediate is a full
-tensor, so it is slow on purpose and is used by tests, and by nobody who is in a hurry.
+`measure_table` turns dense real tensors into a float64 table, one row per tensor, with the columns of
+`facts.GradientStats`. The fast implementations must equal it. It is written for readability: every intermediate is a
+full tensor, so it is slow, and only tests should use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def measure_table(gradients: Sequence[Tensor], out: Tensor) -> None:
 
 
 def measure_one(gradient: Tensor) -> tuple[Tensor, ...]:
-    """The five numbers of one gradient, each a float64 scalar."""
+    """Return the five numbers of one gradient, each a float64 scalar."""
     values = gradient.detach().double().flatten()
     finite = values.isfinite()
     magnitude = torch.where(finite, values.abs(), 0.0)

@@ -99,7 +99,7 @@ def _fold(
 ):  # fmt: skip
     """Row t of `packed` = (norm, max_abs, nonfinite, nan, zeros) of tensor t; the last program folds the header.
 
-    A tensor's chunks, and then the rows, are summed in fixed order in float64: who comes last changes nothing.
+    A tensor's chunks, and then the rows, are summed in fixed order in float64: which program is last changes nothing.
     """
     t = tl.program_id(0)
     low = tl.load(bounds + 2 * t)
@@ -130,7 +130,7 @@ def _fold(
     tl.store(row + 3, tl.sum(nans, 0))
     tl.store(row + 4, tl.sum(zeros, 0))
     tl.debug_barrier()
-    # Release this row, acquire everybody's: the program that counts last sees all of them.
+    # Release this row, acquire all others: the program that counts last sees all of them.
     if tl.atomic_add(counter, 1, sem="acq_rel") == num_tensors - 1:
         tl.store(counter, 0)
         _fold_header(table, num_tensors, loss, packed, flags, max_norm, ROWS)
@@ -163,7 +163,7 @@ def _fold_header(table, num_rows, loss, header, flags, max_norm, ROWS: tl.conste
     tl.store(header + 3, tl.sum(nans, 0))
     tl.store(header + 4, bad.to(tl.float64))
     tl.store(header + 5, coefficient)
-    tl.store(header + 6, 0.0)  # the loss scale, until somebody writes it
+    tl.store(header + 6, 0.0)  # the loss scale, until the caller writes it
     tl.store(flags, bad.to(tl.float32))
     tl.store(flags + 1, (1.0 / coefficient).to(tl.float32))
 
@@ -215,7 +215,7 @@ class Launch:
 
 
 class AddressTable:
-    """Gradient addresses on the device; sent only when they change, through a ring that no copy in flight can meet."""
+    """Gradient addresses on the device; sent only when they change, through a ring so that no copy in flight is hit."""
 
     SLOTS = 4
 
@@ -228,7 +228,7 @@ class AddressTable:
         self._current: list[int] = []
 
     def send(self, addresses: list[int]) -> Tensor:
-        """The device tensor that holds `addresses`."""
+        """Return the device tensor that holds `addresses`."""
         if addresses is self._current or addresses == self._current:
             return self._device[self._slot]
         self._slot = (self._slot + 1) % self.SLOTS
@@ -274,7 +274,7 @@ class Chunks:
 
 
 class Plan:
-    """What measures one list of gradients, step after step."""
+    """Measures one list of gradients, step after step."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class Plan:
         self._partials = torch.empty(NUM_PARTIALS * max(1, self.num_chunks), dtype=torch.float32, device=device)
         self._addresses = AddressTable(len(gradients), device)
         self._one = torch.ones((), device=device)
-        self._counter = torch.zeros((), dtype=torch.int32, device=device)  # programs that are done; back to 0 each time
+        self._counter = torch.zeros((), dtype=torch.int32, device=device)  # finished programs; reset to 0 each time
         sizes = {"CHUNK": chunk, "BLOCK": block, "UNROLL": UNROLL, "num_warps": num_warps}
         self._measure = [Launch(_measure_chunks, DTYPE=dtype, **sizes) for dtype, _, _ in self.spans]
         self._scale = [Launch(_scale_chunks, DTYPE=dtype, **sizes) for dtype, _, _ in self.spans]
@@ -311,7 +311,7 @@ class Plan:
         flags: Tensor,
         max_norm: float = 0.0,
     ) -> None:
-        """Fill `packed` (header, then rows) and `flags`, from gradients that lie at `addresses`."""
+        """Fill `packed` (header, then rows) and `flags` from the gradients at `addresses`."""
         at = self._addresses.send(addresses)
         for launch, (_, first, num) in zip(self._measure, self.spans):
             launch(

@@ -1,4 +1,4 @@
-"""Looks at weights and at Adam's moments on CUDA: two launches each for all tensors of a dtype, however many they are.
+"""Scans of weights and of Adam's moments on CUDA: two launches each for all tensors of a dtype, however many.
 
 Each program reads one chunk of one tensor once and writes partial sums; a second launch folds a tensor's partials in
 fixed order, in float64. Floor: the bytes read over the memory bandwidth, 0.1 ms for the weights of GPT-2 124M on an
@@ -42,7 +42,7 @@ def _look_at_chunks(
     nans = tl.zeros([BLOCK], tl.int32)
     hashed = tl.zeros([BLOCK], tl.int64)
     for i in tl.range(0, CHUNK, BLOCK, loop_unroll_factor=UNROLL):
-        bits = tl.load(base + i + lanes, mask=i + lanes < count, other=0)  # 0 counts nowhere, and hashes to 0
+        bits = tl.load(base + i + lanes, mask=i + lanes < count, other=0)  # 0 is never counted, and hashes to 0
         x = bits.to(DTYPE, bitcast=True).to(tl.float32)
         squares += x * x
         nonfinite += ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
@@ -127,7 +127,7 @@ def _fold_rms(sums, bounds, numels, rms, WIDTH: tl.constexpr):
 
 
 class WeightLook:
-    """Looks at one list of tensors (sizes and dtypes fixed) as often as asked for."""
+    """Scans one list of tensors (sizes and dtypes fixed) repeatedly."""
 
     def __init__(self, tensors: Sequence[Tensor], chunk: int = CHUNK) -> None:
         device = tensors[0].device
@@ -141,7 +141,7 @@ class WeightLook:
         self._fold = Launch(_fold_looks, WIDTH=128)
 
     def look(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Numbers float64 [N, 3] and hashes int64 [N], new ones each time."""
+        """Return numbers float64 [N, 3] and hashes int64 [N], newly allocated each time."""
         chunks, device = self._chunks, tensors[0].device
         at = self._addresses.send([t.data_ptr() for t in tensors])
         for launch, (_, first, num) in zip(self._look, chunks.spans):
@@ -171,12 +171,12 @@ class AdamState:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What a plan depends on."""
+        """The properties that a plan depends on."""
         return self.gradient.numel(), self.gradient.dtype, self.squares.dtype, self.gradient.device
 
 
 def read_state(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> AdamState | None:
-    """The state of one parameter; None where the kernels cannot read it."""
+    """Return the state of one parameter; None if the kernels cannot read it."""
     gradient, squares, step = parameter.grad, state["exp_avg_sq"], state["step"]
     if gradient is None or not fits(gradient) or not fits(squares) or gradient.stride() != squares.stride():
         return None
@@ -204,7 +204,7 @@ class RmsLook:
         self._fold = Launch(_fold_rms, WIDTH=128)
 
     def look(self, moments: Sequence[AdamState]) -> Tensor:
-        """Float64 [N], a new one each time."""
+        """Return float64 [N], newly allocated each time."""
         chunks = self._chunks
         on_device = [isinstance(m.step, Tensor) for m in moments]
         rows: list[list[int]] = [
@@ -234,13 +234,13 @@ def compile_rms(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _bits(number: float) -> int:
-    """The bits of a float64 as a whole number."""
+    """Return the bits of a float64 as an integer."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return bits
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether the kernels can read it: a dtype that they know, no gaps between elements."""
+    """Return whether the kernels can read it: a dtype that they know, no gaps between elements."""
     if tensor.dtype not in TRITON_DTYPES:
         return False
     return tensor.is_contiguous() or tensor.permute(sorted(range(tensor.dim()), key=_stride_of(tensor))).is_contiguous()

@@ -1,4 +1,4 @@
-"""Files of a run -> numbers to show: bounded memory, whatever the run's length, and never a line that is half there."""
+"""Files of a run -> numbers to show: in bounded memory, whatever its length, and never from an incomplete line."""
 
 from steadygrad.view.read.run import RunReader
 

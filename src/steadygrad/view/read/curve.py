@@ -1,8 +1,8 @@
 """A million numbers -> a few thousand points, without losing a spike: the smallest and the largest of each bucket.
 
-Buckets are as wide as they must be for at most `max_buckets` of them: when there are more, neighbours are joined and
-the width doubles. So memory is bounded, numbers may come bit by bit, and those of a resumed run that goes back a few
-steps fall into the buckets that were there. A value that is not finite is left out: who counts it must do so elsewhere.
+Buckets are as narrow as `max_buckets` allows: when there are more, neighbours are joined and the width doubles. So
+memory is bounded, numbers may arrive bit by bit, and those of a resumed run that goes back a few steps fall into
+existing buckets. Non-finite values are left out: count them elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 MAX_BUCKETS = 2000
-"""Two points each: more than a screen has columns, so that one zoom still shows something new."""
+"""Each gives two points: more than a screen has columns, so that zooming in once still shows something new."""
 WORTH_SLICING = 16
 """Bucket width from which min() and max() over a slice beat a loop over its values."""
 
@@ -23,11 +23,11 @@ class Curve:
     def __init__(self, *, max_buckets: int = MAX_BUCKETS) -> None:
         self._max_buckets = max_buckets
         self.width = 1
-        """Steps in a bucket."""
+        """Number of steps in a bucket."""
         self._buckets: dict[int, list[float]] = {}  # key -> [step of low, low, step of high, high]
 
     def extend(self, steps: Sequence[int], values: Sequence[float | None]) -> None:
-        """Add values; None and values that are not finite are left out."""
+        """Add values; leave out None and non-finite ones."""
         pairs = [(step, value) for step, value in zip(steps, values) if value is not None and math.isfinite(value)]
         if pairs:
             self.extend_finite(*zip(*pairs))
@@ -57,7 +57,7 @@ class Curve:
             bucket[2], bucket[3] = step, value
 
     def _widen(self) -> None:
-        while len(self._buckets) > self._max_buckets:  # more than once for steps far apart
+        while len(self._buckets) > self._max_buckets:  # may take several rounds if steps are far apart
             joined: dict[int, list[float]] = {}
             for key, bucket in self._buckets.items():
                 other = joined.setdefault(key >> 1, bucket)
@@ -69,7 +69,7 @@ class Curve:
             self.width *= 2
 
     def points(self) -> tuple[list[int], list[float]]:
-        """Steps and values, in the order of the steps."""
+        """Return steps and values, in the order of the steps."""
         pairs: list[tuple[int, float]] = []
         for key in sorted(self._buckets):
             low_step, low, high_step, high = self._buckets[key]
@@ -77,7 +77,7 @@ class Curve:
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def spans(self) -> list[tuple[float, float]]:
-        """(smallest, largest) of each bucket, in the order of the steps."""
+        """Return (smallest, largest) of each bucket, in the order of the steps."""
         return [(self._buckets[key][1], self._buckets[key][3]) for key in sorted(self._buckets)]
 
     def __bool__(self) -> bool:
@@ -85,21 +85,21 @@ class Curve:
 
 
 class Share:
-    """Of how many steps of each bucket something was true."""
+    """Counts for how many steps of each bucket a condition was true."""
 
     def __init__(self, *, max_buckets: int = MAX_BUCKETS, width: int = 1) -> None:
         self._max_buckets, self.width = max_buckets, width
         self._buckets: dict[int, list[int]] = {}  # key -> [hits, all, first step hit]
 
     def extend(self, steps: Sequence[int], hits: Sequence[bool]) -> None:
-        """Add steps, and whether it was true of each."""
+        """Add steps, and whether the condition was true for each."""
         slices = _slice_buckets(steps, self.width) if _count_up(steps) else ((i, i + 1) for i in range(len(steps)))
         for first, last in slices:
             num_hits = sum(hits[first:last])
             self._add(steps[first + hits[first:last].index(True) if num_hits else first], num_hits, last - first)
 
     def _add(self, step: int, num_hits: int, num_steps: int) -> None:
-        """`step` is where it was first true, if it was."""
+        """Add to a bucket; `step` is where the condition was first true, if it was."""
         bucket = self._buckets.setdefault(step // self.width, [0, 0, step])
         if num_hits:
             bucket[2] = min(bucket[2], step) if bucket[0] else step
@@ -119,24 +119,24 @@ class Share:
         self.width *= 2
 
     def points(self) -> tuple[list[int], list[float]]:
-        """The middle of each bucket, and the share there."""
+        """Return the middle of each bucket, and the share there."""
         keys = sorted(self._buckets)
         middle = self.width // 2
         return [key * self.width + middle for key in keys], [self._buckets[k][0] / self._buckets[k][1] for k in keys]
 
     def hits(self) -> list[tuple[int, int]]:
-        """(first step, how many) of each bucket in which it was true at all."""
+        """Return (first step, count) for each bucket in which the condition was ever true."""
         buckets = (self._buckets[key] for key in sorted(self._buckets))
         return [(step, num_hits) for num_hits, _, step in buckets if num_hits]
 
 
 def _count_up(steps: Sequence[int]) -> bool:
-    """Whether each step is one more than the one before, as in a run that writes them all."""
+    """Return whether the steps are consecutive, as in a run that records them all."""
     return len(steps) > 0 and tuple(steps) == tuple(range(steps[0], steps[0] + len(steps)))
 
 
 def _slice_buckets(steps: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
-    """Where in steps that count up each bucket begins and ends."""
+    """Yield where each bucket begins and ends in consecutive steps."""
     start = steps[0]
     edges = range((start // width + 1) * width - start, len(steps), width)
     yield from pairwise((0, *edges, len(steps)))

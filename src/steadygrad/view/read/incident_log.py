@@ -1,8 +1,8 @@
 """IncidentLog: lines of incidents.jsonl -> counts by kind, marks for the charts, and the ones to show in full.
 
-A run can have a hundred thousand incidents. Of each kind the first few and the last few are kept whole, every one is
-counted, and the first step of an action in each bucket is kept as its mark. A field that is missing or of another type
-is shown as it is: the file may be older or newer than this reader.
+A run can have a hundred thousand incidents. The first and last few of each kind are kept in full, all are counted, and
+the first step of an action in each bucket is kept as its mark. A field that is missing or of an unexpected type is
+shown as it is: the file may be older or newer than this reader.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from steadygrad.view.read.curve import Share
 from steadygrad.view.read.tail import Row
 
 KEPT_FIRST, KEPT_LAST = 12, 4
-"""Incidents of a kind that are shown in full, from the beginning and from the end."""
+"""Number of incidents of a kind to show in full, from the beginning and from the end."""
 MAX_KINDS = 100
-"""Kinds told apart; rules of one's own can have any name."""
+"""Most kinds to distinguish; custom rules can have any name."""
 MAX_MARKS = 400
 OTHER = "(other kinds)"
 SEVERITIES = [one.value for one in Severity]
@@ -33,7 +33,7 @@ class KindTotal:
     first_step: int = 0
     last_step: int = 0
     severity: str = ""
-    """The worst of them."""
+    """The worst severity among them."""
     actions: Counter[str] = field(default_factory=Counter)
     first: list[Row] = field(default_factory=list)
     last: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT_LAST))
@@ -51,7 +51,7 @@ class KindTotal:
 
 
 class IncidentLog:
-    """What happened, counted and in part kept."""
+    """Incidents of a run, all counted and some kept in full."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, KindTotal] = {}
@@ -60,12 +60,12 @@ class IncidentLog:
         self.marks: dict[str, Share] = {}
         """Action -> where it was taken."""
         self.first_cause: Row | None = None
-        """The first incident that a cause was found for."""
+        """The first incident with a known cause."""
         self.halt: Row | None = None
         """The last incident that ended the run."""
 
     def add(self, incident: Row) -> None:
-        """Count one, and keep it when it is among the first or last of its kind."""
+        """Count one, and keep it if it is among the first or last of its kind."""
         self.count += 1
         kind = str(look(incident, "finding", "kind") or "unknown")
         if kind not in self.kinds and len(self.kinds) >= MAX_KINDS:
@@ -81,21 +81,21 @@ class IncidentLog:
             self.halt = incident
 
     def shown(self) -> list[Row]:
-        """The incidents to show in full, in the order in which they were noticed."""
+        """Return the incidents to show in full, in the order in which they were noticed."""
         kept = [one for total in self.kinds.values() for one in (*total.first, *total.last)]
         return sorted(kept, key=find_noticed)
 
     def num_at_least(self, severity: Severity) -> int:
-        """Incidents of this severity or a worse one."""
+        """Return the number of incidents of this severity or worse."""
         return sum(n for name, n in self.severities.items() if _rank(name) >= severity.rank)
 
     def num_actions(self, action: str) -> int:
-        """How often this was done."""
+        """Return how often this action was taken."""
         return sum(total.actions.get(action, 0) for total in self.kinds.values())
 
 
 def look(row: Any, *path: str) -> Any:
-    """The value at a path of keys; None where there is none."""
+    """Return the value at a path of keys; None if there is none."""
     for key in path:
         if not isinstance(row, dict):
             return None
@@ -104,7 +104,7 @@ def look(row: Any, *path: str) -> Any:
 
 
 def find_step(incident: Row) -> int:
-    """Where it happened; -1 when that is not said."""
+    """Return the step where it happened; -1 if unknown."""
     for value in (incident.get("step"), look(incident, "finding", "step")):
         if type(value) is int:
             return value
@@ -112,19 +112,19 @@ def find_step(incident: Row) -> int:
 
 
 def find_noticed(incident: Row) -> int:
-    """The step at which it was noticed; where it began in records that do not say."""
+    """Return the step at which it was noticed or, if not recorded, where it began."""
     noticed = look(incident, "finding", "noticed_at")
     return noticed if type(noticed) is int else find_step(incident)
 
 
 def find_acted(incident: Row) -> int:
-    """The step at which something was done about it; when it was noticed in records that do not say."""
+    """Return the step at which it was acted on or, if not recorded, noticed."""
     acted = look(incident, "finding", "acted_at")
     return acted if type(acted) is int else find_noticed(incident)
 
 
 def find_action(incident: Row) -> str:
-    """What was done: the outcome's action, or what the verdict asked for."""
+    """Return the action taken: the outcome's or, failing that, the verdict's."""
     return str(look(incident, "outcome", "action") or look(incident, "verdict", "action") or "none")
 
 

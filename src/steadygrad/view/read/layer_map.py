@@ -1,8 +1,8 @@
 """LayerMap: one number for each parameter at some steps -> a table, parameter by step bucket, of its logarithm.
 
-A cell is the mean of the logarithms in its bucket, unless one value there is ten times off it: then it is that value,
-so that a spike of one step is seen in a run of a million. Zero, which has no logarithm, is drawn at the bottom of the
-scale; a value that is not finite is a cell of its own kind. Long models are folded: a module's parameters become a row.
+A cell is the mean of the logarithms in its bucket, unless one value there is ten times off: then it is that value, so
+that a spike of one step shows in a run of a million. Zero, which has no logarithm, is drawn at the bottom of the
+scale; a non-finite value makes a special cell. Large models are folded: the parameters of a module become one row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from operator import add
 MAX_COLUMNS = 360
 MAX_ROWS = 160
 ZERO_EXPONENT = -12.0
-"""Where zero and what is smaller is drawn: far below fp16's smallest number, 6e-8."""
+"""Exponent at which zero and anything smaller is drawn: far below fp16's smallest number, 6e-8."""
 FAR = 1.0
-"""How many powers of ten a value must be off its bucket's mean to be shown instead of it."""
+"""A value this many powers of ten off its bucket's mean is shown instead of the mean."""
 
 
 class _Column:
-    """Cells of one bucket, by position in the list of names: lists, because a loop over a list is a fast one."""
+    """Cells of one bucket, by position in the list of names; lists, because looping over them is fast."""
 
     __slots__ = ("bad", "counts", "highs", "lows", "sums")
 
@@ -34,7 +34,7 @@ class _Column:
             getattr(self, name).extend(getattr(more, name))
 
     def add_all(self, exponents: list[float]) -> None:
-        """One exponent for each cell."""
+        """Add one exponent to each cell."""
         self.sums = list(map(add, self.sums, exponents))
         self.counts = [count + 1 for count in self.counts]
         self.lows = list(map(min, self.lows, exponents))
@@ -61,14 +61,14 @@ class _Column:
         self.highs = list(map(max, self.highs, other.highs))
 
     def show(self, positions: list[int]) -> float | None:
-        """The number of one cell, or of several that are folded into one; None where there was no value."""
+        """Return the number of one cell, or of several folded into one; None if there was no value."""
         known = [i for i in positions if i < len(self.sums) and (self.counts[i] or self.bad[i])]
         if not known:
             return None
         if any(self.bad[i] for i in known):
             return math.nan
         if len(known) > 1:
-            return max(self.highs[i] for i in known)  # their mean would hide the one that explodes
+            return max(self.highs[i] for i in known)  # their mean would hide one that explodes
         (i,) = known
         mean, low, high = self.sums[i] / self.counts[i], self.lows[i], self.highs[i]
         if max(high - mean, mean - low) <= FAR:
@@ -86,7 +86,7 @@ class LayerMap:
         self._positions: dict[str, int] = {}
 
     def add(self, step: int, names: Sequence[str], values: Sequence[float]) -> None:
-        """The numbers of one step; NaN and Inf say that something was not finite there."""
+        """Add the numbers of one step; NaN and Inf mean that something was not finite there."""
         for name in names:
             self._positions.setdefault(name, len(self._positions))
         column = self._columns.setdefault(step // self.width, _Column(len(self._positions)))
@@ -119,14 +119,14 @@ class LayerMap:
         return [key * self.width for key in sorted(self._columns)]
 
     def rows(self, *, max_rows: int = MAX_ROWS) -> dict[str, list[float | None]]:
-        """Row name -> its exponents by column: None where there is nothing, NaN where a value was not finite."""
+        """Return row name -> its exponents by column: None without a value, NaN where a value was not finite."""
         folds = fold_names(self.names, max_rows)
         columns = [self._columns[key] for key in sorted(self._columns)]
         positions = {row: [self._positions[name] for name in names] for row, names in folds.items()}
         return {row: [column.show(several) for column in columns] for row, several in positions.items()}
 
     def worst(self, count: int) -> list[tuple[str, float]]:
-        """The parameters with the largest exponents of the last column, the largest first; not finite before all."""
+        """Return the parameters with the largest exponents in the last column, non-finite ones first."""
         if not self._columns:
             return []
         last = self._columns[max(self._columns)]
@@ -139,7 +139,7 @@ class LayerMap:
 
 
 def fold_names(names: list[str], max_rows: int) -> dict[str, list[str]]:
-    """Row name -> the parameters in it: each its own, or as much of their path as `max_rows` allows."""
+    """Return row name -> its parameters: a row for each, or for as much of their path as `max_rows` allows."""
     folds = {name: [name] for name in names}
     depth = max((name.count(".") for name in names), default=0)
     while len(folds) > max_rows and depth > 0:
@@ -149,7 +149,7 @@ def fold_names(names: list[str], max_rows: int) -> dict[str, list[str]]:
         depth -= 1
     if len(folds) <= max_rows:
         return folds
-    size = math.ceil(len(names) / max_rows)  # nothing in their names to fold by
+    size = math.ceil(len(names) / max_rows)  # their names offer nothing to fold by
     groups = [names[i : i + size] for i in range(0, len(names), size)]
     return {group[0] if len(group) == 1 else f"{group[0]} … {group[-1]}": group for group in groups}
 

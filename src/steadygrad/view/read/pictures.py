@@ -1,7 +1,7 @@
 """RUN/pictures/*.png -> the pictures that a training left to be looked at, with their captions. Read-only.
 
-`pictures/captions.json` maps a file's name to its caption; without one the name speaks. Bounded in number and size, and
-with `within` nothing outside of that folder is read: what is left out is told, never an error.
+`pictures/captions.json` maps a file name to its caption; without one the file name is used. Bounded in number and
+size; with `within` nothing outside that folder is read. What is left out is reported, never an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG file's bytes, and what it shows."""
+    """A PNG file's bytes and caption."""
 
     name: str
     caption: str
@@ -28,15 +28,15 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """What can be shown, and what cannot."""
+    """Pictures to show, and those left out."""
 
     shown: tuple[Picture, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Name and reason."""
+    """Name and reason, for each picture left out."""
 
 
 def read_pictures(run: Path, *, within: Path | None = None) -> Pictures:
-    """The pictures of a run, in the order of their names."""
+    """Return the pictures of a run, sorted by name."""
     folder = run / FOLDER
     try:
         files = sorted(folder.glob("*.png")) if folder.is_dir() else []
@@ -67,7 +67,7 @@ def _read_captions(path: Path, within: Path | None) -> dict[str, str]:
 
 
 def _read(path: Path, within: Path | None) -> bytes | None:
-    """A plain file's bytes; None when it is none, too large, or outside."""
+    """Return a file's bytes; None if it is not a regular file, too large, or outside `within`."""
     try:
         real = path.resolve()
         if not real.is_file() or (within is not None and not real.is_relative_to(within)):

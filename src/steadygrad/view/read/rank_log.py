@@ -1,8 +1,8 @@
-"""RankLogs: rank_0.jsonl, rank_1.jsonl, ... of a run -> when each rank was last seen, and what it alone has told.
+"""RankLogs: rank_0.jsonl, rank_1.jsonl, ... of a run -> when each rank was last seen, and what it alone reported.
 
-Rank 0 writes what is equal on all ranks, and every other rank writes it once more into its own file. So an incident of
-a rank waits until rank 0 has gone past its step, and is dropped when rank 0 has told the same. What ranks say about
-their own batches is theirs, whatever the others say. Files are bounded in number; a spoilt line is left out.
+Rank 0 records what is equal on all ranks, and every other rank repeats it in its own file. So an incident of a rank
+waits until rank 0 is past its step, and is dropped if rank 0 reported the same. What a rank reports about its own
+batches is always kept. The number of files is bounded; a corrupt line is left out.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from steadygrad.view.read.incident_log import find_step, look
 from steadygrad.view.read.tail import Row, Tail, as_number
 
 MAX_RANKS = 256
-"""Files that are read; of a larger job the first ones."""
+"""Most files to read; for a larger job, the first ones."""
 MAX_KEYS = 100_000
-"""Incidents of rank 0 that are remembered to know them again."""
+"""Most incidents of rank 0 to remember for recognising duplicates."""
 NAME = re.compile(r"rank_(\d+)\.jsonl")
 
 Key = tuple[int, str, str]
@@ -27,7 +27,7 @@ Key = tuple[int, str, str]
 
 @dataclass
 class RankLog:
-    """One rank, as far as its file was read."""
+    """One rank, as far as its file has been read."""
 
     rank: int
     tail: Tail
@@ -39,9 +39,9 @@ class RankLog:
     last_time: str = ""
     """When its newest line was written, by its own clock."""
     num_own: int = 0
-    """Incidents that this rank alone has told."""
+    """Number of incidents that only this rank reported."""
     waiting: list[tuple[int, Row]] = field(default_factory=list)
-    """(round in which it was read, incident) of those that rank 0 may still tell."""
+    """(round in which it was read, incident), for those that rank 0 may still report."""
 
     def feed(self, row: Row, now: int) -> None:
         """Take one line."""
@@ -58,7 +58,7 @@ class RankLog:
 
 
 class RankLogs:
-    """The ranks of one run; empty for a run of one."""
+    """The ranks of one run; empty for a single process."""
 
     def __init__(self, run: Path, *, within: Path | None = None) -> None:
         self._run, self._within = run, within
@@ -66,10 +66,10 @@ class RankLogs:
         self._shared: dict[Key, None] = {}
         self._round = 0
         self.num_left_out = 0
-        """Files beyond those that are read."""
+        """Number of files that are not read."""
 
     def find(self) -> None:
-        """Look for files that are new."""
+        """Look for new files."""
         self._round += 1
         if self._run.is_file() or not self._run.is_dir():
             return
@@ -80,7 +80,7 @@ class RankLogs:
                 self._logs[rank] = RankLog(rank, Tail(self._run / f"rank_{rank}.jsonl", within=self._within))
 
     def note(self, incident: Row) -> Row:
-        """An incident that rank 0 has told, with its rank where it is about a batch."""
+        """Remember an incident that rank 0 reported; return it, with the rank added if it is about a batch."""
         if not self._logs:
             return incident
         self._shared[_find_key(incident)] = None
@@ -89,7 +89,7 @@ class RankLogs:
         return {**incident, "rank": 0} if _is_about_batch(incident) else incident
 
     def read(self, *, finish: bool = False) -> bool:
-        """Read what is new in each file; says whether anything was."""
+        """Read what is new in each file; return whether anything was."""
         fed = False
         for log in self._logs.values():
             rows = [*log.tail.read(), *(log.tail.finish() if finish else ())]
@@ -100,11 +100,11 @@ class RankLogs:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether a file is another than the one that was read."""
+        """Whether a file was replaced since it was read."""
         return any(log.tail.num_restarts for log in self._logs.values())
 
     def release(self, last_step: int, *, finish: bool = False) -> list[Row]:
-        """Incidents that only a rank has told: rank 0 is past their step, or has said nothing for a round."""
+        """Return incidents that only one rank reported: rank 0 is past their step, or wrote nothing for a round."""
         own: list[Row] = []
         for log in self._logs.values():
             is_due = [finish or find_step(one) < last_step or then < self._round for then, one in log.waiting]
@@ -123,7 +123,7 @@ class RankLogs:
 
 
 def find_rank(incident: Row) -> int | None:
-    """The rank that has told it; None for what is everybody's."""
+    """Return the rank that reported it; None if it applies to all ranks."""
     rank = incident.get("rank")
     return rank if type(rank) is int else None
 

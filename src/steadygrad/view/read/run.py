@@ -1,8 +1,8 @@
-"""RunReader: a run directory, or a bare log of JSON lines -> everything that is shown of it. Read-only.
+"""RunReader: a run directory, or a bare log of JSON lines -> everything that the views show. Read-only.
 
-`update()` reads what is new, in a time that can be bounded, so that a page shows something at once and a growing run is
-followed; `read_all()` reads to the end. A file that is missing, empty, cut short or spoilt is a note, never an error:
-what can be shown is shown. With `within`, nothing outside of that folder is read, whatever links point to.
+`update()` reads what is new, within a time limit, so that a page shows something at once and follows a growing run;
+`read_all()` reads to the end. A file that is missing, empty, truncated or corrupt gives a note, never an error: what
+can be shown is shown. With `within`, nothing outside that folder is read, wherever links point.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from steadygrad.view.read.validation_log import ValidationLog
 
 FILES = ("steps.jsonl", "layers.jsonl", "incidents.jsonl")
 EVALUATIONS = ("metrics.jsonl", "validations.jsonl")
-"""Only there where something was evaluated."""
+"""Files that exist only if something was evaluated."""
 MAX_RUN_BYTES = 64 << 20
 
 
 class RunReader:
-    """One run, as far as it was read."""
+    """One run, as far as it has been read."""
 
     def __init__(self, path: str | Path, *, within: Path | None = None, max_buckets: int = MAX_BUCKETS) -> None:
         self.path = Path(path)
         self.name = self.path.resolve().name or str(self.path)
-        """What a view calls it: the folder's name, or more of its path where several are shown."""
+        """Name in the views: the folder's name, or more of its path if several runs are shown."""
         self._within, self._max_buckets = within, max_buckets
         names = (None, *FILES[1:]) if self.path.is_file() else (*FILES, *EVALUATIONS)
         self._tails = [Tail(self.path if name is None else self.path / name, within=within) for name in names]
@@ -56,12 +56,12 @@ class RunReader:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def update(self, *, budget_seconds: float = float("inf")) -> bool:
-        """Read what is new, for about so long; says whether anything was."""
+        """Read what is new, for about `budget_seconds`; return whether anything was."""
         deadline = time.monotonic() + budget_seconds
         self._caught_up = False
         changed = self._read_about()
         self.ranks.find()
-        while True:  # at least one round: however little time there is, it comes to an end
+        while True:  # at least one round, so that it makes progress however little time there is
             fed = False
             for tail, feed in zip(self._tails, self._feeds):
                 rows = tail.read()
@@ -79,7 +79,7 @@ class RunReader:
                 return changed
 
     def read_all(self) -> RunReader:
-        """Read to the end, the last line included when it is whole."""
+        """Read to the end, including the last line if it is complete."""
         self.update()
         for tail, feed in zip(self._tails, self._feeds):
             feed(tail.finish())
@@ -89,12 +89,12 @@ class RunReader:
 
     @property
     def _feeds(self) -> tuple[Callable[[list[Row]], None], ...]:
-        """Who takes the lines of each file; a bare log has no evaluations beside it."""
+        """Return the function that takes the lines of each file; a bare log comes without evaluations."""
         own = self.steps.extend, self._feed_layers, self._feed_incidents
         return (*own, self.validation.extend, self.validation.extend_told)
 
     def _begin_again(self) -> bool:
-        """A file was replaced under us: what was read belongs to a run that is no more."""
+        """Start over if a file was replaced: what was read belongs to an earlier run."""
         self._tails = [Tail(tail.path, within=self._within) for tail in self._tails]
         self._start()
         self._about_size = -1
@@ -133,7 +133,7 @@ class RunReader:
             self.incidents.add(self.ranks.note(row))
 
     def _take_from_ranks(self, *, finish: bool = False) -> bool:
-        """What a rank alone has told, among the incidents; says whether there was anything."""
+        """Add what only one rank reported to the incidents; return whether there was anything."""
         own = self.ranks.release(self.steps.last_step, finish=finish)
         for row in own:
             self.incidents.add(row)
@@ -143,38 +143,38 @@ class RunReader:
 
     @property
     def progress(self) -> float:
-        """Share of the bytes that were read; 1 when there is nothing more, half a last line aside."""
+        """Share of the bytes read so far; 1 if nothing is left but perhaps an incomplete last line."""
         total = sum(tail.num_bytes for tail in self._tails)
         unread = sum(tail.num_unread_bytes for tail in self._tails)
         return 1.0 if total == 0 or self._caught_up else 1.0 - unread / total
 
     @property
     def written(self) -> float | None:
-        """When a file of it was last written, in seconds since 1970."""
+        """When one of its files was last written, in seconds since 1970."""
         times = [tail.path.stat().st_mtime for tail in self._tails if tail.exists]
         return max(times, default=None)
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The settings of the run; empty when they are not known."""
+        """The settings of the run; empty if unknown."""
         config = self.about.get("config")
         return config if isinstance(config, dict) else {}
 
     @property
     def pictures(self) -> Pictures:
-        """What the training left to be looked at, read from the disk as it is now."""
+        """The pictures that the training wrote, read from disk now."""
         return Pictures() if self.path.is_file() else read_pictures(self.path, within=self._within)
 
     @property
     def clip_threshold(self) -> float | None:
-        """The fixed norm that gradients were clipped at; None when there is no single one."""
+        """The fixed norm at which gradients were clipped; None if there is no single one."""
         clip = self.config.get("clip")
         fixed = look(clip, "kind") == "fixed_norm"
         return as_number(look(clip, "max_norm")) if fixed else None
 
     @property
     def notes(self) -> list[str]:
-        """What is missing or could not be read, each a sentence."""
+        """Sentences about what is missing or could not be read."""
         notes = [self._about_note] if self._about_note else []
         if not self.path.is_file():
             notes += [f"{tail.path.name} is missing" for tail in self._tails[: len(FILES)] if not tail.exists]
@@ -196,7 +196,7 @@ class RunReader:
 
 
 def open_run(path: str | Path, *, max_buckets: int = MAX_BUCKETS) -> RunReader:
-    """A reader of what a person named; an error that says what to name when there is no run there."""
+    """Open the run that the user named; if there is none, raise an error that says what to name."""
     path = Path(path)
     if path.is_file():
         _check_log(path)
@@ -212,7 +212,7 @@ def open_run(path: str | Path, *, max_buckets: int = MAX_BUCKETS) -> RunReader:
 
 
 def _check_log(path: Path) -> None:
-    """A file that begins with something else than JSON is named by mistake; an empty one may still be written to."""
+    """Refuse a file that does not begin with JSON, named by mistake; an empty one may still be written to."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start and not start.startswith(b"{"):
@@ -223,23 +223,23 @@ def _check_log(path: Path) -> None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder looks like a run directory."""
+    """Return whether a folder looks like a run directory."""
     return any((path / name).is_file() for name in ("run.json", *FILES))
 
 
 def list_parts(path: Path) -> list[Path]:
-    """A run directory with those in it of further guards or optimizers of the same training; else `path` alone."""
+    """Return a run directory and those inside it of further guards of the same training; otherwise just `path`."""
     parts = [part for part in find_parts(path) if is_run(part)] if path.is_dir() else []
     return [path, *parts] if not parts or is_run(path) else parts
 
 
 def find_runs(root: Path, *, max_depth: int = 3) -> list[Path]:
-    """The run directories in `root`, itself included; links to folders are not followed."""
+    """Return the run directories in `root`, including itself; links to folders are not followed."""
     return [part for parts in find_trainings(root, max_depth=max_depth) for part in parts]
 
 
 def find_trainings(root: Path, *, max_depth: int = 3) -> list[list[Path]]:
-    """The same, each with those of further guards or optimizers of its training, the generator's of a GAN."""
+    """Return the run directories grouped by training, such as the two guards of a GAN."""
     if is_run(root) or any(map(is_run, find_parts(root))):
         return [list_parts(root)]
     if max_depth == 0:
@@ -252,7 +252,7 @@ def find_trainings(root: Path, *, max_depth: int = 3) -> list[list[Path]]:
 
 
 def _take_norms(table: list[Any]) -> list[float]:
-    """Each parameter's norm; the quick way when all are as the recorder writes them and none was bad."""
+    """Return each parameter's norm, quickly if all are as the recorder writes them and none was bad."""
     try:
         norms = [cells[0] for cells in table]
         bad = any(cells[2] for cells in table)
@@ -264,7 +264,7 @@ def _take_norms(table: list[Any]) -> list[float]:
 
 
 def _norm_of(cells: object) -> float:
-    """A parameter's norm, NaN when its gradient was not finite: [norm, max_abs, num_nonfinite, zero_share]."""
+    """Return the norm from [norm, max_abs, num_nonfinite, zero_share]; NaN if the gradient was not finite."""
     if not isinstance(cells, list) or not cells:
         return float("nan")
     norm = cells[0] if type(cells[0]) is float else as_number(cells[0])

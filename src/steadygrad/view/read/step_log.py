@@ -1,7 +1,7 @@
 """StepLog: lines of steps.jsonl -> totals and curves. A bare log with `loss` in each line is read the same way.
 
-Works on a batch of lines at a time, column by column, at the speed of the interpreter's own loops where a column is all
-finite: a million steps are read in seconds. Nothing is kept for each step.
+Works on a batch of lines at a time, column by column, with the interpreter's built-in loops if a column is all finite:
+a million steps are read in seconds. Nothing is kept per step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from steadygrad.view.read.curve import MAX_BUCKETS, Curve, Share
 from steadygrad.view.read.tail import Row, as_number
 
 EDGE = 100
-"""Losses kept from the beginning and from the end, for medians."""
+"""Number of losses kept from the beginning and from the end, for medians."""
 SHARE_BUCKETS = 120
 MAX_EXTRA = 24
-"""Numbers of the user's own that get a curve, the first that come."""
+"""Most numbers logged by the user that get a curve; the first ones do."""
 MAX_UNKNOWN = 1000
-"""Names without a curve that are counted."""
+"""Most names without a curve to count."""
 OURS = (
     "step",
     "loss",
@@ -39,7 +39,7 @@ FOREIGN = {
     "grad_norm": ("gradient_norm", "norm"),
     "learning_rates": ("learning_rate", "lr"),
 }
-"""What logs of other programs say."""
+"""Names that logs of other programs use."""
 
 Numbers = list[float | None]
 
@@ -56,7 +56,7 @@ class StepLog:
         self.num_steps = self.num_skipped = self.num_clipped = self.num_nonfinite = self.num_dropped = 0
         self.last_step = -1
         self.num_returns = 0
-        """How often the steps went back: the run was resumed from an earlier one."""
+        """How often the step number went back because the run was resumed from an earlier step."""
         self.first_losses: list[float] = []
         self.last_losses: deque[float] = deque(maxlen=EDGE)
         self.best_loss: tuple[float, int] | None = None
@@ -65,11 +65,11 @@ class StepLog:
         self.last_finite_step = -1
         """The newest step with a finite loss."""
         self.num_lost = 0
-        """Losses that were not finite since then."""
+        """Number of non-finite losses since then."""
         self.last: dict[str, float | None] = {}
         """The newest number of each column."""
         self.extra: dict[str, Curve] = {}
-        """What the program told beside the loss, by name."""
+        """Numbers that the program logged beside the loss, by name."""
         self.last_extra: dict[str, float] = {}
         self._max_buckets = max_buckets
         self._unknown: set[str] = set()
@@ -95,7 +95,7 @@ class StepLog:
         self.last = {name: column[-1] for name, column in columns.items()}
 
     def _number(self, found: Sequence[object]) -> list[int]:
-        """The step of each line; one that does not say it follows the line before."""
+        """Return the step of each line; a line without one follows the line before."""
         steps = []
         last = self.last_step
         for step in found:
@@ -144,7 +144,7 @@ class StepLog:
         self.skips.extend(where, [True] * len(where))
 
     def _follow_extra(self, steps: list[int], told: list[Any]) -> None:
-        """The terms of a loss and the like; most runs have none, and pay for one look at each line."""
+        """Follow numbers such as the terms of a loss; most runs have none, and pay for one check per line."""
         if not any(told):
             return
         for step, numbers in zip(steps, told):
@@ -167,11 +167,11 @@ class StepLog:
 
     @property
     def num_extra_left_out(self) -> int:
-        """Names beyond those that have a curve."""
+        """Number of names without a curve."""
         return len(self._unknown)
 
     def _follow_time(self, times: Numbers) -> None:
-        """Wall clock, summed over the starts of a run that was resumed: each begins at zero."""
+        """Sum the wall clock over the starts of a resumed run: each begins at zero."""
         for time in times:
             if time is not None and math.isfinite(time):
                 self.seconds += time - self._last_time if time >= self._last_time else max(0.0, time)
@@ -179,7 +179,7 @@ class StepLog:
 
 
 def _split_columns(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:
-    """Name -> one value a line, None where a line has none."""
+    """Return name -> one value per line, None where a line has none."""
     try:
         return dict(zip(OURS, zip(*map(itemgetter(*OURS), rows))))
     except KeyError:
@@ -199,7 +199,7 @@ def _as_numbers(values: Sequence[Any]) -> Numbers:
 
 
 def _take_largest(values: Sequence[Any]) -> Numbers:
-    """Our lines hold one learning rate for each group; the largest is drawn."""
+    """Return the largest learning rate of each line, which is drawn; our lines hold one for each group."""
     if all(type(value) is list and len(value) == 1 for value in values):
         return _as_numbers([value[0] for value in values])
     several = (value if type(value) is list else [value] for value in values)
@@ -208,7 +208,7 @@ def _take_largest(values: Sequence[Any]) -> Numbers:
 
 
 def _drop_unmeasured(norms: Numbers, skipped: list[bool]) -> Numbers:
-    """A batch that was left out after a rollback had no backward: its norm of 0 is no measurement."""
+    """Drop the norm of a batch left out after a rollback: without a backward, its 0 is not a measurement."""
     return [None if is_skipped and norm == 0 else norm for norm, is_skipped in zip(norms, skipped)]
 
 
@@ -222,7 +222,7 @@ def _multiply(norms: Numbers, coefficients: Numbers, where: list[bool]) -> Numbe
 
 
 def _split_finite(steps: list[int], values: Numbers) -> tuple[list[int], list[float], set[int]]:
-    """Steps and values that are finite, and the steps whose value is not."""
+    """Return the finite values with their steps, and the steps whose value is not finite."""
     try:
         if math.isfinite(sum(values)):  # type: ignore[arg-type]
             return steps, values, set()  # type: ignore[return-value]

@@ -1,8 +1,8 @@
 """Tail: a file of JSON lines that may still be growing -> the objects of its complete lines, each once.
 
-Reads from where it stopped. A last line without its end is left for the next time; `finish()` takes it when it is whole
-after all. A line that is no JSON object is counted and left out. It never writes, waits or follows anything but a
-plain file.
+Reads on from where it stopped. A last line without a newline is left for the next time; `finish()` takes it if it is
+complete after all. A line that is not a JSON object is counted and left out. It never writes or waits, and reads only
+regular files.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_BYTES = 1 << 18
-"""Few enough lines that what they become stays in the cache."""
+"""Small enough that the parsed lines stay in the CPU cache."""
 MAX_LINE_BYTES = 64 << 20
-"""A longer line is none of ours."""
+"""A longer line was not written by us."""
 
 Row = dict[str, Any]
 
 
 class Tail:
-    """Reads a file bit by bit; `within` is a folder that its real path must not leave."""
+    """Reads a file bit by bit; its real path must be inside the folder `within`."""
 
     def __init__(self, path: Path, *, within: Path | None = None) -> None:
         self.path, self._within = path, within
         self._offset, self._inode = 0, -1
         self.num_bad = 0
-        """Lines that were no JSON object."""
+        """Number of lines that were not JSON objects."""
         self.num_restarts = 0
-        """How often the file was found replaced or cut: what was read before no longer holds."""
+        """How often the file was found replaced or truncated: what was read before no longer holds."""
 
     def read(self) -> list[Row]:
-        """The objects of the next few megabytes of complete lines; empty when there is nothing new."""
+        """Return the objects of the next few megabytes of complete lines; empty if there is nothing new."""
         size = self._look()
         if size <= self._offset:
             return []
@@ -48,7 +48,7 @@ class Tail:
         return self._parse(chunk[:end])
 
     def finish(self) -> list[Row]:
-        """The last line, when it is a whole object without its line end; counted as bad when it is cut short."""
+        """Return the last line if it is a complete object without a newline; count it as bad if it is truncated."""
         if self.num_unread_bytes == 0:
             return []
         with self.path.open("rb") as file:
@@ -64,17 +64,17 @@ class Tail:
 
     @property
     def num_bytes(self) -> int:
-        """Its size now."""
+        """The file's current size."""
         found = self._stat()
         return 0 if found is None else found.st_size
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes behind what was read, half a line included."""
+        """Bytes not read yet, including an incomplete line."""
         return max(0, self.num_bytes - self._offset)
 
     def _look(self) -> int:
-        """The file's size; what was read is forgotten when it is another file, or a shorter one."""
+        """Return the file's size; start over if it was replaced, or is shorter now."""
         found = self._stat()
         if found is None:
             return 0
@@ -105,7 +105,7 @@ class Tail:
 
 
 def _parse_together(lines: list[bytes]) -> list[Row] | None:
-    """All lines as one list: a third faster than one by one. None when any of them is not an object."""
+    """Parse all lines as one list, a third faster than one by one; return None if any is not an object."""
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ def _parse_one(line: bytes) -> Row | None:
 
 
 def as_number(value: object) -> float | None:
-    """A number, or a number as the record spells one that is not finite; None for anything else."""
+    """Return a number, also from the record's spelling of a non-finite one; None for anything else."""
     if type(value) is float:
         return value
     if type(value) is int:

@@ -1,8 +1,8 @@
 """ValidationLog: evaluations -> a curve for each number: all of `metrics.jsonl`, the loss of `validations.jsonl`.
 
-Trainer and recipes write the first, every Guard that was told a validation loss the second; where both are there, the
-first counts. After a resume a step may be there twice, and the later line counts. Memory is bounded: of very many
-evaluations every second is kept. A value that is not finite has no point.
+Trainer and recipes write the first, every Guard that received a validation loss the second; if both exist, the first
+counts. After a resume a step may appear twice, and the later line counts. Memory is bounded: of very many evaluations
+every second one is kept. A non-finite value gets no point.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from steadygrad.view.read.tail import Row, as_number
 
 LOSS = "val_loss"
 MAX_METRICS = 24
-"""Names that get a curve, the first that come."""
+"""Most names that get a curve; the first ones do."""
 MAX_POINTS = 4000
 NOT_METRICS = ("step", "epoch", "stage", "time", "time_seconds")
 PREFIXES = ("val_", "val/", "valid_", "validation_", "eval_", "eval/")
 
 
 def is_validation(name: str) -> bool:
-    """Whether a number that `guard.log` was told is one of an evaluation."""
+    """Return whether a number passed to `guard.log` comes from an evaluation."""
     return name.startswith(PREFIXES)
 
 
@@ -33,10 +33,10 @@ class ValidationLog:
         self._points: dict[str, dict[int, float]] = {}
         self._told: dict[int, float] = {}  # by guard.validate
         self.num_left_out = 0
-        """Numbers without a curve, for there were too many names."""
+        """Count of numbers without a curve, because there were too many names."""
 
     def extend(self, rows: Sequence[Row]) -> None:
-        """Lines of metrics.jsonl."""
+        """Add lines of metrics.jsonl."""
         for row in rows:
             step = row.get("step")
             if type(step) is not int or step < 0:
@@ -51,7 +51,7 @@ class ValidationLog:
                 _set(self._points.setdefault(name, {}), step, number)
 
     def extend_told(self, rows: Sequence[Row]) -> None:
-        """Lines of validations.jsonl."""
+        """Add lines of validations.jsonl."""
         for row in rows:
             step, loss = row.get("step"), as_number(row.get("loss"))
             if type(step) is int and step >= 0 and loss is not None and math.isfinite(loss):
@@ -59,12 +59,12 @@ class ValidationLog:
 
     @property
     def losses(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Name -> steps and values, of those that are losses."""
+        """Return name -> steps and values, for losses."""
         return {name: points for name, points in self._all().items() if is_loss(name)}
 
     @property
     def metrics(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Name -> steps and values, of the others: accuracies, errors, ranks."""
+        """Return name -> steps and values, for other metrics: accuracies, errors, ranks."""
         return {name: points for name, points in self._all().items() if not is_loss(name)}
 
     def _all(self) -> dict[str, tuple[list[int], list[float]]]:
@@ -78,7 +78,7 @@ class ValidationLog:
 
 
 def is_loss(name: str) -> bool:
-    """Whether it can stand beside the training loss."""
+    """Return whether it can be drawn with the training loss."""
     return name.rpartition("/")[2].endswith("loss")
 
 

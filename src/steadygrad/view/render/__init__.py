@@ -1,1 +1,1 @@
-"""Runs -> pages of HTML: the same parts make the report and the live page. Everything that a file says is escaped."""
+"""Runs -> HTML pages: report and live page share the same parts. Everything read from a file is escaped."""

@@ -1,4 +1,4 @@
-"""What a run was: its settings, versions and machine; and what differs between several runs. Facts -> HTML tables."""
+"""Settings, versions and machine of a run, and what differs between several runs -> HTML tables."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from steadygrad.words import spell_value
 
 MAX_NAMES = 400
 MAX_OPEN_ROWS = 12
-"""Rows of a table that stand in the way of nothing; longer ones are closed at first."""
+"""A table with more rows is collapsed at first."""
 
 
 def render_about(run: RunReader) -> Html:
-    """Settings and machine, closed at first."""
+    """Render settings and machine, collapsed at first."""
     parts = []
     for key, title in (("config", "Configuration"), ("machine", "Machine"), ("versions", "Versions")):
         values = run.about.get(key)
@@ -36,7 +36,7 @@ def render_about(run: RunReader) -> Html:
 
 
 def render_comparison(runs: Sequence[RunReader]) -> Html:
-    """The numbers of several runs side by side, and the settings that differ."""
+    """Render the numbers of several runs side by side, and the settings that differ."""
     numbers = [list_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows = []
@@ -48,7 +48,7 @@ def render_comparison(runs: Sequence[RunReader]) -> Html:
 
 
 def _render_differences(runs: Sequence[RunReader]) -> Html | None:
-    """The settings that differ, of the runs that tell theirs: a run without any differs in nothing."""
+    """Render the settings that differ between the runs that record theirs; a run without any is left out."""
     told = [run for run in runs if run.config]
     if len(told) < 2:
         return None
@@ -61,7 +61,7 @@ def _render_differences(runs: Sequence[RunReader]) -> Html | None:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings -> 'clip.max_norm': 1.0."""
+    """Flatten nested settings to 'clip.max_norm': 1.0."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -72,7 +72,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def find_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Setting -> its value in each run, for those that are not the same in all."""
+    """Return setting -> its value in each run, for settings that differ."""
     names = dict.fromkeys(name for one in settings for name in one)
     values = {name: [one.get(name) for one in settings] for name in names}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
@@ -87,7 +87,7 @@ def _tell_resumed(run: RunReader) -> str:
     if not isinstance(resumed, list):
         return ""
     starts = [run.about, *(one for one in resumed if isinstance(one, dict))]
-    # A training in stages starts anew in one process; that is no resume.
+    # A training in stages starts again within one process; that is not a resume.
     processes = [start.get("process") for start in starts]
     num = sum(now is None or now != before for before, now in itertools.pairwise(processes))
     return f", resumed {'once' if num == 1 else f'{num} times'}" if num else ""

@@ -1,4 +1,4 @@
-"""A run -> the numbers of its charts, as plain lists for the page's script. No words, no colours.
+"""A run -> the numbers of its charts, as plain lists for the page's script. No text, no colours.
 
 Numbers are rounded to what a screen can show; a list has at most a few thousand of them, whatever the run's length.
 """
@@ -28,7 +28,7 @@ CHARTS = {
     "layers": "Gradient norms by parameter",
     "ratios": "Update-to-weight ratios by parameter",
 }
-"""Each chart, and its title."""
+"""Chart -> title."""
 ABOUT = {
     "loss": "Below it, what happened and where; a click on a mark opens its incident.",
     "validation": "A point for each evaluation; the thin line is the training loss.",
@@ -44,7 +44,7 @@ ABOUT = {
 
 
 def describe_charts(run: RunReader) -> dict[str, Any]:
-    """Everything that the page's script draws of one run."""
+    """Return everything that the page's script draws for one run."""
     steps = run.steps
     return {
         "name": run.name,
@@ -66,7 +66,7 @@ def describe_charts(run: RunReader) -> dict[str, Any]:
 
 
 def list_validation(run: RunReader, *, losses: bool = True) -> dict[str, tuple[list[int], list[float]]]:
-    """Name -> steps and values: what evaluations wrote, and what `guard.log` was told of them."""
+    """Return name -> steps and values, from evaluations and from validation numbers passed to `guard.log`."""
     logged = {
         name: curve.points()
         for name, curve in run.steps.extra.items()
@@ -76,7 +76,7 @@ def list_validation(run: RunReader, *, losses: bool = True) -> dict[str, tuple[l
 
 
 def summarise_chart(run: RunReader, chart: str) -> str:
-    """A chart in words, for those who do not see it."""
+    """Describe a chart in words, for users who cannot see it."""
     steps = run.steps
     if chart == "loss":
         return f"Loss from {spell_number(first_loss(run))} to {spell_number(last_loss(run))}."
@@ -119,7 +119,7 @@ def _list_marks(run: RunReader) -> list[dict[str, Any]]:
 
 
 def _list_cells(table: LayerMap) -> dict[str, Any] | None:
-    """Rows from the model's end to its beginning: a chart's axis counts upwards, and the input belongs on top."""
+    """Return rows from the model's end to its beginning: a chart's axis counts upwards, and the input goes on top."""
     if not table:
         return None
     rows = table.rows()

@@ -1,6 +1,6 @@
-"""Parts -> one HTML document. Styles and scripts are inside it, and a policy in its head forbids everything else.
+"""Parts -> one HTML document. Styles and scripts are inline, and a policy in its head forbids everything else.
 
-The browser itself then keeps two promises: no script runs but ours, known by their hashes, and nothing is fetched.
+So the browser itself enforces two promises: only our scripts run, identified by their hashes, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from steadygrad.view.render.html import Html, join, tag
 
 @functools.cache
 def read_asset(name: str) -> str:
-    """A file that stands beside this one."""
+    """Return the text of a file next to this one."""
     return files("steadygrad.view.render").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 @functools.cache
 def read_plotly() -> str:
-    """plotly's own script, as its package carries it."""
+    """Return plotly's own script from its package."""
     return str(import_extra("view", "plotly.offline", what="a page with charts", error=UsageError).get_plotlyjs())
 
 
 def make_document(title: str, body: Html, *, data: Html, scripts: tuple[str, ...]) -> str:
-    """A document that needs nothing but itself; `data` is JSON for the scripts."""
+    """Return a self-contained document; `data` is JSON for the scripts."""
     hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
     head = [
@@ -45,7 +45,7 @@ def make_document(title: str, body: Html, *, data: Html, scripts: tuple[str, ...
 
 
 def make_head(title: str) -> list[Html]:
-    """What every page's head has."""
+    """Return the elements that every page's head has."""
     return [
         tag("title", title),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -56,7 +56,7 @@ def make_head(title: str) -> list[Html]:
 
 
 def render_top(title: str, *more: Html, has_charts: bool = True) -> Html:
-    """The bar at the top of every page; without charts there is nothing that the keys could move."""
+    """Render the bar at the top of every page; without charts the key hints are left out."""
     theme = tag("button", "Light / dark", type="button", id="theme", title="Key: t")
     hint = "n, p: next and previous incident · l: logarithmic loss · t: light or dark"
     keys = tag("span", hint, class_="keys") if has_charts else None
@@ -65,7 +65,7 @@ def render_top(title: str, *more: Html, has_charts: bool = True) -> Html:
 
 
 def render_foot() -> Html:
-    """Who made the page."""
+    """Render the line that says what made the page."""
     return tag("footer", join([f"steadygrad {__version__}"]))
 
 

@@ -1,6 +1,6 @@
-"""Text -> HTML that cannot be broken out of. `Html` is finished; any other string is escaped where it is put in.
+"""Text -> HTML that is safe against injection. `Html` is finished; any other string is escaped when it is inserted.
 
-So a parameter called `<script>` is a parameter called `<script>`: there is no place where escaping could be forgotten.
+So a parameter named `<script>` is shown as `<script>`: there is no place where escaping could be forgotten.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ VOID = ("meta", "br", "img", "link")
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: str | Html | None, **attributes: str | bool | None) -> Html:
-    """An element. `class_` is the class; a trailing or inner underscore becomes nothing or a dash; None is left out."""
+    """Return an element. Attribute names drop a trailing underscore and turn inner ones into dashes; skip None."""
     spelled = "".join(
         f" {_spell_name(key)}" if value is True else f' {_spell_name(key)}="{html.escape(str(value))}"'
         for key, value in attributes.items()
@@ -34,25 +34,25 @@ def tag(name: str, /, *children: str | Html | None, **attributes: str | bool | N
 
 
 def join(children: Iterable[str | Html | None]) -> Html:
-    """Several pieces, one after the other; plain strings are escaped, None is nothing."""
+    """Join several pieces; escape plain strings, skip None."""
     pieces = (one if isinstance(one, Html) else html.escape(one) for one in children if one is not None)
     return Html("".join(pieces))
 
 
 def make_table(header: Sequence[str], rows: Iterable[Sequence[str | Html]], *, class_: str | None = None) -> Html:
-    """A table that scrolls by itself when it is too wide."""
+    """Return a table that scrolls on its own if it is too wide."""
     head = tag("tr", *(tag("th", one, scope="col") for one in header))
     body = join(tag("tr", tag("th", row[0], scope="row"), *(tag("td", one) for one in row[1:])) for row in rows)
     return tag("div", tag("table", tag("thead", head), tag("tbody", body), class_=class_), class_="scroll")
 
 
 def make_pairs(pairs: Iterable[tuple[str, str | Html]]) -> Html:
-    """A list of names and values."""
+    """Return a list of names and values."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs))
 
 
 def to_script_json(value: Any) -> Html:
-    """JSON for a script element: no character of it can end that element or begin a comment."""
+    """Return JSON for a script element, escaped so that it cannot end that element or begin a comment."""
     text = json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"))
     return Html(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 

@@ -1,6 +1,6 @@
-"""Incidents -> HTML: a table of kinds, and one that opens for each: what, why, where, what was done, what to change.
+"""Incidents -> HTML: a table of kinds, and a fold-out for each: what, why, where, what was done, what to change.
 
-Every field of a cause that the record holds is shown, also one that this version does not know.
+Every recorded field of a cause is shown, even one that this version does not know.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ LABELS = {
     "batch": "batch kept in",
     "note": "limits",
 }
-"""Fields of a cause that are a line each, in this order."""
+"""Fields of a cause that get a line each, in this order."""
 OWN_PLACE = ("explanation", "fixes", "chain", "inputs", "terms", "file", "line", "source", "kind", "step")
-"""Fields of a cause that are shown in another way, or already."""
+"""Fields of a cause that are shown elsewhere."""
 
 
 def render_incidents(log: IncidentLog) -> Html:
-    """All of them: counted, and those that were kept in full."""
+    """Render all incidents: counts, and those kept in full."""
     if not log.count:
         return tag("p", "Nothing happened that is worth a line.", class_="calm")
     shown = _keep_ends(log.shown())
@@ -61,13 +61,13 @@ def render_incidents(log: IncidentLog) -> Html:
 
 
 def _keep_ends(incidents: list[Row]) -> list[Row]:
-    """At most MAX_SHOWN, from the beginning and from the end: how a run ended is what its reader came for."""
+    """Keep at most MAX_SHOWN, from the beginning and from the end: readers want to see how a run ended."""
     half = MAX_SHOWN // 2
     return incidents if len(incidents) <= MAX_SHOWN else [*incidents[:half], *incidents[-half:]]
 
 
 def render_incident(incident: Row, number: int) -> Html:
-    """One incident, closed; opens by click or by keyboard."""
+    """Render one incident, collapsed; opens by click or keyboard."""
     severity = str(look(incident, "finding", "severity") or "unknown")
     kind = str(look(incident, "finding", "kind") or "unknown")
     step, action, rank = find_step(incident), find_action(incident), find_rank(incident)
@@ -110,7 +110,7 @@ def _list_facts(incident: Row) -> list[tuple[str, str | Html]]:
 
 
 def _list_steps(incident: Row) -> list[tuple[str, str | Html]]:
-    """Where it began, when it was noticed and when it was acted on, where these are not one step."""
+    """List where it began, was noticed and was acted on, unless all are the same step."""
     began, noticed, acted = find_step(incident), find_noticed(incident), find_acted(incident)
     if began == noticed == acted:
         return []
@@ -119,7 +119,7 @@ def _list_steps(incident: Row) -> list[tuple[str, str | Html]]:
 
 
 def _list_others(incident: Row) -> list[tuple[str, str | Html]]:
-    """What else was found at the same step."""
+    """List what else was found at the same step."""
     others = incident.get("also")
     rows = [one for one in others if isinstance(one, dict)] if isinstance(others, list) else []
     return [("also", f"{one.get('kind')}: {one.get('message')}") for one in rows]
@@ -147,7 +147,7 @@ def _render_cause(cause: dict[str, Any]) -> Html:
 
 
 def _render_place(cause: dict[str, Any]) -> Html | None:
-    """File, line and source text."""
+    """Render file, line and source text."""
     if not cause.get("file") and not cause.get("source"):
         return None
     line = "" if cause.get("line") is None else f":{cause['line']}"
@@ -163,7 +163,7 @@ def _render_list(title: str, items: Any, kind: str) -> Html | None:
 
 
 def _render_fixes(fixes: Any) -> Html | None:
-    """Those that are code look like it."""
+    """Render the fixes, with code formatted as code."""
     if not isinstance(fixes, list) or not fixes:
         return _render_list("What to change", fixes, "ul")
     items = (tag("li", tag("code", str(one)) if is_code(str(one)) else str(one)) for one in fixes)
@@ -171,15 +171,15 @@ def _render_fixes(fixes: Any) -> Html | None:
 
 
 def is_code(text: str) -> bool:
-    """Whether a person would type it: an expression that is more than a word."""
+    """Return whether a text is code: an expression that is more than a word."""
     try:
         return not isinstance(ast.parse(text, mode="eval").body, ast.Name | ast.Constant)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # words, or a file that wants to do harm
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # prose, or a malicious file
         return False
 
 
 def _is_told(key: str, value: Any) -> bool:
-    """Whether a field says something; a module without a name does: it is the model itself."""
+    """Return whether a field is worth showing; an empty module name is: it means the model itself."""
     return value is not None and value != [] and (value != "" or key == "module")
 
 

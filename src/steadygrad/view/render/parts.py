@@ -1,6 +1,6 @@
 """A run -> the parts of its page: headline, tiles, notes, charts, advice, pictures, ranks, incidents, settings.
 
-Report and live page share them; the live page sends a part again when its text has changed.
+Report and live page share them; the live page resends a part when its text changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDE = ("loss", "validation", "metrics", "extra", "norm", "layers", "ratios")
 
 
 def render_parts(run: RunReader) -> dict[str, Html]:
-    """Part -> its HTML; these are what changes while a run goes on."""
+    """Return part -> its HTML, for the parts that change while a run goes on."""
     return {
         "headline": _render_headline(run),
         "tiles": _render_tiles(run),
@@ -36,7 +36,7 @@ def render_parts(run: RunReader) -> dict[str, Html]:
 
 
 def render_run(run: RunReader, key: str, *, level: str = "h2") -> Html:
-    """All of one run; `key` ties its parts to its numbers."""
+    """Render everything about one run; `key` links its parts to its numbers."""
     parts = render_parts(run)
 
     def place(name: str) -> Html:
@@ -61,7 +61,7 @@ def render_run(run: RunReader, key: str, *, level: str = "h2") -> Html:
 
 
 def render_compared_charts() -> Html:
-    """The charts in which all runs are drawn together."""
+    """Render the charts that show all runs together."""
     charts = (
         ("compare_loss", "Loss of all runs"),
         ("compare_validation", "Validation loss of all runs"),
@@ -76,7 +76,7 @@ def _render_chart(run: RunReader, key: str, chart: str) -> Html:
 
 
 def _frame(chart: str, title: str, about: str, summary: str, *, wide: bool, run: str | None = None) -> Html:
-    """Hidden until the script finds numbers to draw in it."""
+    """Render the frame of a chart, hidden until the script has numbers to draw in it."""
     help_text = "Arrow keys move, plus and minus zoom, 0 shows all."
     return tag(
         "figure",
@@ -116,11 +116,11 @@ def _render_notes(run: RunReader) -> Html:
 
 
 # --- advice -------------------------------------------------------------------------------------------------------
-# What a run advises for the next one -> a list; nothing where it advises nothing.
+# Advice for the next run -> a list; nothing if there is no advice.
 
 
 def render_advice(run: RunReader) -> Html:
-    """A line for each setting, with its reason."""
+    """Render a line for each setting, with its reason."""
     found = advise(see_run(run))
     if not found:
         return Html("")
@@ -129,11 +129,11 @@ def render_advice(run: RunReader) -> Html:
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------
-# The pictures of a run -> HTML, each inside the page as data: a report stays one file. No picture, no section.
+# The pictures of a run -> HTML, embedded as data so that a report stays one file. Without pictures, no section.
 
 
 def render_pictures(pictures: Pictures) -> Html:
-    """Heading and figures; empty where there is nothing to tell."""
+    """Render heading and figures; empty if there is nothing to show."""
     if not pictures.shown and not pictures.left_out:
         return Html("")
     notes = tag("ul", *(tag("li", text) for text in pictures.left_out), class_="notes") if pictures.left_out else None
@@ -148,15 +148,15 @@ def _render_picture(picture: Picture) -> Html:
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------
-# The ranks of a run -> a table: where each runs, and when it was last seen. A rank that stands still is marked.
+# The ranks of a run -> a table: where each runs, and when it was last seen. A stalled rank is marked.
 
 
 BEHIND = 100
-"""Steps behind the others from which a rank is said to stand still; they are written at least once a second."""
+"""A rank this many steps behind the others counts as stalled; ranks write at least once a second."""
 
 
 def render_ranks(ranks: RankLogs) -> Html:
-    """Nothing for a run of one."""
+    """Render the table of ranks; empty for a single process."""
     if not len(ranks):
         return Html("")
     newest = max((log.last_step for log in ranks if log.last_step is not None), default=0)

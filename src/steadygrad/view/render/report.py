@@ -1,4 +1,4 @@
-"""Run directories -> one HTML file that opens offline. Written aside and renamed: a report is whole or not there."""
+"""Run directories -> one HTML file that opens offline. Written to a temporary name and renamed, so never partial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from steadygrad.view.render.parts import render_compared_charts, render_run
 def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunReader]:
     """Read the runs, write the report, and return what was read."""
     target = Path(target)
-    plotly = read_plotly()  # what is missing should fail before minutes of reading
+    plotly = read_plotly()  # a missing package should fail before minutes of reading
     if target.is_dir():
         raise UsageError(f"{target} is a folder. Name the file that the report is written to: -o report.html.")
     if not target.parent.is_dir():
@@ -39,7 +39,7 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
 
 
 def render_report(runs: Sequence[RunReader], plotly: str) -> str:
-    """The whole document."""
+    """Render the whole document."""
     keys = [f"run{i}" for i in range(len(runs))]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = {"runs": {key: describe_charts(run) for key, run in zip(keys, runs)}}
@@ -49,7 +49,7 @@ def render_report(runs: Sequence[RunReader], plotly: str) -> str:
 
 
 def tell_apart(paths: Sequence[Path]) -> list[str]:
-    """Each run's name, with as many folders before it as it takes to know it from the others."""
+    """Return each run's name, with as many parent folders as needed to make it unique."""
     whole = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, whole))):
         names = ["/".join(parts[-length:]) for parts in whole]

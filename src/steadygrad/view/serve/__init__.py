@@ -1,1 +1,1 @@
-"""A folder of runs -> a local page that follows them. Reads only, and never outside of that folder."""
+"""A folder of runs -> a local page that follows them. Reads only, and never outside that folder."""

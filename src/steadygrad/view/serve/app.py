@@ -1,7 +1,7 @@
 """LiveRuns -> a web application: pages, their assets, and a stream of events for each. Every route only reads.
 
-Files are read in threads of their own, so that a long run does not keep other pages waiting. A stream ends when its
-reader goes away.
+Files are read in separate threads, so that a long run does not keep other pages waiting. A stream ends when its client
+disconnects.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 PAUSE_SECONDS = 0.5
-"""Between two looks at a run that is read to its end."""
+"""Pause between two reads of a run that has been read to its end."""
 BEAT_SECONDS = 15
-"""A comment is sent this often when nothing changes, so that a connection that is gone is noticed."""
+"""Interval at which a comment is sent while nothing changes, so that a lost connection is noticed."""
 
 
 def make_app(root: Path, *, token: str | None = None, is_ending: Callable[[], bool] = lambda: False) -> Gate:
-    """The application for one folder; with a token nobody is let in without it. `is_ending` ends every stream."""
+    """Build the application for one folder; a token, if set, is required. `is_ending` ends every stream."""
     import_extra("view", "starlette", what="the live page", error=UsageError)
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -128,20 +128,20 @@ async def _send_changes(
 
 
 # --- pages --------------------------------------------------------------------------------------------------------
-# Runs -> the documents of the live page: the list, and one run. What they hold is the report's; events fill it in.
+# Runs -> the documents of the live page: the list, and one run. They use the report's parts; events fill them in.
 
 
 KEY = "run0"
 
 
 def make_list_page(glances: Sequence[RunGlance], title: str) -> str:
-    """The page that lists the runs."""
+    """Render the page that lists the runs."""
     content = tag("div", render_list(glances), data_part="list")
     return _make_page(title, tag("h2", "Runs"), content, events="/events", scripts=("page.js", "live.js"))
 
 
 def make_run_page(reader: RunReader, name: str) -> str:
-    """The page of one run, with as much as was read of it; the charts come as events."""
+    """Render the page of one run, with what has been read so far; the charts arrive as events."""
     back = tag("a", "all runs", href="/")
     events = f"/events/{quote(name)}"
     return _make_page(
@@ -150,7 +150,7 @@ def make_run_page(reader: RunReader, name: str) -> str:
 
 
 def render_list(glances: Sequence[RunGlance]) -> Html:
-    """A row for each run."""
+    """Render a row for each run."""
     if not glances:
         return tag("p", "There is no run in this folder yet.", class_="calm")
     now = time.time()

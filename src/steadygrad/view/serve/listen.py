@@ -1,4 +1,4 @@
-"""An address -> a server on it. This machine's own address unless told otherwise; elsewhere a token is made."""
+"""An address -> a server on it. Loopback by default; on any other address a token is generated."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ class PageServer:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self._socket.getsockname()[1]}"
         self.link = self.address if self.token is None else f"{self.address}/?token={self.token}"
-        """What to open: with the token, where there is one."""
+        """The URL to open, including the token if there is one."""
 
     def run(self) -> None:
-        """Serve until interrupted; Ctrl-C is how it is meant to end."""
+        """Serve until interrupted; Ctrl-C is the normal way to stop it."""
         with contextlib.closing(self._socket), contextlib.suppress(KeyboardInterrupt):
             self._server.run(sockets=[self._socket])
 
     def close(self) -> None:
-        """Give the address back; for one that never ran."""
+        """Release the address of a server that never ran."""
         self._socket.close()
 
     def stop(self) -> None:
-        """Ask it to end; from another thread."""
+        """Ask the server to stop, from another thread."""
         self._server.should_exit = True
 
 
 @contextlib.contextmanager
 def serve_in_thread(root: Path, **settings: Any) -> Iterator[str]:
-    """A server on a free port, for as long as the block lasts; gives its address."""
+    """Run a server on a free port for the duration of the block; yield its address."""
     server = PageServer(root, port=0, **settings)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -72,7 +72,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        known = error.errno is not None and error.errno > 0  # an unknown name has -2
+        known = error.errno is not None and error.errno > 0  # an unknown host name has -2
         why = os.strerror(error.errno or 0) if known else (error.strerror or str(error)).partition(" (while")[0]
         what = "--port, or --port 0 for any" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise UsageError(f"Cannot listen on {host}:{port}: {why}. Choose another {what}.") from error

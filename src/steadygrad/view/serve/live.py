@@ -1,7 +1,7 @@
-"""LiveRuns: the runs of a folder, read as far as they are written and shared by everybody who looks.
+"""LiveRuns: the runs of a folder, read as far as they are written and shared by all viewers.
 
-A run is found by its path inside the folder; one that would leave it, by dots or by a link, is not there. `describe`
-gives what changed since a reader last asked, so that a page is sent the new charts and not the old ones again.
+A run is found by its path inside the folder; a path that would leave it, by dots or by a link, is not found. `describe`
+returns what changed since a viewer last asked, so that only new charts are sent to a page.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from steadygrad.words import spell_number
 
 T = TypeVar("T")
 LIVE_BUCKETS = 1000
-"""Fewer than in a report: they are sent again and again."""
+"""Fewer than in a report, because they are sent repeatedly."""
 SLICE_SECONDS, MAX_SLICE_SECONDS = 0.3, 2.0
-"""How long one look may read before something is shown: short at first, then longer, for drawing takes time too."""
+"""How long one read may take before something is shown: short at first, then longer, since drawing takes time too."""
 MAX_OPEN = 8
-"""Runs kept in memory; the one that nobody asked for longest is closed."""
+"""Number of runs kept in memory; the least recently used one is closed."""
 
 
 class LiveRun:
-    """One run and what it looks like now; safe to ask from several threads."""
+    """One run and its current state; safe to use from several threads."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self._reader = RunReader(path, within=root, max_buckets=LIVE_BUCKETS)
@@ -41,12 +41,12 @@ class LiveRun:
         self._slice = SLICE_SECONDS
 
     def ask(self, question: Callable[[RunReader], T]) -> T:
-        """What a function says about the run, while nobody reads on."""
+        """Return what a function says about the run, while no other thread reads on."""
         with self._lock:
             return question(self._reader)
 
     def look(self) -> dict[str, str]:
-        """Read on for a moment; piece -> its JSON: parts of the page, and parts of the charts."""
+        """Read on for a moment; return piece -> its JSON: parts of the page, and parts of the charts."""
         with self._lock:
             changed = self._reader.update(budget_seconds=self._slice)
             self._slice = SLICE_SECONDS if self._reader.progress >= 1 else min(MAX_SLICE_SECONDS, self._slice * 1.6)
@@ -67,7 +67,7 @@ class LiveRuns:
         self._lock = threading.Lock()
 
     def find(self, name: str) -> LiveRun | None:
-        """The run at a path inside the folder; None when there is none, or when it would lie outside."""
+        """Return the run at a path inside the folder; None if there is none, or if it is outside."""
         path = resolve_inside(self.root, name)
         if path is None or not is_run(path):
             return None
@@ -79,7 +79,7 @@ class LiveRuns:
         return run
 
     def list(self) -> list[RunGlance]:
-        """Every run, the one written last first; the guards of one training stay together."""
+        """Return every run, the most recently written first; the guards of one training stay together."""
         found = [[glance_at(path, self.root) for path in parts] for parts in find_trainings(self.root)]
         found.sort(key=lambda parts: -max(one.written or 0.0 for one in parts))
         return [one for parts in found for one in parts]
@@ -87,7 +87,7 @@ class LiveRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class RunGlance:
-    """What can be said about a run from the ends of its files."""
+    """What is known about a run from the ends of its files."""
 
     name: str
     """Its path inside the folder, '.' for the folder itself."""
@@ -98,12 +98,12 @@ class RunGlance:
 
     @property
     def is_live(self) -> bool:
-        """Whether it was written in the last minute."""
+        """Whether it was written to in the last minute."""
         return self.written is not None and time.time() - self.written < 60
 
 
 def glance_at(path: Path, root: Path) -> RunGlance:
-    """The last step and its loss, from the end of steps.jsonl: a list of a hundred runs must come at once."""
+    """Read the last step and its loss from the end of steps.jsonl: a list of a hundred runs must appear at once."""
     reader = RunReader(path, within=root)
     last = _read_last_line(path / "steps.jsonl", root)
     step = last.get("step")
@@ -118,7 +118,7 @@ def glance_at(path: Path, root: Path) -> RunGlance:
 
 
 def resolve_inside(root: Path, name: str) -> Path | None:
-    """`root / name` without dots and links, if that still lies in `root`."""
+    """Return `root / name` with dots and links resolved, if that is still inside `root`."""
     if "\0" in name:
         return None
     try:
@@ -129,7 +129,7 @@ def resolve_inside(root: Path, name: str) -> Path | None:
 
 
 def find_changes(pieces: Mapping[str, str], sent: Mapping[str, str]) -> str | None:
-    """JSON of the pieces that are not what was sent; None when all are."""
+    """Return JSON of the pieces that differ from what was sent; None if none does."""
     changed = {name: text for name, text in pieces.items() if sent.get(name) != text}
     if not changed:
         return None
@@ -137,7 +137,7 @@ def find_changes(pieces: Mapping[str, str], sent: Mapping[str, str]) -> str | No
 
 
 def _read_last_line(path: Path, root: Path) -> dict[str, Any]:
-    """The last complete line that is an object; empty when there is none."""
+    """Return the last complete line that is an object; empty if there is none."""
     if not path.is_file() or not path.resolve().is_relative_to(root):
         return {}
     with path.open("rb") as file:

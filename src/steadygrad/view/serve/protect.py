@@ -1,7 +1,7 @@
-"""Every request -> let in, or not; every answer -> with headers that keep a browser from doing more than it should.
+"""Every request -> accepted or refused; every response -> with headers that restrict what the browser may do.
 
-On this machine's own address no token is needed, but the Host header must name that address: a page elsewhere that
-points its own name at 127.0.0.1 is refused. Bound anywhere else, nothing is answered without the token.
+On the loopback address no token is needed, but the Host header must name that address: a foreign page that points its
+own name at 127.0.0.1 (DNS rebinding) is refused. Bound anywhere else, nothing is answered without the token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 class Gate:
-    """Wraps an application: who may ask, and what every answer carries."""
+    """Wraps an application: decides which requests pass, and adds headers to every response."""
 
     def __init__(self, app: App, *, token: str | None) -> None:
         self._app, self._token = app, token
@@ -70,7 +70,7 @@ class Gate:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Return whether an address can be reached only from this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
