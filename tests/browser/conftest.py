@@ -17,6 +17,7 @@ from watched_page import Watched
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # the runs that the other tests of views look at
 
+VIEWPORT = {"width": 1280, "height": 900}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -34,12 +35,22 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def page(browser: Any) -> Any:
+    """One page for all tests: a new one costs a process of the browser each time."""
+    context = browser.new_context(viewport=VIEWPORT, color_scheme="light")
+    context.set_default_timeout(120_000)
+    yield context.new_page()
+    context.close()
+
+
 @pytest.fixture
-def watched(browser: Any, tmp_path: Path) -> Iterator[Watched]:
-    """A fresh page, in light colours."""
+def watched(page: Any, tmp_path: Path) -> Iterator[Watched]:
+    """An empty page in light colours, which remembers nothing of the test before."""
     folder = Path(os.environ.get("STEADYGRAD_SCREENSHOTS") or tmp_path / "screenshots")
     folder.mkdir(parents=True, exist_ok=True)
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
-    context.set_default_timeout(120_000)
-    yield Watched(context.new_page(), folder)
-    context.close()
+    page.set_viewport_size(VIEWPORT)
+    page.emulate_media(media="screen", color_scheme="light")
+    watched = Watched(page, folder)
+    yield watched
+    watched.leave()

@@ -14,15 +14,29 @@ class Watched:
         self.page, self._folder = page, folder
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
+        self._listeners = {
+            "console": lambda message: self.complaints.append(f"{message.type}: {message.text}"),
+            "pageerror": lambda error: self.complaints.append(str(error)),
+            "request": lambda request: self.requests.append(request.url),
+        }
+        for event, listener in self._listeners.items():
+            page.on(event, listener)
 
     def open(self, address: str) -> Any:
         """Go there and wait for the first chart."""
         self.page.goto(address)
         self.page.wait_for_selector("figure.chart:not([hidden]) .main-svg")
         return self.page
+
+    def leave(self) -> None:
+        """Go away, and leave nothing behind: no listener, no cookie, nothing that the page has stored."""
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        if self.page.url != "about:blank":
+            self.page.evaluate("localStorage.clear(); sessionStorage.clear()")
+        self.page.context.clear_cookies()
+        self.page.mouse.move(0, 0)
+        self.page.goto("about:blank")
 
     def keep_picture(self, name: str, *, full_page: bool = False) -> Path:
         path = self._folder / f"{name}.png"

@@ -85,9 +85,9 @@ def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
 
 
-# Clipping plays no part in what becomes of a spoilt weight, or of a loss that is Inf; once is enough.
-ONCE = ("weight becomes NaN", "weight becomes 1e30", "Inf batch", "RNN explodes to Inf")
-TOLD = [(s, c) for s in STORIES for c in CLIPS if not (s in ONCE and c == "clipped")]
+# Clipping plays no part in what becomes of a spoilt weight, or of a step that is left out: the NaN batch is enough.
+BOTH = ("NaN batch", "learning rate jumps, SGD", "learning rate jumps, AdamW", "RNN explodes")
+TOLD = [(name, clip) for name in STORIES for clip in CLIPS if name in BOTH or clip == "unclipped"]
 
 
 @pytest.mark.parametrize(("name", "clip"), TOLD, ids=map(", ".join, TOLD))
@@ -130,7 +130,7 @@ def test_a_poisoned_sample_is_skipped_each_time_and_its_batch_named(run_guarded:
 
 RATES = {story.name: story for story in make_rate_stories()}
 # Each training and each clipping, not all pairs of them.
-PAIRS = [("SGD", "clipped"), ("SGD", "unclipped"), ("AdamW", "clipped"), ("CNN", "unclipped"), ("RNN", "clipped")]
+PAIRS = [("SGD", "unclipped"), ("AdamW", "clipped"), ("CNN", "unclipped"), ("RNN", "clipped")]
 
 
 @pytest.mark.parametrize(("name", "clip"), [(f"learning rate 30x, {name}", clip) for name, clip in PAIRS])

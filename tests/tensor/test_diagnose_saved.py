@@ -195,6 +195,8 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "entry_that_exits.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("train", "odd_entries", "entry_that_exits"):  # of the test before, or of another program
+        sys.modules.pop(name, None)
     yield tmp_path
     for name in ("train", "odd_entries", "entry_that_exits"):
         sys.modules.pop(name, None)

@@ -37,6 +37,8 @@ MARGIN_SECONDS = 0.5
 """Before the end of the time limit, in which the ranks write down where they stand."""
 PATIENCE_SECONDS = 5.0
 """For the other ranks' words after one has failed."""
+LATER_SECONDS = 60.0
+"""After the time limit a collective gives up: a hang is reported with the line of each rank, not as its failure."""
 
 
 class RanksFailed(AssertionError):
@@ -177,7 +179,7 @@ def _process_group(number: int, num_ranks: int, folder: str, limit: float) -> It
         init_method=f"file://{folder}/meeting",
         rank=number,
         world_size=num_ranks,
-        timeout=timedelta(seconds=limit),
+        timeout=timedelta(seconds=limit + LATER_SECONDS),
     )
     try:
         yield
