@@ -65,7 +65,7 @@ class PinnedMemory:
         for event in self.events:
             if not event.query():  # a snapshot discarded at once may still be copying
                 event.synchronize()
-        self.events = []
+        self.events.clear()
         self._finish()
         layout: list[object] = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if layout == self._layout and layout:
@@ -99,7 +99,7 @@ class PinnedMemory:
     def _add(self, sizes: Sequence[int]) -> None:
         try:
             for size in sizes:
-                self._blocks.append(pin(size) if self._pinned else torch.empty(size, dtype=torch.uint8))
+                self._blocks.append(pin(size, self.events) if self._pinned else torch.empty(size, dtype=torch.uint8))
         except (RuntimeError, MemoryError, OSError) as error:  # `make_room` raises it on the calling thread
             self._error = RuntimeError(str(error))
 
@@ -131,8 +131,11 @@ def plan_blocks(
     return places, capacity[len(blocks) :]
 
 
-def pin(size: int) -> Tensor:
-    """Return pinned bytes, a multiple of `PAGE`. Safe to run during training, even while a CUDA graph is recorded."""
+def pin(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
+    """Return pinned bytes, a multiple of `PAGE`. Safe to run during training, even while a CUDA graph is recorded.
+
+    `events`: a live list of the copies into them. They are waited for before the pages go.
+    """
     if not _relax_capture():
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -145,11 +148,17 @@ def pin(size: int) -> Tensor:
     if int(cudart.cudaHostRegister(block.data_ptr(), size, 0)) != 0:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     # The finalizer holds `pages`, so that they stay mapped while registered with CUDA; at exit the process frees all.
-    weakref.finalize(block.untyped_storage(), _unpin, cudart.cudaHostUnregister, block.data_ptr(), pages).atexit = False
+    unregister, address = cudart.cudaHostUnregister, block.data_ptr()
+    weakref.finalize(block.untyped_storage(), _unpin, unregister, address, pages, events).atexit = False
     return block
 
 
-def _unpin(unregister: Callable[[int], object], address: int, pages: mmap.mmap) -> None:
+def _unpin(
+    unregister: Callable[[int], object], address: int, pages: mmap.mmap, events: Sequence[torch.cuda.Event]
+) -> None:
+    # Unlike memory of torch's own allocator, these pages would be unmapped under a copy that is still running.
+    for event in events:
+        event.synchronize()
     unregister(address)
     del pages
 

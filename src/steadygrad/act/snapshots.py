@@ -129,9 +129,8 @@ class Snapshots:
             self._staged = [(event, held) for event, held in self._staged if not event.query()]
         if self.off is not None or self._in_trouble or self.is_held or not self._has_place():
             return False
-        if (
-            self._lacks_memory and self._is_pinned and step > 0
-        ):  # the optimizer has created its state by now: pin memory for all of it
+        if self._lacks_memory and self._is_pinned and step > 0:
+            # The optimizer has created its state by now: pin memory for all of it.
             self._lacks_memory = False
             self._prepare()
         return self._last_taken is None or step - self._last_taken >= self.effective_every(step)
