@@ -52,7 +52,8 @@ def run(
       steadygrad run --observe -m my_package.train
       torchrun --nproc-per-node 2 -m steadygrad run train.py
     """
-    from steadygrad.adapters.scripts.launch import launch, when_torch_arrives
+    from steadygrad.adapters.scripts.arrival import when_torch_arrives
+    from steadygrad.adapters.scripts.launch import launch
     from steadygrad.config import GuardConfig
 
     config = GuardConfig() if config_file is None else GuardConfig.load(config_file)

@@ -9,17 +9,14 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import runpy
 import signal
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from steadygrad.errors import UsageError
 
@@ -81,49 +78,3 @@ def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | N
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
-
-
-# --- when torch is imported ---------------------------------------------------------------------------------------
-# Calls back when the script has imported torch, and not before: what a script sets up first must still take effect.
-#
-# Never imports torch itself. A failing callback is reported, and the script continues.
-
-
-def when_torch_arrives(call: Callable[[], None]) -> None:
-    """Call back when torch is imported; at once if it already is."""
-    if "torch" in sys.modules:
-        _tell_failure(call)
-    else:
-        sys.meta_path.insert(0, _Finder(call))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Goes before all other finders until torch is first looked up, then removes itself."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def find_spec(
-        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.loader is None:
-            return None
-        execute, call = spec.loader.exec_module, self._call
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _tell_failure(call)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader object
-        return spec
-
-
-def _tell_failure(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:
-        print(f"steadygrad: the script runs unguarded: {error!r}", file=sys.stderr)
