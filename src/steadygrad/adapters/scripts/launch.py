@@ -12,6 +12,7 @@ import contextlib
 import importlib.machinery
 import os
 import runpy
+import shutil
 import signal
 import sys
 import types
@@ -24,7 +25,7 @@ from steadygrad.errors import UsageError
 def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     """Run the program. Raises SystemExit where a plain run would exit with a code."""
     if not as_module and not Path(target).exists():
-        raise UsageError(f"there is no script {target} in {Path.cwd()}. Give its path, or -m and the name of a module.")
+        target = _find_command(target)
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd()) if as_module else str(Path(target).resolve().parent)
@@ -44,6 +45,20 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
         if isinstance(error, KeyboardInterrupt):
             _die_of_interrupt()
         raise SystemExit(1) from None
+
+
+def _find_command(name: str) -> str:
+    """Return the file of a command that is written in Python, such as accelerate or torchrun."""
+    found = shutil.which(name)
+    if found is not None:
+        with open(found, "rb") as file:
+            first = file.readline(200)
+        if first.startswith(b"#!") and b"python" in first:
+            return found
+    raise UsageError(
+        f"there is no script {name} in {Path.cwd()}, and no command of that name written in Python. Give the path of a "
+        "script, or -m and the name of a module."
+    )
 
 
 def _die_of_interrupt() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,34 +22,24 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.adapters.scripts.agreement import Agreement, is_averaged, list_trained
+from steadygrad.adapters.scripts.losses import Loss
 from steadygrad.adapters.scripts.messages import Terminal
+from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
-from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
+from steadygrad.adapters.scripts.record import Record
+from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.diagnose.step_arguments import name_inputs
-from steadygrad.errors import ConfigError
-from steadygrad.facts import Action, Cause, Incident, Reading
+from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
-from steadygrad.record import Recorder, Sink
-from steadygrad.record.run_directory import make_record
-from steadygrad.record.run_folder import RunFolder
-from steadygrad.record.tally import Tally
 from steadygrad.state.trained_parameters import TrainedParameters
-from steadygrad.words import spell_count
 
+OTHER_RANK = "another rank found values that are not finite (the step was skipped on all ranks)"
 NO_LOSS = "a script does not tell how it computes its loss."
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loss:
-    """The loss that a backward started from."""
-
-    value: Tensor
-    is_scaled: bool
-    """Whether it carries the loss scale, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +54,8 @@ class Circumstances:
     """The loss scale that the gradients still carry."""
     loss_scale: Tensor | None = None
     """The current loss scale."""
-    may_skip: bool = True
-    """Whether all ranks see what this one sees."""
+    has_many_ranks: bool = False
+    """Whether other ranks train too, which must skip the same steps."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,18 +80,20 @@ class Watch:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        config: GuardConfig,
-        observe: bool,
+        options: Options,
         terminal: Terminal,
-        run_dir: Path | None,
+        number: int,
+        choose_folder: Callable[[Watch], Path | None],
     ) -> None:
-        self.optimizer, self._observe, self._terminal, self._run_dir = optimizer, observe, terminal, run_dir
+        """`number` counts the optimizers of this process; `choose_folder` is called at the first step."""
+        self.optimizer, self._observe, self._terminal = optimizer, options.observe, terminal
+        self._number, self._choose_folder, self.process = number, choose_folder, os.getpid()
         # Anything beyond skipping a step needs a loop that knows about it.
-        self._config = dataclasses.replace(config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
+        self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(_list_parameters(optimizer))
-        self._buffers = BufferKeeper(nn.Module() if observe else self.owner)
+        self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
         settings = self._config.diagnose
-        self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=run_dir)
+        self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=options.run_dir)
         self._investigator.close()  # its own hook would end up in what the script saves; `begin` reports calls to it
         self._judgement: Judgement | None = None
         self._transfer = Transfer()
@@ -112,8 +103,13 @@ class Watch:
         self._clipped: _Clipped | None = None
         self._reading: Reading | None = None
         self._signature: list[int] = []
-        self._finish: weakref.finalize[..., Watch] | None = None
-        self._give_back: Callable[[], None] | None = None
+        self._agreement: Agreement | None = None
+        self._record: Record | None = None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether its optimizer has taken a step."""
+        return self._judgement is not None
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -160,12 +156,24 @@ class Watch:
             reading = self._as_before_clipping(reading, self._clipped)
         bad = reading.num_nonfinite > 0 or (around.loss_counts and reading.loss_is_nonfinite)
         self._reading = reading
-        leave_out = bad and around.may_skip and not self._observe
+        leave_out = not self._observe and (self._agree(bad) if around.has_many_ranks else bad)
+        if leave_out and not bad:
+            self._terminal.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
         if leave_out and not _is_search(reading):
             self._buffers.restore()
         if bad and not _is_search(reading):
             self._cause = self._diagnose(reading)
         return leave_out
+
+    def _agree(self, bad: bool) -> bool:
+        """Return whether all ranks skip this step."""
+        if self._agreement is None:
+            self._agreement = Agreement(
+                str(self._number),
+                same_everywhere=is_averaged(list_trained(self.optimizer)),
+                report=self._terminal.say_loudly,
+            )
+        return self._agreement.decide(bad)
 
     def conclude(self, *, skipped: bool) -> None:
         """Judge the step after it was taken or skipped; keep the forward's changes to the buffers or undo them."""
@@ -239,7 +247,12 @@ class Watch:
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
-        recorder = Recorder([*self._open_run(names), self._terminal])
+        folder = self._choose_folder(self)
+        record = self._record = Record(type(self.optimizer).__name__, self._terminal)
+        record.open(folder, self._config, names)
+        if record.folder is not None:
+            self._investigator.use_folder(record.folder)
+        record.report_start(_list_parameters(self.optimizer), self.owner)
         judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
@@ -247,55 +260,15 @@ class Watch:
                 None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers
             ),
             actor=Actor(self._config.policy, rates=Rates([self.optimizer]), snapshots=snapshots),
-            recorder=recorder,
+            recorder=record.recorder,
         )
-        # Runs when the optimizer is freed or the script ends, so none of these may refer to the optimizer.
-        name, ledger = type(self.optimizer).__name__, (judgement.tally, judgement.incidents)
-        self._finish = weakref.finalize(
-            self, _finish, os.getpid(), name, recorder, ledger, self._terminal, self._run_dir, self._give_back
-        )
+        record.follow(self, judgement)
         return judgement
 
     def finish(self) -> None:
         """Close the record and print a summary now, instead of at exit."""
-        if self._finish is not None:
-            self._finish()
-
-    def _open_run(self, names: Sequence[str]) -> list[Sink]:
-        if self._run_dir is None:
-            return []
-        try:
-            folder = RunFolder(self._run_dir)
-            self._give_back = folder.release
-            folder.settle()
-            if folder.is_used:  # each start of a script is a separate run
-                folder.begin_anew()
-            return [make_record(folder.path, self._config, names, run_id=folder.run_id)]
-        except ConfigError as error:
-            self._terminal.say(f"no record is written: {error}")
-            self._run_dir = None
-            return []
-
-
-def _finish(
-    process: int,
-    name: str,
-    recorder: Recorder,
-    ledger: tuple[Tally, list[Incident]],
-    terminal: Terminal,
-    run_dir: Path | None,
-    give_back: Callable[[], None] | None,
-) -> None:
-    """Close the record and print a summary; a forked process prints nothing."""
-    if os.getpid() != process:
-        return
-    tally, incidents = ledger
-    recorder.close()
-    if give_back is not None:
-        give_back()
-    where = "" if run_dir is None else f"; record in {run_dir}"
-    steps, told = spell_count(tally.num_steps, "step"), spell_count(len(incidents), "incident")
-    terminal.say(f"{name}: {steps}, {tally.num_skipped} skipped, {told}{where}")
+        if self._record is not None:
+            self._record.finish()
 
 
 def _is_search(reading: Reading) -> bool:
