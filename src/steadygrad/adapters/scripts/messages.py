@@ -36,8 +36,8 @@ class Terminal(Sink):
         """Print lines of text; a closed terminal is not an error."""
         prefix = self._name_process()
         with contextlib.suppress(OSError, ValueError):
-            for line in text.splitlines():
-                print(prefix + line, file=self._file)
+            lines = [f"{prefix}{line}\n" for line in text.splitlines()]
+            self._file.write("".join(lines))  # in one piece: other ranks write to the same terminal
             self._file.flush()
 
     def say_loudly(self, text: str) -> None:

@@ -177,8 +177,8 @@ class Session:
         is_inside = torch._C._current_graph_task_id() != -1  # inside another backward, as with activation checkpointing
         if is_loss and not is_inside and self._is_here:
             self._losses.note(tensors)
-            for watch in self._watches:
-                watch.forget_clipping()
+            for watch in list(self._watches):
+                self._ours(watch.note_backward)
         run(tensors, grad_tensors, *args, **kwargs)
 
     def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:

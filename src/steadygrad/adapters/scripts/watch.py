@@ -23,6 +23,7 @@ from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.adapters.scripts.agreement import Agreement, is_averaged, list_trained
+from steadygrad.adapters.scripts.callers import Callers
 from steadygrad.adapters.scripts.losses import Loss
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
@@ -30,16 +31,28 @@ from steadygrad.adapters.scripts.owners import find_owner
 from steadygrad.adapters.scripts.record import Record
 from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
-from steadygrad.diagnose.investigator import Investigator
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.entry import OUTSIDE
+from steadygrad.diagnose.investigator import MOST_CAPTURES, Investigator
+from steadygrad.diagnose.live import LiveTrace
 from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
+from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.state.trained_parameters import TrainedParameters
 
+LIVE_STEPS = 32
+"""Steps that are watched op by op after a bad one whose replay explained nothing; each takes several times as long."""
+LIVE_CAUSES = 3
+"""Causes found in this way after which no further step is watched."""
 OTHER_RANK = "another rank found values that are not finite (the step was skipped on all ranks)"
-NO_LOSS = "a script does not tell how it computes its loss."
+NO_LOSS = "the code that computes the loss could not be run again."
+WATCHES_ON = (
+    "The model's forward is healthy when it is replayed, so the cause is in the loss or around it. The next steps "
+    "are watched op by op, slowly: if one of them is bad, its line is named."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +117,12 @@ class Watch:
         self._reading: Reading | None = None
         self._signature: list[int] = []
         self._agreement: Agreement | None = None
+        self._callers = Callers()
+        self._losses: list[Capture] = []
+        self._live: LiveTrace | None = None
+        self._num_live_steps = 0
+        """Steps that are still to be watched while they run, after a failure without a cause."""
+        self._num_live_causes = 0
         self._record: Record | None = None
 
     @property
@@ -123,6 +142,16 @@ class Watch:
         self._looks.batch = (args, kwargs)
         if self._config.diagnose.enabled:
             self._investigator.hear(module, args, kwargs)
+            if self._investigator.newest is not None:
+                self._callers.note_call(self._investigator.newest)
+            self._begin_live_trace()
+
+    def note_backward(self) -> None:
+        """Called when the script calls backward, in the script's own stack."""
+        self._clipped = None  # new gradients are added
+        capture = self._callers.note_backward(self.owner)
+        if capture is not None:
+            self._losses = [*self._losses[-MOST_CAPTURES + 1 :], capture]
 
     def is_about(self, parameters: set[int]) -> bool:
         """Whether these ids are all of this optimizer's parameters that have a gradient."""
@@ -139,12 +168,10 @@ class Watch:
         if self._clipped is not None:
             self._clipped.norm, self._clipped.max_norm = norm, float(max_norm)
 
-    def forget_clipping(self) -> None:
-        """Forget the clipping, since new gradients are added."""
-        self._clipped = None
-
     def measure(self, around: Circumstances) -> bool:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
+        if self._live is not None:
+            self._live.stop()
         self._prepare()
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
@@ -162,7 +189,7 @@ class Watch:
         if leave_out and not _is_search(reading):
             self._buffers.restore()
         if bad and not _is_search(reading):
-            self._cause = self._diagnose(reading)
+            self._cause = self._diagnose(reading, around)
         return leave_out
 
     def _agree(self, bad: bool) -> bool:
@@ -177,9 +204,19 @@ class Watch:
 
     def conclude(self, *, skipped: bool) -> None:
         """Judge the step after it was taken or skipped; keep the forward's changes to the buffers or undo them."""
+        calls_no_module = not self._has_begun
+        self._end_step(skipped=skipped)
+        if calls_no_module:  # the next step begins here
+            self._begin_live_trace()
+
+    def _end_step(self, *, skipped: bool) -> None:
         reading, self._reading, self._clipped, self._has_begun = self._reading, None, None, False
         looks, cause, self._looks, self._cause = self._looks, self._cause, Looks(), None
         self._investigator.take()  # release the batches
+        self._callers.forget()
+        self._losses = []
+        if self._live is not None and self._live.stop():
+            self._live = None
         if reading is None:
             return
         reading = dataclasses.replace(reading, skipped=skipped)
@@ -217,11 +254,46 @@ class Watch:
             clip_coefficient=clipped.coefficient,
         )
 
-    def _diagnose(self, reading: Reading) -> Cause | None:
+    def _diagnose(self, reading: Reading, around: Circumstances) -> Cause | None:
         """Diagnose before the step is taken: while observing, this is the last moment with good weights."""
-        with self._buffers.unchanged():
-            cause = self._investigator.investigate(self._investigator.take(), reading, ())
+        if not self._config.diagnose.enabled:
+            return None
+        cause = self._find_live_cause(reading, around)
+        if cause is None and self._investigator.claim(reading, ()):
+            with self._buffers.unchanged():
+                cause = self._replay(reading)
+        is_known = cause is not None and cause.phase != "unknown"
+        self._num_live_steps = 0 if is_known or self._num_live_causes >= LIVE_CAUSES else LIVE_STEPS
+        return cause
+
+    def _replay(self, reading: Reading) -> Cause | None:
+        """Replay the loss as the script computes it; where that explains nothing, the model's forward alone."""
+        calls = self._investigator.take()
+        cause = self._investigator.investigate(self._losses, reading, ())
+        if cause is None or cause.phase == "unknown" or cause.kind == "error":
+            cause = self._investigator.investigate(calls, reading, ())
         return None if cause is None or cause.kind == "error" else _tell_limits(cause)
+
+    def _begin_live_trace(self) -> None:
+        """Watch this step while it runs, if the last bad one had no cause."""
+        if self._num_live_steps and self._live is None and may_enter(self.owner):
+            self._num_live_steps -= 1
+            self._live = LiveTrace(self.owner)
+            self._live.start()
+
+    def _find_live_cause(self, reading: Reading, around: Circumstances) -> Cause | None:
+        if self._live is None or self._live.is_running:
+            return None
+        bad = set(reading.gradients.nonfinite())
+        gradients = {name: p.grad for name, p in self._named if name in bad and p.grad is not None}
+        args, kwargs = self._looks.batch or ((), {})
+        inputs = dict(name_inputs(tuple(args), kwargs))
+        loss = around.losses[-1].value if around.losses else None
+        cause = self._live.find_cause(loss, gradients, inputs)
+        if cause is None or (around.has_many_ranks and (cause.file is None or cause.phase == "input")):
+            return None  # with several ranks, a gradient may come bad from another one
+        self._num_live_causes += 1
+        return dataclasses.replace(cause, step=reading.step)
 
     # --- around the steps -------------------------------------------------------------------------------------------
 
@@ -239,6 +311,7 @@ class Watch:
         trained = TrainedParameters(
             model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=()
         )
+        self._named = named
         self._meter = Meter(named, self._config.measure.implementation)
         self._periodic_scans = PeriodicScans(trained, self._config.measure)
         self._periodic_scans.begin()
@@ -292,7 +365,7 @@ def _add_up(around: Circumstances) -> Tensor | None:
 
 def _tell_limits(cause: Cause) -> Cause:
     """Rephrase the cause for a script; omit lines that belong to the replay and not to the model."""
-    note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS)
+    note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS).replace(OUTSIDE, WATCHES_ON)
     if cause.file is not None and Path(cause.file).name == "contextlib.py":
         cause = dataclasses.replace(cause, file=None, line=None, source=None, caller=None)
     return dataclasses.replace(cause, note=note)
