@@ -1,4 +1,4 @@
-"""`steadygrad run` names the line of a bug in the loss: by a replay of the script's own code, or in a step that runs."""
+"""`steadygrad run` names the line of a bug in the loss: by a replay of its own code, or in a step that runs."""
 
 from __future__ import annotations
 
