@@ -48,9 +48,10 @@ class LiveTrace(TorchDispatchMode):
         return False
 
     def start(self) -> None:
-        """Watch from now on."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self.is_running = True
+        """Watch from now on, unless the program has a mode of its own open: leaving it would end this one instead."""
+        if _get_current_dispatch_mode() is None:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self.is_running = True
 
     def stop(self) -> bool:
         """Stop watching; return False if the program has a mode of its own open, which must be left first."""

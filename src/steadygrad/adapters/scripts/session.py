@@ -148,6 +148,7 @@ class Session:
             terminal=self.terminal,
             number=self.num_made,
             choose_folder=self._choose_folder,
+            list_optimizers=lambda: [watch.optimizer for watch in self._watches],
         )
         vars(optimizer)[KEY] = watch  # lives as long as the optimizer; its state_dict and pickles leave it out
         self._watches.add(watch)
@@ -178,7 +179,7 @@ class Session:
         if is_loss and not is_inside and self._is_here:
             self._losses.note(tensors)
             for watch in list(self._watches):
-                self._ours(watch.note_backward)
+                self._ours(watch.note_backward, tensors)
         run(tensors, grad_tensors, *args, **kwargs)
 
     def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:

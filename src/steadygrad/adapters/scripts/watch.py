@@ -24,11 +24,13 @@ from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.adapters.scripts.agreement import Agreement, is_averaged, list_trained
 from steadygrad.adapters.scripts.callers import Callers
+from steadygrad.adapters.scripts.forward_scans import ForwardScans
 from steadygrad.adapters.scripts.losses import Loss
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
 from steadygrad.adapters.scripts.record import Record
+from steadygrad.adapters.scripts.trained import describe_unreached, list_parameters, name_trained
 from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.diagnose.capture import Capture
@@ -41,12 +43,15 @@ from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
-from steadygrad.state.trained_parameters import TrainedParameters
+from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
 LIVE_STEPS = 32
 """Steps that are watched op by op after a bad one whose replay explained nothing; each takes several times as long."""
 LIVE_CAUSES = 3
 """Causes found in this way after which no further step is watched."""
+FIRST_STEPS = 3
+"""Steps without any gradient after which an optimizer is reported."""
+NEVER = -(1 << 60)
 OTHER_RANK = "another rank found values that are not finite (the step was skipped on all ranks)"
 NO_LOSS = "the code that computes the loss could not be run again."
 WATCHES_ON = (
@@ -97,13 +102,18 @@ class Watch:
         terminal: Terminal,
         number: int,
         choose_folder: Callable[[Watch], Path | None],
+        list_optimizers: Callable[[], list[torch.optim.Optimizer]],
     ) -> None:
-        """`number` counts the optimizers of this process; `choose_folder` is called at the first step."""
+        """`number` counts the optimizers of this process; `choose_folder` is called at the first step.
+
+        `list_optimizers` returns all that are alive, this one included.
+        """
         self.optimizer, self._observe, self._terminal = optimizer, options.observe, terminal
         self._number, self._choose_folder, self.process = number, choose_folder, os.getpid()
+        self._list_optimizers = list_optimizers
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
-        self.owner = find_owner(_list_parameters(optimizer))
+        self.owner = find_owner(list_parameters(optimizer))
         self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
         settings = self._config.diagnose
         self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=options.run_dir)
@@ -117,6 +127,8 @@ class Watch:
         self._reading: Reading | None = None
         self._signature: list[int] = []
         self._agreement: Agreement | None = None
+        self._forward_scans: ForwardScans | None = None
+        self._num_without_gradients = 0
         self._callers = Callers()
         self._losses: list[Capture] = []
         self._live: LiveTrace | None = None
@@ -140,22 +152,26 @@ class Watch:
         if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
             return  # called with another model's output, whose graph is gone by the time of a replay
         self._looks.batch = (args, kwargs)
+        if self._forward_scans is not None:
+            self._forward_scans.begin(self._step, self._looks, args, kwargs)
         if self._config.diagnose.enabled:
             self._investigator.hear(module, args, kwargs)
             if self._investigator.newest is not None:
                 self._callers.note_call(self._investigator.newest)
             self._begin_live_trace()
 
-    def note_backward(self) -> None:
+    def note_backward(self, loss: Tensor) -> None:
         """Called when the script calls backward, in the script's own stack."""
         self._clipped = None  # new gradients are added
+        if self._forward_scans is not None:
+            self._forward_scans.note_loss(loss)
         capture = self._callers.note_backward(self.owner)
         if capture is not None:
             self._losses = [*self._losses[-MOST_CAPTURES + 1 :], capture]
 
     def is_about(self, parameters: set[int]) -> bool:
         """Whether these ids are all of this optimizer's parameters that have a gradient."""
-        return {id(p) for p in _list_parameters(self.optimizer) if p.grad is not None} <= parameters
+        return {id(p) for p in list_parameters(self.optimizer) if p.grad is not None} <= parameters
 
     def note_clipping(self) -> None:
         """Note the gradients to report, since the script is about to clip them."""
@@ -172,12 +188,16 @@ class Watch:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
         if self._live is not None:
             self._live.stop()
+        if self._forward_scans is not None:
+            self._forward_scans.read(self._step, self._looks)
         self._prepare()
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
         if m is None:
             self._reading = None
+            self._note_no_gradients(around)
             return False
+        self._num_without_gradients = NEVER
         reading = self._read(m, len(around.losses))
         if self._clipped is not None:
             reading = self._as_before_clipping(reading, self._clipped)
@@ -191,6 +211,13 @@ class Watch:
         if bad and not _is_search(reading):
             self._cause = self._diagnose(reading, around)
         return leave_out
+
+    def _note_no_gradients(self, around: Circumstances) -> None:
+        """Report an optimizer that has never got a gradient, though losses were computed."""
+        self._num_without_gradients += bool(around.losses)
+        if self._num_without_gradients != FIRST_STEPS or self._judgement is None:
+            return
+        self._judgement.note(describe_unreached(self.owner, self.optimizer, beside=self._list_optimizers()))
 
     def _agree(self, bad: bool) -> bool:
         """Return whether all ranks skip this step."""
@@ -226,6 +253,7 @@ class Watch:
             self._buffers.accept()
         if not skipped:
             self._periodic_scans.after_optimizer(reading.step, looks)
+            self._uncleared.after_step()
         self._step += 1
         if looks.rms is not None:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
@@ -235,7 +263,8 @@ class Watch:
     def _read(self, m: Measurement, num_losses: int) -> Reading:
         numbers = self._transfer.send(m.packed).wait()
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-        context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses))
+        stale = self._uncleared.take()
+        context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses), stale=stale)
         return m.read(numbers, context, skipped=False)
 
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
@@ -299,7 +328,7 @@ class Watch:
 
     def _prepare(self) -> None:
         """Prepare at the first step, and when parameters were added: only now is everything on its final device."""
-        parameters = _list_parameters(self.optimizer)
+        parameters = list_parameters(self.optimizer)
         signature = [id(p) for p in parameters]
         if signature == self._signature:
             return
@@ -308,13 +337,13 @@ class Watch:
             self.owner = find_owner(parameters)
         names = {id(p): name for name, p in self.owner.named_parameters()}
         named = tuple((names[id(p)], p) for p in parameters)
-        trained = TrainedParameters(
-            model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=()
-        )
+        trained = name_trained(self.owner, self.optimizer, named, beside=self._list_optimizers())
         self._named = named
         self._meter = Meter(named, self._config.measure.implementation)
         self._periodic_scans = PeriodicScans(trained, self._config.measure)
         self._periodic_scans.begin()
+        self._forward_scans = ForwardScans(self._periodic_scans)
+        self._uncleared = UnclearedGradientsWatch(named)
         if self._judgement is None:
             self._judgement = self._open_judgement([name for name, _ in named])
 
@@ -325,7 +354,7 @@ class Watch:
         record.open(folder, self._config, names)
         if record.folder is not None:
             self._investigator.use_folder(record.folder)
-        record.report_start(_list_parameters(self.optimizer), self.owner)
+        record.report_start(list_parameters(self.optimizer), self.owner)
         judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
@@ -347,10 +376,6 @@ class Watch:
 def _is_search(reading: Reading) -> bool:
     """Whether this is an overflow in the search for a loss scale: not ours to judge, with good loss and buffers."""
     return reading.loss_scale is not None and not reading.loss_is_nonfinite
-
-
-def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
 
 
 def _add_up(around: Circumstances) -> Tensor | None:
