@@ -1,6 +1,6 @@
 """SftConfig -> a fine-tuned model in the run directory, trained by transformers' Trainer under our callback.
 
-`train_model` combines what exists: `stable_training_arguments`, `GradientMonitoringCallback`, `safe_compute_loss`,
+`train_model` combines what exists: `stable_training_arguments`, `GuardCallback`, `safe_compute_loss`,
 sealed checkpoints, and a Trainer whose row order depends only on seed and epoch. `protect=False` and STEADYGRAD=off
 give the plain Trainer. Nothing is written outside the run directory.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from steadygrad.adapters.transformers import (
-    GradientMonitoringCallback,
+    GuardCallback,
     SafeLoss,
     safe_compute_loss,
     stable_training_arguments,
@@ -52,7 +52,7 @@ class Trained:
     trainer: Any
     scores: Scores
     baseline: Scores
-    callback: GradientMonitoringCallback | None
+    callback: GuardCallback | None
     safe_loss: SafeLoss | None
 
 
@@ -149,14 +149,14 @@ def build_trainer(
     validation: Encoded,
     run_dir: Path,
     console: Console,
-) -> tuple[SftTrainer, GradientMonitoringCallback | None, SafeLoss | None, TrainingVoice]:
+) -> tuple[SftTrainer, GuardCallback | None, SafeLoss | None, TrainingVoice]:
     """Build a Trainer with everything attached that the config asks for."""
     protected = config.protect and not is_switched_off()
     norms = NormKeeper()
     voice = TrainingVoice(console, norms, guarded=protected)
     callback = None
     if protected:
-        callback = GradientMonitoringCallback(make_guard_config(config), run_dir=run_dir, sinks=[norms])
+        callback = GuardCallback(make_guard_config(config), run_dir=run_dir, sinks=[norms])
     held_out = validation.drop_unlabelled()
     trainer = SftTrainer(
         model=model,
