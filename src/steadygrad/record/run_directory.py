@@ -22,7 +22,7 @@ from steadygrad._version import __version__
 from steadygrad.config import GuardConfig
 from steadygrad.errors import ConfigError
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
-from steadygrad.record.encode import to_json, to_plain
+from steadygrad.record.encode import take_fields, to_json
 from steadygrad.record.sink import Sink
 
 
@@ -109,8 +109,8 @@ class RunDirectory(Sink):
         """Write a line to steps.jsonl and train.log."""
         if self._hold(lambda: self.write_step(record)):
             return
-        line = to_plain(record)
-        if not line["extra"]:
+        line = take_fields(record)
+        if not record.extra:
             del line["extra"]
         self._steps.write(self._sign(line))
         loss = "-" if record.loss is None else f"{_spell(record.loss)}"
@@ -145,7 +145,7 @@ class RunDirectory(Sink):
         if self._hold(lambda: self.write_incident(incident)):
             return
         self._reopen_if_lost()
-        self._incidents.write(self._sign(to_plain(incident)))
+        self._incidents.write(self._sign(take_fields(incident)))
         finding, verdict = incident.finding, incident.verdict
         level = "ERROR" if finding.severity.rank >= Severity.ERROR.rank else finding.severity.value.upper()
         noticed = f" noticed_at={finding.noticed_at}" if finding.noticed_at not in (None, finding.step) else ""
