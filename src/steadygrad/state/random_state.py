@@ -36,7 +36,8 @@ class _NumpyState:
         self._state: Any = ()
 
     def capture(self, numpy: Any) -> Any:
-        generator: Any = getattr(numpy.random, "get_bit_generator", type(None))()
+        find: Any = getattr(numpy.random, "get_bit_generator", lambda: None)  # new in numpy 1.24
+        generator = find()
         if type(generator) is not numpy.random.MT19937:
             return numpy.random.get_state()
         words = ctypes.string_at(generator.ctypes.state_address, self.NUM_BYTES)
