@@ -51,13 +51,16 @@ class PinnedMemory:
         """Return each size's (block, offset), and the sizes of the blocks that would have to be added."""
         return plan_blocks(tuple(self._sizes), tuple(sizes), self._pinned)
 
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Have a thread allocate the blocks for tensors of these sizes, so that `make_room` need not wait."""
+    def prepare(self, sizes: Sequence[int], then: Callable[[], None] | None = None) -> None:
+        """Have a thread allocate the blocks for tensors of these sizes, so that `make_room` need not wait.
+
+        `then` is called in that thread afterwards; it may fail.
+        """
         self._finish()
         added = self.plan(sizes)[1]
         if added:
             self._sizes += added
-            self._thread = threading.Thread(target=self._add, args=(added,), name="steadygrad-pin", daemon=True)
+            self._thread = threading.Thread(target=self._add, args=(added, then), name="steadygrad-pin", daemon=True)
             self._thread.start()
 
     def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -80,26 +83,31 @@ class PinnedMemory:
         self._hosts = [make_view(self._blocks[block], offset, tensor) for (block, offset), tensor in views]
         return list(self._hosts)
 
-    def make_mirror(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-        """Return device blocks that mirror the host's, and a view per tensor that room was made for, in that order."""
-        blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in self._sizes]
+    def make_blocks(self, device: torch.device) -> list[Tensor]:
+        """Return blocks on the device of the same sizes."""
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in self._sizes]
+
+    def make_mirror(self, tensors: Sequence[Tensor], blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Return a view of the device blocks for each tensor that room was made for, in that order."""
         # Slice each tensor from a typed view of its block: takes half the time of slicing the bytes first.
         typed = {(b, d): blocks[b].view(d) for b, d in {(b, t.dtype) for (b, _), t in zip(self._places, tensors)}}
-        views = [
+        return [
             typed[block, host.dtype].as_strided(host.shape, host.stride(), offset // host.element_size())
             for (block, offset), host in zip(self._places, self._hosts)
         ]
-        return blocks, views
 
     def fetch(self, mirror: Sequence[Tensor]) -> None:
         """Queue the copy of a mirror's blocks to the host: a few large copies for any number of tensors."""
         for host, block in zip(self._blocks, mirror):
             host.copy_(block, non_blocking=True)
 
-    def _add(self, sizes: Sequence[int]) -> None:
+    def _add(self, sizes: Sequence[int], then: Callable[[], None] | None = None) -> None:
         try:
             for size in sizes:
                 self._blocks.append(pin(size, self.events) if self._pinned else torch.empty(size, dtype=torch.uint8))
+            if then is not None:
+                with contextlib.suppress(RuntimeError):  # no memory left on the device
+                    then()
         except (RuntimeError, MemoryError, OSError) as error:  # `make_room` raises it on the calling thread
             self._error = RuntimeError(str(error))
 

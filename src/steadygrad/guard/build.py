@@ -103,6 +103,7 @@ def build(
         for finding in (*foresee(trained), *foresee_uncopied(training, host.checkpoints)):
             host.judgement.note(finding)
         device.watched.reflex.hint()
+        device.watched.compile()  # after the snapshots: their memory is being pinned meanwhile
     return _assemble(device, host, make_guard, close)
 
 

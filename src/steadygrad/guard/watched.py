@@ -6,6 +6,7 @@ it and never store one: `add_param_group`, the usual way to unfreeze, replaces t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -67,6 +68,13 @@ class Watched:
         )
         self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks)
         self._signature = _sign(trained.optimizers)
+
+    def compile(self) -> None:
+        """On CUDA, compile or load all kernels now, so that no step waits for one."""
+        if any(parameter.is_cuda for _, parameter in self.trained.named):
+            with contextlib.suppress(Exception):  # shows again when they are used, where it is handled
+                self.meter.compile()
+                self.periodic_scans.compile()
 
     @property
     def has_new_parameters(self) -> bool:

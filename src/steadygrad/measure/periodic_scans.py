@@ -75,6 +75,12 @@ class PeriodicScans:
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
+    def compile(self) -> None:
+        """Compile or load the kernels of the scans now."""
+        if self._every:
+            self._adam.compile()
+            self._weights.compile()
+
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0
 
@@ -83,7 +89,6 @@ class PeriodicScans:
         if not self._has_begun:
             self._has_begun = True
             if self._every:
-                self._adam.compile()
                 scan = self._weights.scan(-1)
                 self._first.append(scan)
                 self.born_nonfinite = frozenset(scan.nonfinite_buffers)
