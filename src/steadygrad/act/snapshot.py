@@ -7,14 +7,14 @@ arrived.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from steadygrad.act.pinned_memory import PinnedMemory
-from steadygrad.state.collect import State
+from steadygrad.state.collect import Source, State
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +28,8 @@ class Snapshot:
     devices: list[torch.device]
     largest: Tensor
     """Largest absolute value of each checked tensor: not finite where the tensor is not."""
-    labels: list[tuple[str, bool]] = field(default_factory=list)
-    """Name of each checked tensor, and whether it must be finite."""
+    labels: list[tuple[str, bool] | None] = field(default_factory=list)
+    """Name of each tensor in `largest`, and whether it must be finite; None if it was not to be checked."""
     finite: bool | None = None
     settings: tuple[tuple[float, float], ...] = ()
     """Learning rate and weight decay of each group when it was taken."""
@@ -37,6 +37,12 @@ class Snapshot:
     good: bool = False
     num_again: int = 0
     """Steps repeated from that state to reach this one; 0 for a copy of the run itself."""
+
+    def note_largest(self, sources: Sequence[Source], largest: Tensor) -> None:
+        """Queue the copy of the largest absolute value of each source; of finite ones, any size will do."""
+        start = len(self.labels)
+        self.largest[start : start + len(sources)].copy_(largest, non_blocking=True)
+        self.labels += [(source.name, source.must_be_finite) if source.is_looked_at else None for source in sources]
 
     @property
     def has_arrived(self) -> bool:
@@ -51,5 +57,6 @@ class Snapshot:
     def values(self) -> Iterator[tuple[str, bool, bool]]:
         """Yield each checked tensor's name, whether it must be finite, and whether it is."""
         self.wait()
-        for (name, must_be_finite), largest in zip(self.labels, self.largest.tolist()):
-            yield name, must_be_finite, math.isfinite(largest)
+        for label, largest in zip(self.labels, self.largest.tolist()):
+            if label is not None:
+                yield *label, math.isfinite(largest)

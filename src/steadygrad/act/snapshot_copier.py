@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.snapshot import Snapshot
+from steadygrad.measure.meter import triton_is_usable
 from steadygrad.state.collect import Source
 
 ROOM = 8
@@ -31,25 +32,56 @@ class Copier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
         self._staged: list[tuple[torch.cuda.Event, Any]] = []  # device copies not yet on the host
+        self._layout: list[object] = []
+        self._kernels: Any = None
 
     def copy(self, snapshot: Snapshot, pairs: Pairs) -> None:
         """Queue the copies of a snapshot."""
         devices = list(dict.fromkeys(s.tensor.device for s, _ in pairs))
         # At step 0 it is not known yet how much device memory training will need.
-        if snapshot.step > 0 and len(devices) == 1 and devices[0].type == "cuda":
-            side = self._find_stream(devices[0])
-            staged = stage_and_look(snapshot, [s for s, _ in pairs], side)
-            if staged is not None:
-                event = torch.cuda.Event()
-                event.record(side)
-                snapshot.pinned_memory.events.append(event)
-                self._staged.append((event, staged))
-                return
+        if snapshot.step > 0 and len(devices) == 1 and self._stage(snapshot, [s for s, _ in pairs], devices[0]):
+            return
         copy_and_look(snapshot, [(s, h) for s, h in pairs if not (s.late and s.tensor.is_cuda)])
         for device in devices:
             if device.type == "cuda":
                 late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
                 self._copy_beside(snapshot, late, device)
+
+    def _stage(self, snapshot: Snapshot, sources: list[Source], device: torch.device) -> bool:
+        """Copy the sources on the device now, and to the host during the following steps; False if that cannot be.
+
+        The copy to the host takes longer than a small step, 30 ms for GPT-2 124M, and the optimizer would have to wait
+        for it; the copy on the device takes 1 ms.
+        """
+        memory = snapshot.pinned_memory
+        if device.type != "cuda" or not has_room(memory, device) or not self._has_kernels(sources, memory.layout):
+            return False
+        current, side = torch.cuda.current_stream(device), self._find_stream(device)
+        with torch.cuda.stream(side):  # where `make_reserve` allocated them
+            blocks = memory.make_blocks(device)
+        current.wait_stream(side)  # the allocator hands out memory in this stream's order
+        targets = [blocks[block].data_ptr() + offset for block, offset in memory.places]
+        counts = self._kernels.copy([source.tensor for source in sources], targets)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            memory.fetch(blocks)
+            snapshot.note_largest(sources, torch.where(counts > 0, math.inf, 0.0).double())
+        event = torch.cuda.Event()
+        event.record(side)
+        memory.events.append(event)
+        self._staged.append((event, (blocks, counts)))
+        return True
+
+    def _has_kernels(self, sources: list[Source], layout: list[object]) -> bool:
+        """Prepare the kernel for sources of this layout; return whether it can copy them all."""
+        if layout != self._layout:
+            self._layout, self._kernels = layout, None
+            if triton_is_usable():
+                from steadygrad.act import triton_copy
+
+                if all(triton_copy.fits(source.tensor) for source in sources):
+                    self._kernels = triton_copy.StateCopy([source.tensor for source in sources])
+        return self._kernels is not None
 
     def before_optimizer(self) -> None:
         """Make the device, not the host, wait for pending copies before it changes what is being copied."""
@@ -113,29 +145,6 @@ def copy_and_look(snapshot: Snapshot, pairs: list[tuple[Source, Tensor]]) -> Non
         look(snapshot, [(s, s.tensor) for s, _ in pairs])
 
 
-def stage_and_look(snapshot: Snapshot, sources: list[Source], side: torch.cuda.Stream) -> Any | None:
-    """Copy the sources on the device now, and to the host during the following steps; None if there is no room.
-
-    The copy to the host takes longer than a small step, 30 ms for GPT-2 124M, and the optimizer would have to wait for
-    it; the copy on the device takes 1 ms. The caller holds the returned object until the copy has arrived.
-    """
-    memory, device = snapshot.pinned_memory, sources[0].tensor.device
-    if not has_room(memory, device):
-        return None
-    tensors = [source.tensor for source in sources]
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.stream(side):  # where `reserve` allocated them
-        blocks = memory.make_blocks(device)
-    copies = memory.make_mirror(tensors, blocks)
-    current.wait_stream(side)  # the allocator hands out memory in this stream's order
-    torch._foreach_copy_(copies, tensors)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        memory.fetch(blocks)
-        look(snapshot, list(zip(sources, copies)))
-    return blocks
-
-
 def look(snapshot: Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
     """Queue one pass that finds non-finite values in the tensors that hold the sources' values."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[Source, Tensor]]] = {}
@@ -144,9 +153,7 @@ def look(snapshot: Snapshot, pairs: list[tuple[Source, Tensor]]) -> None:
             groups.setdefault((tensor.device, tensor.dtype), []).append((source, tensor))
     for group in groups.values():
         norms = torch.stack(torch._foreach_norm([_as_real(tensor) for _, tensor in group], math.inf)).double()
-        start = len(snapshot.labels)
-        snapshot.largest[start : start + len(group)].copy_(norms, non_blocking=True)
-        snapshot.labels += [(source.name, source.must_be_finite) for source, _ in group]
+        snapshot.note_largest([source for source, _ in group], norms)
 
 
 def _as_real(tensor: Tensor) -> Tensor:

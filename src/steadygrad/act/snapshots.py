@@ -210,9 +210,7 @@ class Snapshots:
             return None
         try:
             room = iter(pinned_memory.make_room(wanted))
-            largest = torch.empty(
-                sum(source.is_looked_at for source in sources), dtype=torch.float64, pin_memory=self._is_pinned
-            )
+            largest = torch.empty(len(sources), dtype=torch.float64, pin_memory=self._is_pinned)
         except (RuntimeError, MemoryError) as error:
             self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
             return None
