@@ -45,18 +45,18 @@ class Snapshot:
         self.labels += [(source.name, source.must_be_finite) if source.is_looked_at else None for source in sources]
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether all copies have reached the host."""
+    def has_been_checked(self) -> bool:
+        """Whether the check of all values is on the host; the copies may still be on their way."""
         return all(event.query() for event in self.pinned_memory.events)
 
     def wait(self) -> None:
-        """Wait for pending copies."""
-        for event in self.pinned_memory.events:
-            event.synchronize()
+        """Wait until all copies have reached the host."""
+        self.pinned_memory.wait()
 
     def values(self) -> Iterator[tuple[str, bool, bool]]:
         """Yield each checked tensor's name, whether it must be finite, and whether it is."""
-        self.wait()
+        for event in self.pinned_memory.events:
+            event.synchronize()
         for label, largest in zip(self.labels, self.largest.tolist()):
             if label is not None:
                 yield *label, math.isfinite(largest)

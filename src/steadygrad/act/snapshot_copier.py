@@ -21,6 +21,10 @@ from steadygrad.state.collect import Source
 
 ROOM = 8
 """Free device memory required before the state is copied there, as a multiple of the state's size."""
+MIN_BLOCKS = 2
+"""Blocks fetched to the host in one step at least: 128 MiB, 2.5 ms of the copy engine."""
+MAX_STEPS = 24
+"""Steps after which all blocks are fetched."""
 Pairs = list[tuple[Source, Tensor]]
 """Tensors, and where in host memory they go."""
 
@@ -31,7 +35,7 @@ class Copier:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
-        self._staged: list[tuple[torch.cuda.Event, Any]] = []  # device copies not yet on the host
+        self._staged: list[tuple[PinnedMemory, Any]] = []  # device copies not yet on the host
         self._layout: list[object] = []
         self._kernels: Any = None
 
@@ -46,6 +50,17 @@ class Copier:
             if device.type == "cuda":
                 late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
                 self._copy_beside(snapshot, late, device)
+
+    @torch.no_grad()
+    def compile(self, device: torch.device) -> None:
+        """Load the kernels of a snapshot now, so that no step waits for them."""
+        sample = torch.zeros(16, device=device)
+        torch.stack(torch._foreach_norm([sample, sample], math.inf)).double()
+        if triton_is_usable():
+            from steadygrad.act import triton_copy
+
+            counts = triton_copy.StateCopy([sample]).copy([sample], [torch.zeros_like(sample).data_ptr()])
+            torch.where(counts > 0, math.inf, 0.0).double()
 
     def _stage(self, snapshot: Snapshot, sources: list[Source], device: torch.device) -> bool:
         """Copy the sources on the device now, and to the host during the following steps; False if that cannot be.
@@ -64,12 +79,10 @@ class Copier:
         counts = self._kernels.copy([source.tensor for source in sources], targets)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            memory.fetch(blocks)
             snapshot.note_largest(sources, torch.where(counts > 0, math.inf, 0.0).double())
-        event = torch.cuda.Event()
-        event.record(side)
-        memory.events.append(event)
-        self._staged.append((event, (blocks, counts)))
+        memory.plan_fetch(blocks, side)
+        memory.fetch_some(MIN_BLOCKS)  # its event also says that the check has arrived
+        self._staged.append((memory, (blocks, counts)))
         return True
 
     def _has_kernels(self, sources: list[Source], layout: list[object]) -> bool:
@@ -89,10 +102,12 @@ class Copier:
             torch.cuda.current_stream(device).wait_event(event)
         self._under_way = []
 
-    def release_arrived(self) -> None:
-        """Release the device memory of copies that have reached the host."""
+    def advance(self) -> None:
+        """Fetch the next part of a copy from the device, once a step; release its device memory when all is here."""
+        for memory, _ in self._staged:
+            memory.fetch_some(max(MIN_BLOCKS, -(-memory.num_blocks // MAX_STEPS)))
         if self._staged:
-            self._staged = [(event, held) for event, held in self._staged if not event.query()]
+            self._staged = [(memory, held) for memory, held in self._staged if not memory.has_arrived]
 
     def make_reserve(self, memory: PinnedMemory, model: nn.Module) -> Callable[[], None]:
         """Return a function for another thread, which has torch's allocator keep device memory for the next copy.

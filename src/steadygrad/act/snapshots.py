@@ -107,6 +107,12 @@ class Snapshots:
         if self.off is None and self._is_pinned:
             self._prepare()
 
+    def compile(self) -> None:
+        """On CUDA, load the kernels now, so that no step waits for them."""
+        device = next((p.device for p in self._model.parameters() if p.is_cuda), None)
+        if self.off is None and device is not None:
+            self._copier.compile(device)
+
     # --- when -------------------------------------------------------------------------------------------------------
 
     def effective_every(self, step: int) -> int:
@@ -127,7 +133,7 @@ class Snapshots:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
-        self._copier.release_arrived()
+        self._copier.advance()
         if self.off is not None or self._in_trouble or self.is_held or not self._has_place():
             return False
         if self._lacks_memory and self._is_pinned and step > 0:
@@ -298,7 +304,7 @@ class Snapshots:
         for snapshot in [s for s in self._ring if not s.good]:
             snapshot.num_healthy += step >= snapshot.step
             enough = snapshot.num_healthy >= self._config.good_after
-            if snapshot.finite is None and (enough or snapshot.has_arrived):
+            if snapshot.finite is None and (enough or snapshot.has_been_checked):
                 bad = self._find_nonfinite(snapshot)
                 if bad:
                     reasons.append(_tell_dropped(snapshot.step, bad))

@@ -6,7 +6,6 @@ it and never store one: `add_param_group`, the usual way to unfreeze, replaces t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -72,9 +71,8 @@ class Watched:
     def compile(self) -> None:
         """On CUDA, compile or load all kernels now, so that no step waits for one."""
         if any(parameter.is_cuda for _, parameter in self.trained.named):
-            with contextlib.suppress(Exception):  # shows again when they are used, where it is handled
-                self.meter.compile()
-                self.periodic_scans.compile()
+            self.meter.compile()
+            self.periodic_scans.compile()
 
     @property
     def has_new_parameters(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadygrad.config import MeasureConfig
@@ -80,6 +81,8 @@ class PeriodicScans:
         if self._every:
             self._adam.compile()
             self._weights.compile()
+            device = self._trained.named[0][1].device
+            scan_inputs([torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)], {}).read(-1)
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0

@@ -89,8 +89,11 @@ class ParameterWatch:
         self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
 
     def compile(self) -> None:
-        """Compile or load the kernels of a scan now."""
-        self._look_on_each_device(list(self._list_subjects()))
+        """Compile or load the kernels of a scan now, and those that compare it with the one before."""
+        if not self._ranks.many:
+            self.scan(-1)
+            self.scan(-1)
+            self.forget()
 
     def note_step(self, reading: Reading) -> None:
         """Remember which parameters this step should have moved; costs nothing once all are expected to move."""
