@@ -87,6 +87,10 @@ class PeriodicScans:
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0
 
+    def looks_at_forward(self, step: int) -> bool:
+        """Whether something is to be seen while the forward of `step` runs."""
+        return self._graph is not None or self._is_due(step)
+
     def begin(self) -> None:
         """Scan the user's weights before the first step."""
         if not self._has_begun:
