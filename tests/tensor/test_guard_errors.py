@@ -117,8 +117,8 @@ def pretend(name: str, module: str, *bases: type) -> type:
 @pytest.mark.parametrize(
     ("name", "module", "told"),
     [
-        ("DeepSpeedEngine", "deepspeed.runtime.engine", ("gradient_clipping", "DistributedDataParallel")),
-        ("PipelineEngine", "deepspeed.runtime.pipe.engine", ("gradient_clipping", "DistributedDataParallel")),
+        ("DeepSpeedEngine", "deepspeed.runtime.engine", ("Guard.from_deepspeed(engine)", "DistributedDataParallel")),
+        ("PipelineEngine", "deepspeed.runtime.pipe.engine", ("Guard.from_deepspeed(engine)", "DistributedDataParallel")),
         ("GPTModel", "megatron.core.models.gpt", ("--check-for-nan-in-loss-and-grad", "DistributedDataParallel")),
         (
             "FullyShardedDataParallel",

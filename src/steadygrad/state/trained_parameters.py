@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from steadygrad.errors import UnsupportedError, UsageError
 
 ENGINES = {
-    "deepspeed": "DeepSpeed's engine owns backward, clipping and step. Use its own `gradient_clipping` and "
-    "`bf16.check_grad_overflow`, or train with DistributedDataParallel and a Guard.",
+    "deepspeed": "DeepSpeed's engine owns backward, clipping and step. Use Guard.from_deepspeed(engine), with the "
+    "engine that deepspeed.initialize returned, or train with DistributedDataParallel and a Guard.",
     "megatron": "Megatron-LM's optimizers keep their own gradient buffers. Use its `--check-for-nan-in-loss-and-grad`, "
     "or train with DistributedDataParallel and a Guard.",
 }
@@ -45,6 +45,9 @@ def find_trained_parameters(
 ) -> TrainedParameters:
     """Check that these belong together, and name what they share."""
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if len(optimizers) == 1 and hasattr(optimizers[0], "find_trained"):  # an engine's, which knows its own parts
+        found: TrainedParameters = optimizers[0].find_trained(unwrap(model))
+        return found
     for thing in (model, *optimizers):
         _refuse_engines(thing)
     if not isinstance(model, nn.Module):
