@@ -118,7 +118,11 @@ def pretend(name: str, module: str, *bases: type) -> type:
     ("name", "module", "told"),
     [
         ("DeepSpeedEngine", "deepspeed.runtime.engine", ("Guard.from_deepspeed(engine)", "DistributedDataParallel")),
-        ("PipelineEngine", "deepspeed.runtime.pipe.engine", ("Guard.from_deepspeed(engine)", "DistributedDataParallel")),
+        (
+            "PipelineEngine",
+            "deepspeed.runtime.pipe.engine",
+            ("Guard.from_deepspeed(engine)", "DistributedDataParallel"),
+        ),
         ("GPTModel", "megatron.core.models.gpt", ("--check-for-nan-in-loss-and-grad", "DistributedDataParallel")),
         (
             "FullyShardedDataParallel",
