@@ -106,14 +106,7 @@ class EngineDrive:
                 f"GuardConfig.clip is {config.clip!r}, and the engine clips at gradient_clipping={theirs:g} too. Set "
                 "gradient_clipping to 0 in DeepSpeed's config, or leave GuardConfig.clip at its default."
             )
-        # Weights are the engine's: no snapshot could put them back, and nothing is proven without one.
-        return dataclasses.replace(
-            config,
-            clip=None if theirs else config.clip,
-            snapshots=dataclasses.replace(config.snapshots, enabled=False),
-            prove=dataclasses.replace(config.prove, enabled=False),
-            checkpoint=dataclasses.replace(config.checkpoint, signals=False),
-        )
+        return dataclasses.replace(config, clip=None if theirs else config.clip)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,7 @@ class Guard:
         self._saver, self._shutdown = pieces.saver, pieces.shutdown
         self._requests, self._range_test = pieces.requests, pieces.range_test
         self._clipper, self._rates = pieces.clipper, pieces.rollback.rates  # range tests and second tries set both
+        self._is_fragmented = pieces.rollback.is_fragmented
         self._closed = False
         for close in pieces.closers:
             weakref.finalize(self, close)
@@ -385,6 +386,12 @@ class Guard:
         self._check_open()
         if self._stages.drive is not None:
             self._stages.drive.check_saving()
+        elif self._is_fragmented:
+            raise UsageError(
+                "these weights are in the flat shards of FSDP1, which only FSDP can save. Use "
+                "torch.distributed.checkpoint.state_dict, with guard.state_dict() beside it; or fully_shard (FSDP2), "
+                "whose shards a guard saves."
+            )
 
     def _describe(self) -> str:
         return describe_step(self.last, self._judgement.tally.num_skipped)

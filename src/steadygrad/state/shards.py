@@ -60,9 +60,11 @@ class Fragment:
         num_parts: int,
         part: Callable[[], Tensor],
         gradient: Callable[[], Tensor | None],
+        source: Tensor | None = None,
     ) -> None:
-        """`num_parts`: the ranks that share one copy of the whole."""
+        """`num_parts`: the ranks that share one copy of the whole. `source`: the leaf that autograd knows."""
         self.parameter, self.shape, self.num_parts = parameter, shape, num_parts
+        self.source = parameter if source is None else source
         self._part, self._gradient = part, gradient
 
     @property
