@@ -38,7 +38,7 @@ from steadygrad.guard.stages import Stages, Stepping
 from steadygrad.guard.state import GuardState
 from steadygrad.guard.stepping import Stepper
 from steadygrad.guard.summary import Summary
-from steadygrad.guard.training import Training, check_given
+from steadygrad.guard.training import Training, adapt_to_fragments, check_given
 from steadygrad.judgement import Judgement
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record import Sink
@@ -87,6 +87,7 @@ def build(
     """Check the arguments and build the pieces. `close` returns the guard's close function while the guard exists."""
     check_given(config, scaler, run_dir)
     trained = find_trained_parameters(model, optimizer)
+    config = adapt_to_fragments(config) if trained.is_fragmented else config
     training = Training(
         model=trained.model,
         optimizers=trained.optimizers,

@@ -14,7 +14,7 @@ from torch import Tensor
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import MicrobatchGate
 from steadygrad.act.reflex import Reflex
-from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.scaler import LossScale
 from steadygrad.clip import Clipper
 from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.config import MeasureConfig
@@ -39,7 +39,7 @@ class Watched:
         *,
         clipper: Clipper | None,
         ranks: Ranks,
-        scaler: ScalerDriver,
+        scaler: LossScale,
         buffers: BufferKeeper,
     ) -> None:
         self._config, self._clipper, self._ranks, self._scaler, self._buffers = config, clipper, ranks, scaler, buffers

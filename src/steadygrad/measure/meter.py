@@ -23,7 +23,7 @@ from steadygrad.facts import NUM_COLUMNS, GradientTable, Reading
 from steadygrad.measure import gradients as _gradients
 from steadygrad.measure.kernels import foreach, reference
 from steadygrad.measure.ranks import Ranks, Told
-from steadygrad.state.shards import take_local
+from steadygrad.state.shards import Fragment, take_local
 
 if TYPE_CHECKING:
     from steadygrad.measure.kernels import triton as _triton
@@ -243,8 +243,8 @@ class Meter:
     def _join_ranks(self, m: Measurement, own_loss: Tensor | None) -> None:
         """Make this the measurement of all ranks, and append the values that they exchanged."""
         if self._ranks.shares_tables:
-            gradients = [p.grad for p in m.parameters if p.grad is not None]
-            table, loss = self._ranks.share(m.table, m.names, gradients, own_loss)
+            cut = [p if isinstance(p, Fragment) else p.grad for p in m.parameters if p.grad is not None]
+            table, loss = self._ranks.share(m.table, m.names, cut, own_loss)
             _summarise(m, table, loss, self.max_norm)
         said = self._ranks.take_said()
         assert said is not None
