@@ -157,19 +157,19 @@ def _plot_ratios(run: RunReader, axis: Any) -> None:
 
 
 def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) -> None:
-    """Draw parameters as rows, the first on top; non-finite values are purple."""
+    """Draw parameters as rows, the first on top; a cell with a non-finite value has a purple dot."""
     numpy = import_extra("view", "numpy", what="a plot", error=UsageError)
-    rows = table.rows()
-    cells = numpy.array([[numpy.inf if z is None else z for z in row] for row in rows.values()], dtype=float)
-    bad, empty = numpy.isnan(cells), numpy.isinf(cells)
-    known = cells[~bad & ~empty]
+    rows, bad = table.rows(), table.bad_columns()
+    cells = numpy.array([[numpy.nan if z is None else z for z in row] for row in rows.values()], dtype=float)
+    known = cells[numpy.isfinite(cells)]
     centre = middle if middle is not None else float(numpy.median(known)) if known.size else 0.0
-    shown = numpy.where(bad | empty, numpy.nan, cells)
     edges = [*table.steps, table.steps[-1] + max(1, table.steps[-1] - table.steps[-2] if len(table.steps) > 1 else 1)]
-    mesh = axis.pcolormesh(edges, range(len(rows) + 1), shown, cmap="coolwarm", vmin=centre - 4, vmax=centre + 4)
-    if bad.any():
-        only = import_extra("view", "matplotlib.colors", what="a plot", error=UsageError).ListedColormap(["#8b2fc9"])
-        axis.pcolormesh(edges, range(len(rows) + 1), numpy.where(bad, 1.0, numpy.nan), cmap=only)
+    mesh = axis.pcolormesh(edges, range(len(rows) + 1), cells, cmap="coolwarm", vmin=centre - 4, vmax=centre + 4)
+    dots = [
+        ((edges[i] + edges[i + 1]) / 2, list(rows).index(row) + 0.5) for row, columns in bad.items() for i in columns
+    ]
+    if dots:
+        axis.plot(*zip(*dots), ".", color="#8b2fc9", markersize=3)
     every = -(-len(rows) // 30)
     names = list(rows)
     axis.set_yticks([i + 0.5 for i in range(0, len(names), every)], [_spell(n) for n in names[::every]], fontsize=6)
