@@ -165,9 +165,10 @@ def _identify(incident: Row) -> tuple[str, ...]:
     kind = str(look(incident, "finding", "kind") or "unknown")
     cause = incident.get("cause")
     place = [look(cause, name) for name in ("phase", "op", "module", "file", "line", "name")]
+    rank = str(incident.get("rank"))
     if any(one is not None for one in place[1:]):
-        return (kind if place[3] is None else "", *map(str, place))
-    return (kind, find_action(incident))
+        return (rank, kind if place[3] is None else "", *map(str, place))
+    return (rank, kind, find_action(incident))
 
 
 def look(row: Any, *path: str) -> Any:

@@ -175,11 +175,12 @@ const Chart = (() => {
       const level = frame.bottom + 6 + ROW * (row + 0.5);
       mark.x.forEach((step, i) => {
         if (step < from || step > to) return;
-        const point = make("path", {
-          class: "mark", d: SYMBOLS[mark.symbol] || SYMBOLS.circle, transform: `translate(${x(step).toFixed(1)},${level})`,
+        const point = make("g", { class: "mark", transform: `translate(${x(step).toFixed(1)},${level})`, "data-step": mark.steps[i], "data-kind": mark.kind }, group);
+        make("rect", { x: -6, y: -7, width: 12, height: 14, style: "fill:transparent;stroke:none" }, point); // to be hit by a finger
+        make("path", {
+          d: SYMBOLS[mark.symbol] || SYMBOLS.circle,
           style: `stroke:var(${mark.paint});fill:${OPEN.includes(mark.symbol) ? "none" : `var(${mark.paint})`}`,
-          "data-step": mark.steps[i], "data-kind": mark.kind,
-        }, group);
+        }, point);
         make("title", {}, point).textContent = `step ${spellStep(mark.steps[i])}: ${mark.name}${mark.counts[i] > 1 ? `, ${mark.counts[i]}×` : ""}`;
       });
     });
