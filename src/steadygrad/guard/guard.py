@@ -30,6 +30,7 @@ from steadygrad.guard.joining import join_uneven
 from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.measure.loss import read_number
 from steadygrad.record import Sink
+from steadygrad.view.notebook import NotebookChart, render_guard
 from steadygrad.view.progress import count_items, describe_step, track
 
 T = TypeVar("T")
@@ -302,6 +303,20 @@ class Guard:
         """Return the run so far as one screen of text."""
         self._judging.catch_up()
         return self._summary.describe()
+
+    def show(self) -> NotebookChart:
+        """Show a chart in a notebook that follows the training: loss, norm, what broke; call it before the loop.
+
+        Return it; elsewhere it follows the training without being shown.
+        """
+        self._check_open()
+        chart = NotebookChart()
+        self._judgement.add_sink(chart)
+        chart.display()
+        return chart
+
+    def _repr_html_(self) -> str:
+        return render_guard(self._judgement.tally, self.incidents, self.last)
 
     def health(self) -> dict[str, bool]:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
