@@ -29,6 +29,8 @@ class TrainingSettings:
     """Number of newest checkpoints to keep, in addition to the best one."""
     seed: int = 0
     """Seed of the weights, the order of the data and everything else that is random."""
+    strategy: str = "ddp"
+    """How processes under torchrun share the model: ddp, a copy in each; fsdp, a part of every weight in each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from steadygrad.config.checks import is_number, is_whole, require, require_boole
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "cosine")
+STRATEGIES = ("ddp", "fsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class TrainerConfig:
     """Seed for every random generator at the start of training; None: leave them as they are."""
     device: str = "auto"
     """cpu, cuda, cuda:1, or auto: cuda if available."""
+    strategy: str = "ddp"
+    """How processes under torchrun share the model: ddp, a copy in each; fsdp, a part of every weight in each."""
     protect: bool = True
     """False: the same loop without a guard's protection: nothing is clipped, skipped, judged or recorded."""
 
@@ -74,3 +77,4 @@ class TrainerConfig:
         require(self.seed is None or is_whole(self.seed), self, "seed", "be a whole number or None", "Use 0.")
         require(self.precision in PRECISIONS, self, "precision", f"be one of {', '.join(PRECISIONS)}", "Use auto.")
         require(self.schedule in SCHEDULES, self, "schedule", f"be one of {', '.join(SCHEDULES)}", "Use cosine.")
+        require(self.strategy in STRATEGIES, self, "strategy", f"be one of {', '.join(STRATEGIES)}", "Use ddp.")

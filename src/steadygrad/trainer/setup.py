@@ -16,6 +16,7 @@ from steadygrad.config import FixedNorm, GuardConfig, Precision
 from steadygrad.config.trainer import TrainerConfig
 from steadygrad.errors import UsageError
 from steadygrad.guard import Guard
+from steadygrad.trainer.ranks import count_ranks, find_local_rank
 
 
 def check_given(model: Any, config: Any, loss_fn: Any) -> None:
@@ -37,9 +38,11 @@ def seed_generators(seed: int) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; `auto` means CUDA if available."""
+    """Return the device of that name; `auto` means CUDA if available, and each rank has a GPU of its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and count_ranks() > 1 and torch.cuda.is_available():
+        return torch.device("cuda", find_local_rank() % torch.cuda.device_count())
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -20,6 +20,7 @@ from steadygrad.config.switch import is_switched_off
 from steadygrad.facts import StepRecord
 from steadygrad.losses import structure_loss
 from steadygrad.trainer import Stage, Trainer, TrainerConfig
+from steadygrad.trainer.ranks import is_first
 from steadygrad.trainer.stages import Optimizers
 from steadygrad_recipes.cod import words
 from steadygrad_recipes.cod.config import CodConfig
@@ -170,7 +171,8 @@ class CodTrainer(Trainer):
         with self._as_evaluated(), torch.no_grad(), self.autocast():
             found = torch.cat([self.model(image[None].to(self.device)).float().sigmoid() for image in images])
         names = [name for name, _ in self._shown]
-        write_pictures(self.run_dir, images, masks, found, names=names, when=when)
+        if is_first():
+            write_pictures(self.run_dir, images, masks, found, names=names, when=when)
 
 
 def make_trainer_config(config: CodConfig, device: str, precision: str) -> TrainerConfig:
@@ -188,6 +190,7 @@ def make_trainer_config(config: CodConfig, device: str, precision: str) -> Train
         ema_decay=config.ema_decay or None,
         seed=config.seed,
         device=device,
+        strategy=config.strategy,
         protect=config.protect,
     )
 

@@ -9,6 +9,7 @@ import torch
 
 from steadygrad.errors import UsageError
 from steadygrad.trainer import load_trained
+from steadygrad.trainer.ranks import is_first
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.data import Names, SEOData, encode_rows, load_data
 from steadygrad_recipes.seo.features import parse_page
@@ -24,7 +25,8 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
     """Train; returns the exit code."""
     data = load_data(config)
     tell_data(data, run_dir, console)
-    data.names.write(run_dir)
+    if is_first():
+        data.names.write(run_dir)
     trainer = make_trainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
     if resume is not None:
         step = trainer.resume(resume)
@@ -53,7 +55,7 @@ def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
     num_train, num_val = len(data.train), len(data.val)
     scores = ", ".join(data.names.metrics)
     console.say(f"{num_train} pages to train on, {num_val} to validate; {len(data.names.features)} features; {scores}")
-    if data.left_out:
+    if data.left_out and is_first():
         (run_dir / LEFT_OUT).write_text("\n".join(data.left_out) + "\n", encoding="utf-8")
         console.say(f"{len(data.left_out)} rows were left out, each is named in {run_dir / LEFT_OUT}:", "yellow")
         for line in data.left_out[:NUM_SHOWN]:

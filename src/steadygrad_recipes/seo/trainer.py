@@ -22,6 +22,7 @@ from steadygrad.facts import Action, StepRecord
 from steadygrad.measure.check import check_nan_inf
 from steadygrad.trainer import Trainer
 from steadygrad.trainer.batches import move_batch
+from steadygrad.trainer.ranks import count_ranks, is_first, sum_over_ranks
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 
@@ -54,17 +55,24 @@ class UltraOptimizedSEOTrainer(Trainer):
 
     # --- the training -----------------------------------------------------------------------------------------------
 
+    def prepare_batch(self, batch: Any) -> Any:
+        """Add how many scores of each metric all ranks have, so that their losses average to that of all pages."""
+        if count_ranks() == 1:
+            return batch
+        features, words, scores, given, _ = _split_batch(batch)
+        return features, words, scores, given, sum_over_ranks(given.sum(0)).clamp_min(1) / count_ranks()
+
     def compute_loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean over the metrics of the squared error in standardised units, and each metric's own."""
-        features, words, scores, given = _split_batch(batch)
-        losses = score_losses(self.model(features, words), self.model.standardise(scores), given)
+        features, words, scores, given, num = _split_batch(batch)
+        losses = score_losses(self.model(features, words), self.model.standardise(scores), given, num)
         return losses.mean(), dict(zip(self.model.metrics, losses))
 
     def evaluate(self, val_loader: Iterable[Any]) -> dict[str, float]:
         """Return the loss, R², and each metric's mean absolute error in its own units."""
         predicted, wanted, known = [], [], []
         for batch in val_loader:
-            features, words, scores, given = _split_batch(move_batch(batch, self.device))
+            features, words, scores, given, _ = _split_batch(move_batch(batch, self.device))
             predicted.append(self.model(features, words).float())
             wanted.append(scores)
             known.append(given)
@@ -215,31 +223,34 @@ def make_trainer(
 ) -> UltraOptimizedSEOTrainer:
     """Build a trainer that writes to `run_dir`, and to TensorBoard if the config asks for it."""
     sinks = []
-    if config.tensorboard:
+    if config.tensorboard and is_first():
         from steadygrad.record.tensorboard import TensorBoardSink
 
         sinks.append(TensorBoardSink(run_dir / "tensorboard"))
     return UltraOptimizedSEOTrainer(model, config, run_dir=run_dir, sinks=sinks, **options)
 
 
-def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return features, words, scores and which were given; a batch of two is features and scores, all of them given."""
-    if len(batch) == 4:
-        features, words, scores, given = batch
-        return features, words, scores, given
+def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Return features, words, scores, which were given, and how many; of two, features and scores, all are given."""
+    if len(batch) >= 4:
+        features, words, scores, given, *num = batch
+        return features, words, scores, given, num[0] if num else None
     features, *words, scores = batch
-    return features, words[0] if words else None, scores, torch.ones_like(scores, dtype=torch.bool)
+    return features, words[0] if words else None, scores, torch.ones_like(scores, dtype=torch.bool), None
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
 # Predicted and given scores -> losses and errors, metric by metric. A missing score counts for nothing.
 
 
-def score_losses(predicted: Tensor, wanted: Tensor, given: Tensor) -> Tensor:  # three [B, M] -> [M]
-    """Return the mean squared error of each metric, in standardised units; 0 where no score was given."""
+def score_losses(predicted: Tensor, wanted: Tensor, given: Tensor, num: Tensor | None = None) -> Tensor:
+    """Return the mean squared error of each metric [M] from [B, M], in standardised units; 0 where none was given.
+
+    `num` [M]: the number to divide by, where it is not that of this batch.
+    """
     # Missing scores are removed before the difference: a mask after it could leave 0 * Inf in the gradient.
     errors = (predicted.float() - torch.where(given, wanted, predicted.detach().float())).square()
-    return errors.sum(0) / given.sum(0).clamp_min(1)
+    return errors.sum(0) / (given.sum(0).clamp_min(1) if num is None else num)
 
 
 def measure_errors(predicted: Tensor, wanted: Tensor, given: Tensor, metrics: Sequence[str]) -> dict[str, float]:
