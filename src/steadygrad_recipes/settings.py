@@ -13,6 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.config.checks import is_number, require, require_booleans, require_whole
+from steadygrad.config.trainer import STRATEGIES
+
+__all__ = [
+    "STRATEGIES",
+    "BatchSettings",
+    "TrainingSettings",
+    "require_below_1",
+    "require_choice",
+    "require_numbers",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

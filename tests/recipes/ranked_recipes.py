@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,11 @@ def train_recipe(
 
     `bad_step`: rank 1 gets NaN in that step; `crash_at`: the training ends there, after a checkpoint.
     """
+    if name in FRAMEWORKS:
+        assert run_dir is not None
+        if count_ranks() > 1:  # as torchrun sets them
+            os.environ |= {"LOCAL_WORLD_SIZE": str(count_ranks()), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        return FRAMEWORKS[name](run_dir=run_dir, joined=joined, bad_step=bad_step, crash_at=crash_at, resume=resume)
     trainer, loaders = MAKERS[name](run_dir, strategy, joined)
     if bad_step is not None or crash_at is not None:
         _interfere(trainer, bad_step, crash_at)
@@ -152,12 +159,127 @@ def make_mmdit(run_dir: Path | None, strategy: str, joined: int) -> Any:
     return trainer, make_loaders(config, corpus)
 
 
+# --- those that a framework runs --------------------------------------------------------------------------------------
+
+
+def train_clip6d(
+    *,
+    run_dir: Path,
+    joined: int = 1,
+    bad_step: int | None = None,
+    crash_at: int | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """The same of clip6d, under Lightning's Trainer."""
+    from steadygrad_recipes.clip6d.config import Clip6dConfig, ModelConfig
+    from steadygrad_recipes.clip6d.fit import build_module, fit, open_corpus
+
+    sizes = ModelConfig(
+        embed_dim=16, image_size=16, patch_size=8, image_width=16, image_layers=1, text_width=16, text_layers=1,
+        vector_width=16, heads=2, context=16,
+    )  # fmt: skip
+    config = Clip6dConfig(
+        modalities=("image", "en", "vector"), batch_size=4 * joined, epochs=2, num_synthetic=24, val_share=0.3,
+        warmup_steps=1, learning_rate=1e-3, save_every=1, keep_last=9, threads=1, device="cpu", model=sizes,
+        enable_gradient_monitoring=False,
+    )  # fmt: skip
+    corpus = open_corpus(config, run_dir, Silence())
+    module = build_module(config, corpus)
+    training_step = module.training_step
+
+    def spoiled(batch: Any, batch_idx: int) -> Any:
+        step = module.trainer.global_step
+        if crash_at is not None and step == crash_at:
+            raise Crash
+        loss = training_step(batch, batch_idx)
+        return loss * torch.nan if step == bad_step and find_rank() == 1 else loss
+
+    module.training_step = spoiled
+    try:
+        saver = fit(module, corpus, config, run_dir=run_dir, resume="latest" if resume else None, console=Silence())
+    except Crash:
+        return {}
+    assert saver.guard is not None
+    stats = saver.guard.stats()
+    return {
+        "weights": detach(module.state_dict()),
+        "averaged": {},
+        "num_steps": stats["num_steps"],
+        "num_skipped": stats["num_skipped"],
+        "val": [{"loss": entry["val_loss"]} for entry in saver._progress.val_history],
+        "train": saver._progress.train_history,
+    }
+
+
+def train_sft(
+    *,
+    run_dir: Path,
+    joined: int = 1,
+    bad_step: int | None = None,
+    crash_at: int | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """The same of sft, under transformers' Trainer."""
+    from steadygrad_recipes.sft import fine_tune
+    from steadygrad_recipes.sft.config import SftConfig, TinyModel
+
+    config = SftConfig(
+        num_synthetic=36, largest_amount=9, epochs=2, batch_size=4 * joined, warmup_steps=2, max_length=48,
+        max_new_tokens=4, num_answers=4, save_every=1, keep_last=9, lora_rank=4, use_cpu=True, safe_loss=False,
+        tiny=TinyModel(width=16, num_layers=1, num_heads=2), log_every=1,
+    )  # fmt: skip
+    compute_loss = fine_tune.SftTrainer.compute_loss
+
+    class Spoiled(fine_tune.SftTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            step = self.state.global_step
+            if crash_at is not None and step == crash_at and self.model.training:
+                raise Crash
+            loss = compute_loss(self, *args, **kwargs)
+            bad = step == bad_step and find_rank() == 1 and self.model.training
+            return loss * torch.nan if bad else loss
+
+    usual, fine_tune.SftTrainer = fine_tune.SftTrainer, Spoiled  # type: ignore[misc]
+    try:
+        trained = fine_tune.train_model(config, run_dir=run_dir, console=Silence(), resume="latest" if resume else None)
+    except Crash:
+        return {}
+    finally:
+        fine_tune.SftTrainer = usual  # type: ignore[misc]
+    assert trained.callback is not None
+    stats = trained.callback.guard.stats()
+    log = trained.trainer.state.log_history
+    return {
+        "weights": detach({n: p for n, p in trained.trainer.model.named_parameters() if p.requires_grad}),
+        "averaged": {},
+        "num_steps": stats["num_steps"],
+        "num_skipped": stats["num_skipped"],
+        "val": [{"loss": line["eval_loss"]} for line in log if "eval_loss" in line],
+        "train": [{"loss": line["loss"]} for line in log if "loss" in line],
+    }
+
+
+class Silence:
+    """A console that shows nothing."""
+
+    def say(self, *_: Any, **__: Any) -> None: ...
+
+    def show_table(self, *_: Any) -> None: ...
+
+    @contextlib.contextmanager
+    def track(self, *_: Any) -> Any:
+        yield lambda *_: None
+
+
+FRAMEWORKS = {"clip6d": train_clip6d, "sft": train_sft}
 MAKERS = {"seo": make_seo, "cod": make_cod, "mmdit": make_mmdit}
 
 
-def train_and_go_on(name: str, run_dir: Path, crash_at: int) -> list[dict[str, Any]]:
-    """An undisturbed training, and one that crashes and goes on."""
-    whole = train_recipe(name, run_dir=run_dir / "whole")
-    train_recipe(name, run_dir=run_dir / "cut", crash_at=crash_at)
-    assert count_ranks() > 1
-    return [whole, train_recipe(name, run_dir=run_dir / "cut", resume=True)]
+def train_all_ways(name: str, strategy: str, run_dir: Path) -> dict[str, dict[str, Any]]:
+    """On this rank: an undisturbed training, one with a fault on rank 1, one that crashes and goes on."""
+    train_recipe(name, strategy=strategy, run_dir=run_dir / "cut", crash_at=3)
+    return {
+        "whole": train_recipe(name, strategy=strategy, run_dir=run_dir / "whole"),
+        "spoiled": train_recipe(name, strategy=strategy, run_dir=run_dir / "spoiled", bad_step=1),
+        "resumed": train_recipe(name, strategy=strategy, run_dir=run_dir / "cut", resume=True),
+    }

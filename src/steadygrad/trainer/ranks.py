@@ -89,6 +89,15 @@ def share_from_first(make: Callable[[], T]) -> T:
     return result
 
 
+def gather_from_ranks(value: T) -> list[T]:
+    """Return what every rank has, by rank, on every rank."""
+    if count_ranks() == 1:
+        return [value]
+    found: list[Any] = [None] * count_ranks()
+    dist.all_gather_object(found, value)
+    return found
+
+
 @contextlib.contextmanager
 def first_rank_first() -> Iterator[None]:
     """Run the block on rank 0, then on all others: for files that one writes and all read."""

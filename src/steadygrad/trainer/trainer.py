@@ -33,6 +33,7 @@ from steadygrad.trainer.batches import count_batches, count_steps, move_batch, s
 from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
 from steadygrad.trainer.evaluating import in_eval_mode, make_autocast
 from steadygrad.trainer.files import Start, append_metrics, find_start, load_model, save_model
+from steadygrad.trainer.guessing import judge_learning, judge_start
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import (
     begin_epoch,
@@ -153,6 +154,13 @@ class Trainer:
             raise UsageError("the validation loader has no batch. Give one with data, or none at all.")
         return {"loss": total / num}
 
+    def guess_loss(self, val_loader: Iterable[Any]) -> float | None:  # noqa: ARG002
+        """Return the validation loss of the best answer that ignores the input; None if unknown.
+
+        A run that does not get below it is reported: it has learned nothing, however far its loss fell.
+        """
+        return None
+
     def build_optimizer(self, stage: Stage) -> Optimizers:
         """Create the optimizer of a stage: AdamW over the trainable parameters."""
         if stage.optimizer is not None:
@@ -250,6 +258,27 @@ class Trainer:
                 self.end_epoch(metrics)
                 if not self._has_reached_limit:
                     self._save(guard)
+            if self.stage is self.stages[-1] or self._has_reached_limit:
+                self._judge_learning(guard, val_loader)
+
+    def _judge_learning(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
+        """Report a run that did no better than a guess, or whose first losses exploded."""
+        guard.flush()
+        guess = None if val_loader is None else self._guess(val_loader)
+        losses = [entry["loss"] for entry in (*self.val_history, *self.step_history) if "loss" in entry]
+        best = min(losses, default=None)
+        progress = self._progress
+        for found in (
+            judge_learning(best, guess, guard.num_steps - 1),
+            judge_start(progress.first_loss, progress.peak, guess),
+        ):
+            if found is not None and self.is_protected:
+                guard.note(found)
+                self._tell(f"{found.message[0].upper()}{found.message[1:]}. {found.advice}")
+
+    def _guess(self, val_loader: Iterable[Any]) -> float | None:
+        with unchanged_random([self.device]), torch.no_grad():
+            return self.guess_loss(val_loader)
 
     @property
     def _num_epochs(self) -> int:

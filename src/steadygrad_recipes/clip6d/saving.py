@@ -20,6 +20,7 @@ from steadygrad.guard import Guard
 from steadygrad.state.random_state import capture_random, restore_random
 from steadygrad.trainer.files import append_metrics
 from steadygrad.trainer.progress import Progress
+from steadygrad.trainer.ranks import find_rank, gather_from_ranks, is_first
 from steadygrad.view.progress import describe_step
 from steadygrad_recipes.clip6d.config import Clip6dConfig
 from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus
@@ -118,7 +119,7 @@ class RunSaver(Callback):  # type: ignore[misc]
 
     def _hear(self) -> None:
         """Report the judged steps to the store, which decides by them which checkpoints are good."""
-        for record in self._progress.take_heard():
+        for record in self._progress.take_heard() if is_first() else ():
             if record.skipped:
                 self._io.store.unhealthy_step(record.step, "it was skipped")
             else:
@@ -132,7 +133,8 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress.evaluated = step
         self._progress.last_metrics = evaluate(pl_module, self._corpus, self._config)
         line = {"step": step, "epoch": trainer.current_epoch, **self.metrics}
-        append_metrics(self._run_dir, line)
+        if is_first():
+            append_metrics(self._run_dir, line)
         if self.guard is not None:
             self.guard.validate(self.metrics["val_loss"])
             trainer.should_stop = trainer.should_stop or self.guard.should_stop
@@ -145,16 +147,19 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return progress, position in the data and random generators."""
+        """Return progress, position in the data and the random generators of every rank."""
         random = capture_random(self._devices)
         random["cuda"] = {str(device): state for device, state in random["cuda"].items()}
-        return {"progress": self._progress.state_dict(), "loader": self._loader.state_dict(), "random": random}
+        every = gather_from_ranks(random)
+        return {"progress": self._progress.state_dict(), "loader": self._loader.state_dict(), "random": every}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore progress and position now, and the random state before the first batch."""
         self._progress.load_state_dict(state["progress"])
         self._loader.load_state_dict(state["loader"])
-        self._random = dict(state["random"])
+        every = state["random"]
+        every = [every] if isinstance(every, Mapping) else every  # of a run that knew one process only
+        self._random = dict(every[find_rank() % len(every)])
 
 
 def describe_epoch(epoch: Mapping[str, Any], metrics: Mapping[str, float], num_epochs: int) -> str:

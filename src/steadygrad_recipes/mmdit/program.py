@@ -57,7 +57,7 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
     trainer = _start(config, corpus, run_dir, resume, console)
     loaders = make_loaders(config, corpus)
     warn_of_warmup(config, -(-len(loaders[0]) // count_ranks()), console)
-    baseline = measure_baseline(trainer.model, corpus.train, loaders[1], config)
+    baseline = trainer.guess = measure_baseline(trainer.model, corpus.train, loaders[1], config)
     trainer = train_with_recovery(trainer, corpus, loaders, console)
     tell_end(trainer, baseline, console)
     if trainer.monitor_training_health()["model_healthy"]:
@@ -108,6 +108,7 @@ def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrai
         return None
     rate = config.optimizer.lr * config.training.recovery_lr_factor
     trainer = make_trainer(_set_rate(config, rate), corpus, run_dir, console)
+    trainer.guess = halted.guess
     step = trainer.resume()
     if step is None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,10 @@ class MMDiTTrainer(Trainer):
         run_dir: str | Path | None = None,
         guard_config: GuardConfig | None = None,
         tell: Callable[[str], None] = print,
+        guess: Mapping[str, float] | None = None,
     ) -> None:
-        self.recipe = config
+        """`guess`: `text_loss` and `latent_loss` of a guess (`measure_baseline`)."""
+        self.recipe, self.guess = config, guess
         self._criterion = JointLoss(config.loss)
         settings = make_trainer_config(config)
         super().__init__(model, settings, run_dir=run_dir, guard_config=guard_config, tell=tell)
@@ -74,6 +76,14 @@ class MMDiTTrainer(Trainer):
     def evaluate(self, val_loader: Iterable[Batch]) -> dict[str, float]:
         """Return losses, word accuracy and latent cosine, on the same hidden positions every time."""
         return evaluate(self.model, val_loader, self.recipe)
+
+    def guess_loss(self, val_loader: Iterable[Batch]) -> float | None:  # noqa: ARG002
+        """Return the weighted sum of what a guess without a model gets."""
+        if self.guess is None:
+            return None
+        weights = self.recipe.loss
+        text, latent = self.guess["text_loss"], self.guess["latent_loss"]
+        return weights.loss_scale * (weights.text_loss_weight * text + weights.latent_loss_weight * latent)
 
     def build_optimizer(self, stage: Stage) -> Optimizers:  # noqa: ARG002
         """Return AdamW; decay for matrices only."""

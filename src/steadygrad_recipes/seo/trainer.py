@@ -22,6 +22,7 @@ from steadygrad.facts import Action, StepRecord
 from steadygrad.measure.check import check_nan_inf
 from steadygrad.trainer import Trainer
 from steadygrad.trainer.batches import move_batch
+from steadygrad.trainer.guessing import HARDLY, judge_start
 from steadygrad.trainer.ranks import count_ranks, is_first, sum_over_ranks
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
@@ -34,6 +35,10 @@ ANSWERS = {
     "overfitting": ("weight_decay", 1.5, "Increasing weight decay to handle overfitting"),
 }
 """The response to each kind of instability: which rate, the factor, and the line in the log."""
+GUESS = 1.0
+"""Loss of the mean score, in standardised units."""
+EPOCHS_TO_RECOVER = 2
+"""Epochs after which the rate is lowered because the first losses exploded: twice is a hundredth."""
 ERROR = "val_mae_"
 """Prefix of the errors of single metrics in an epoch's numbers."""
 LOWERS_RATE = (Action.SCALE_LR, Action.ROLLBACK)
@@ -81,6 +86,13 @@ class UltraOptimizedSEOTrainer(Trainer):
         errors = measure_errors(made * self.model.score_std + self.model.score_mean, scores, given, self.model.metrics)
         return {"loss": loss, "r2": errors.pop("r2"), **errors}
 
+    def guess_loss(self, val_loader: Iterable[Any]) -> float:
+        """Return the loss of the mean of the training pages' scores, about 1."""
+        rows = [_split_batch(move_batch(batch, self.device)) for batch in val_loader]
+        scores, given = torch.cat([row[2] for row in rows]), torch.cat([row[3] for row in rows])
+        wanted = self.model.standardise(scores)
+        return float(score_losses(torch.zeros_like(wanted), wanted, given).mean())
+
     def end_step(self, record: StepRecord) -> None:
         """Return gradient norms before and after clipping, from what the Guard has measured anyway."""
         if not logger.isEnabledFor(logging.INFO):
@@ -98,8 +110,15 @@ class UltraOptimizedSEOTrainer(Trainer):
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
         """Compare this epoch with the previous one."""
-        if self.is_protected:
-            self._check_training_stability(metrics["loss"], metrics.get("val_loss", metrics["loss"]))
+        if not self.is_protected:
+            return
+        val_loss = metrics.get("val_loss", metrics["loss"])
+        self._check_training_stability(metrics["loss"], val_loss)
+        progress = self._progress
+        early = len(self.train_history) <= EPOCHS_TO_RECOVER
+        if early and val_loss > HARDLY * GUESS and judge_start(progress.first_loss, progress.peak, GUESS) is not None:
+            logger.warning("The first losses exploded, and the validation is no better than the mean of the scores")
+            self._handle_training_instability("loss_explosion")
 
     # --- building blocks --------------------------------------------------------------------------------------------
 
