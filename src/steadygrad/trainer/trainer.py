@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ from steadygrad.record import Sink
 from steadygrad.scan.foreign import load_checkpoint
 from steadygrad.state.random_state import unchanged_random
 from steadygrad.trainer.batches import count_batches, count_steps, move_batch, size_window
+from steadygrad.trainer.choices import StaysOpen, open_trackers
 from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
 from steadygrad.trainer.evaluating import in_eval_mode, make_autocast
 from steadygrad.trainer.files import Start, append_metrics, find_start, load_model, save_model
 from steadygrad.trainer.guessing import judge_learning, judge_start
+from steadygrad.trainer.pace import Pace
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import (
     begin_epoch,
@@ -103,8 +106,11 @@ class Trainer:
         self.guard_config = make_guard_config(self.config, guard_config, self.device)
         self.guard: Guard | None = None
         self._loss_fn, self._sinks = loss_fn, list(sinks) if is_first() else []
+        self._trackers = [StaysOpen(tracker) for tracker in open_trackers(self.config, self.run_dir)]
         self._tell = (logger.info if tell is None else tell) if is_first() else logger.debug
-        self._progress = Progress()
+        self._progress, self._pace = Progress(), Pace()
+        self._num_planned: int | None = None
+        """Steps of all stages; None: unknown."""
         self._resume_from: Start | None = None
         self._earlier_incidents: list[Incident] = []
         self._prepare(0)
@@ -207,6 +213,8 @@ class Trainer:
             self._train_stage(train_loader, val_loader)
             if self._has_reached_limit:
                 break
+        for tracker in self._trackers:
+            tracker.end()
         return self.get_training_stats()
 
     def _prepare(self, index: int) -> None:
@@ -222,6 +230,7 @@ class Trainer:
     def _begin_stage(self, index: int, loader: Iterable[Any], start: Start | None) -> None:
         before = self.guard
         self.scheduler = self.build_scheduler(self.stage, self._count_steps(loader))
+        self._num_planned = self._count_all(loader)
         scaler = make_scaler(self.guard_config, self.device) if self.stage.scaler is None else self.stage.scaler()
         self.guard = Guard(
             self.model,
@@ -233,7 +242,7 @@ class Trainer:
             scaler=scaler,
             ema=self.ema,
             run_dir=self.run_dir,
-            sinks=[self._progress, *self._sinks],
+            sinks=[self._progress, *self._sinks, *self._trackers],
         )
         if start is not None:
             self.guard.resume(start.path)
@@ -246,6 +255,7 @@ class Trainer:
     def _train_stage(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None) -> None:
         assert self.guard is not None
         with self.guard as guard:
+            self._pace.begin(guard.num_steps)
             self._do_what_is_due(guard, val_loader)
             while guard.epoch - self._progress.first_epoch < self._num_epochs and not self._is_over(guard):
                 self._train_epoch(guard, train_loader, val_loader)
@@ -325,6 +335,13 @@ class Trainer:
     def _hear(self) -> None:
         for record in self._progress.take_heard():
             self.end_step(record)
+            self._tell_progress(record)
+
+    def _tell_progress(self, record: StepRecord) -> None:
+        """Print a line every `log_every` steps, where no bar on a terminal shows the same."""
+        if not is_first() or not _is_multiple(record.step + 1, self.config.log_every) or sys.stderr.isatty():
+            return
+        self._tell(self._pace.describe(record, self._num_planned, self._progress.num_skipped))
 
     def _do_what_is_due(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
         """Evaluate and save by steps; after a resume, also do what was still due when the checkpoint was taken."""
@@ -396,6 +413,12 @@ class Trainer:
     def _count_steps(self, loader: Iterable[Any]) -> int | None:
         accumulation, limit = self.config.accumulation_steps, self.config.max_steps
         return count_steps(count_batches(loader), epochs=self._num_epochs, accumulation=accumulation, limit=limit)
+
+    def _count_all(self, loader: Iterable[Any]) -> int | None:
+        """Return the number of steps of all stages."""
+        num, limit = count_batches(loader), self.config.max_steps
+        epochs = [self.config.epochs if stage.epochs is None else stage.epochs for stage in self.stages]
+        return count_steps(num, epochs=sum(epochs), accumulation=self.config.accumulation_steps, limit=limit)
 
     # --- going on ---------------------------------------------------------------------------------------------------
 

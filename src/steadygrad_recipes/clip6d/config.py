@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from steadygrad.config.checks import require, require_whole
 from steadygrad.errors import ConfigError
-from steadygrad_recipes.settings import STRATEGIES, BatchSettings, require_below_1, require_choice, require_numbers
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers, require_shared
 
 IMAGE, VECTOR = "image", "vector"
 NEGATIVES = ("all", "fibre", "sampled", "permuted")
@@ -137,7 +137,7 @@ class Clip6dConfig(BatchSettings):
         _require(self, "val_share", 0 < self.val_share < 1, "lie between 0 and 1")
         _require(self, "stable_loss_version", self.stable_loss_version in range(4), "be 0, 1, 2 or 3")
         require_choice(self, "negatives", NEGATIVES)
-        require_choice(self, "strategy", STRATEGIES)
+        require_shared(self)
         require_below_1(self, "label_smoothing")
         smooth = self.label_smoothing == 0 or self.stable_loss_version in (0, 2)
         _require(self, "label_smoothing", smooth, "be 0 with stable_loss_version 1 and 3")

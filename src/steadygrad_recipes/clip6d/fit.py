@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import warnings
@@ -15,10 +16,11 @@ import torch
 from steadygrad.adapters.lightning import GuardCallback
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.checkpoint.run import FOLDER
-from steadygrad.config import FixedNorm, GuardConfig, Policy
+from steadygrad.config import GuardConfig
 from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
 from steadygrad_recipes.clip6d.captions import tell_left_out
@@ -130,9 +132,9 @@ def fit(
 
 def build_guards(config: Clip6dConfig, run_dir: Path, progress: Progress) -> GuardCallback:
     """Build the Guard of this training, which clips at `gradient_clip_value`, skips, decides and records."""
-    policy = Policy(early_stopping_patience=config.patience)
-    guard = GuardConfig(clip=FixedNorm(max_norm=config.gradient_clip_value), policy=policy)
-    return GuardCallback(guard, run_dir=run_dir, sinks=[progress])
+    policy = dataclasses.replace(choose_policy(config.policy), early_stopping_patience=config.patience)
+    guard = GuardConfig(clip=choose_clip(config.clip, config.gradient_clip_value), policy=policy)
+    return GuardCallback(guard, run_dir=run_dir, sinks=[progress, *open_trackers(config, run_dir)])
 
 
 def build_trainer(config: Clip6dConfig, callbacks: list[Any], io: StoreIO, run_dir: Path) -> Any:

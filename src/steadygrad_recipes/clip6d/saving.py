@@ -8,6 +8,7 @@ so that a resumed run equals the uninterrupted one. It never steps or judges: th
 # ruff: noqa: ARG002 - the arguments of a hook are Lightning's
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.state.random_state import capture_random, restore_random
 from steadygrad.trainer.files import append_metrics
+from steadygrad.trainer.pace import Pace
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import find_rank, gather_from_ranks, is_first
 from steadygrad.view.progress import describe_step
@@ -50,6 +52,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress, self._io, self._run_dir, self._console = progress, io, run_dir, console
         self._random: dict[str, Any] | None = None
         self._devices: list[torch.device] = []
+        self._pace, self._num_planned = Pace(), 0
         loader.describe = self._describe
 
     @property
@@ -69,8 +72,12 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the device, now that the module is on it."""
+        """Note the device, now that the module is on it, and start the clock."""
         self._devices = [pl_module.device]
+        self._pace.begin(trainer.global_step)
+        limit = self._config.max_steps
+        planned = int(trainer.estimated_stepping_batches)
+        self._num_planned = planned if limit is None else min(planned, limit)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Restore the random state at the first batch after a resume, undoing what was drawn during start-up."""
@@ -87,6 +94,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         if self.guard is None:
             self._count_unguarded(trainer)
         step, config = trainer.global_step, self._config
+        self._tell_progress(step)
         if config.max_steps is not None and step >= config.max_steps:
             trainer.should_stop = True
         if trainer.is_last_batch or trainer.should_stop:
@@ -109,6 +117,12 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress.val_history.append({**self.metrics})
         self._console.say(describe_epoch(epoch, self.metrics, self._config.epochs))
         self._save(trainer)
+
+    def _tell_progress(self, step: int) -> None:
+        """Print a line every `log_every` steps, where no bar on a terminal shows the same."""
+        last = None if self.guard is None else self.guard.last
+        if last is not None and step % self._config.log_every == 0 and not sys.stderr.isatty():
+            self._console.say(self._pace.describe(last, self._num_planned, self._progress.num_skipped))
 
     # --- the work ---------------------------------------------------------------------------------------------------
 

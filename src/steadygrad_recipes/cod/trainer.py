@@ -197,6 +197,11 @@ def make_trainer_config(config: CodConfig, device: str, precision: str) -> Train
         seed=config.seed,
         device=device,
         strategy=config.strategy,
+        clip=config.clip,
+        policy=config.policy,
+        log_every=config.log_every,
+        tensorboard=config.tensorboard,
+        wandb=config.wandb,
         protect=config.protect,
     )
 

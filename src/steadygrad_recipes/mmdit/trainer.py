@@ -136,6 +136,11 @@ def make_trainer_config(config: MMDiTConfig) -> TrainerConfig:
         seed=training.seed,
         device=training.device,
         strategy=training.strategy,
+        clip=training.clip,
+        policy=training.policy,
+        log_every=training.log_every,
+        tensorboard=training.tensorboard,
+        wandb=training.wandb,
         protect=config.protect,
     )
 

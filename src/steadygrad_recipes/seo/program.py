@@ -15,7 +15,7 @@ from steadygrad_recipes.seo.data import Names, SEOData, encode_rows, load_data
 from steadygrad_recipes.seo.features import parse_page
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 from steadygrad_recipes.seo.readers import PAGES, Row
-from steadygrad_recipes.seo.trainer import make_trainer
+from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
 NUM_SHOWN = 5
 LEFT_OUT = "left_out.txt"
@@ -27,7 +27,7 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
     tell_data(data, run_dir, console)
     if is_first():
         data.names.write(run_dir)
-    trainer = make_trainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
+    trainer = UltraOptimizedSEOTrainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
     if resume is not None:
         step = trainer.resume(resume)
         console.say("There is no checkpoint yet: training starts anew." if step is None else f"Resumed at step {step}.")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from steadygrad.measure.check import check_nan_inf
 from steadygrad.trainer import Trainer
 from steadygrad.trainer.batches import move_batch
 from steadygrad.trainer.guessing import HARDLY, judge_start
-from steadygrad.trainer.ranks import count_ranks, is_first, sum_over_ranks
+from steadygrad.trainer.ranks import count_ranks, sum_over_ranks
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 
@@ -235,18 +234,6 @@ class UltraOptimizedSEOTrainer(Trainer):
         if stats["current_gradient_norm"] is None:
             stats["current_gradient_norm"] = self._get_gradient_norm()
         return {**stats, "current_weight_decay": self._weight_decay}
-
-
-def make_trainer(
-    model: UltraOptimizedSEOMetricsModule, config: UltraOptimizedConfig, *, run_dir: Path, **options: Any
-) -> UltraOptimizedSEOTrainer:
-    """Build a trainer that writes to `run_dir`, and to TensorBoard if the config asks for it."""
-    sinks = []
-    if config.tensorboard and is_first():
-        from steadygrad.record.tensorboard import TensorBoardSink
-
-        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
-    return UltraOptimizedSEOTrainer(model, config, run_dir=run_dir, sinks=sinks, **options)
 
 
 def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:

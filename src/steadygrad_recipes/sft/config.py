@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from steadygrad.config import Precision
 from steadygrad.config.checks import as_enum, require, require_whole, set_names
 from steadygrad.errors import ConfigError
-from steadygrad_recipes.settings import STRATEGIES, BatchSettings, require_below_1, require_choice, require_numbers
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_numbers, require_shared
 
 LEARNING_RATE = 2e-4
 """For a model that is already trained."""
@@ -131,7 +131,7 @@ class SftConfig(BatchSettings):
         require_below_1(self, "lora_dropout", "weight_decay")
         require_whole(self, "keep_last", least=2, hint="The newest may be cut short by a crash.")
         require_whole(self, "max_length", least=8, hint="Prompt and completion must fit.")
-        require_choice(self, "strategy", STRATEGIES)
+        require_shared(self)
         require(self.validation_share < 1, self, "validation_share", "be below 1", "Use 0.1.")
         self._set_enums()
         if self.lora_rank == 0 and self.base_precision is Precision.FP16:

@@ -8,6 +8,7 @@ give the plain Trainer. Nothing is written outside the run directory.
 # ruff: noqa: ARG002 - the arguments of an event are the Trainer's
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -22,10 +23,11 @@ from steadygrad.adapters.transformers import (
     safe_compute_loss,
     stable_training_arguments,
 )
-from steadygrad.config import FixedNorm, GuardConfig, Policy, Precision
+from steadygrad.config import GuardConfig, Precision
 from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.extras import import_extra
+from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
 from steadygrad.trainer.files import append_metrics
 from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
 from steadygrad.words import spell_count
@@ -175,7 +177,8 @@ def build_trainer(
     voice = TrainingVoice(console, norms, guarded=protected)
     callback = None
     if protected:
-        callback = GradientMonitoringCallback(make_guard_config(config), run_dir=run_dir, sinks=[norms])
+        sinks = [norms, *open_trackers(config, run_dir)]
+        callback = GradientMonitoringCallback(make_guard_config(config), run_dir=run_dir, sinks=sinks)
     held_out = validation.drop_unlabelled()
     trainer = SftTrainer(
         model=model,
@@ -193,9 +196,9 @@ def build_trainer(
 
 
 def make_guard_config(config: SftConfig) -> GuardConfig:
-    """Return the guard's settings: the same clipping as the plain Trainer's."""
-    policy = Policy(early_stopping_patience=config.patience or None)
-    return GuardConfig(clip=FixedNorm(max_norm=config.max_grad_norm), policy=policy)
+    """Return the guard's settings; by default the same clipping as the plain Trainer's."""
+    policy = dataclasses.replace(choose_policy(config.policy), early_stopping_patience=config.patience or None)
+    return GuardConfig(clip=choose_clip(config.clip, config.max_grad_norm), policy=policy)
 
 
 def make_arguments(config: SftConfig, run_dir: Path, *, validates: bool = True) -> Any:
