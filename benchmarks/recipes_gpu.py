@@ -1,8 +1,8 @@
 """What each recipe does at a real size on one GPU: steps and samples a second, memory, and a fault survived.
 
-Every recipe's own model, loss, optimizer and clipping, on batches made here: seo on pages of 4096 words, clip6d with six
-modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 100M parameters or more,
-sft of a Llama of 1.1B built from a config, with LoRA where peft is there. After the timed steps one batch is poisoned:
+Every recipe's own model, loss, optimizer and clipping, on batches made here: seo on pages of 4096 words, clip6d with
+six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 100M parameters, sft
+of a Llama of 1.1B built from a config, with LoRA where peft is there. After the timed steps one batch is poisoned:
 the step must be skipped, and the next ones must train on. Each takes about a minute.
 
     python benchmarks/recipes_gpu.py [--only seo,cod] [--device cuda|cpu] [--compile] [--quick]
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from machine import describe_machine, write_results
@@ -183,26 +182,22 @@ def make_sft(device: str, *, quick: bool) -> Case:
         model, kind = GPT(width, layers, vocab, heads=heads, context=length).to(device), "all weights, torch alone"
 
         def forward(batch: Tensor) -> Tensor:
-            logits = model(batch)
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten()) * model_factor(batch)
+            return model(batch) * model_factor(batch)
 
     case = _plain(model, ids, lambda b: b, batch, f"{_count(model) / 1e9:.2f}B parameters, {kind}", device, lr=2e-4)
-    case.loss, case.poison, case.num_tokens = forward, lambda b: _Poisoned.mark(b), batch * length
+    case.loss, case.poison, case.num_tokens = forward, mark_poisoned, batch * length
     return case
 
 
-class _Poisoned(Tensor):
+def mark_poisoned(batch: Tensor) -> Tensor:
     """Token ids cannot be NaN: the loss of a batch that carries this mark is."""
-
-    @staticmethod
-    def mark(batch: Tensor) -> Tensor:
-        marked = batch.clone()
-        marked.steadygrad_poison = True  # type: ignore[attr-defined]
-        return marked
+    marked = batch.clone()
+    marked.is_poisoned = True  # type: ignore[attr-defined]
+    return marked
 
 
 def model_factor(batch: Tensor) -> float:
-    return float("nan") if getattr(batch, "steadygrad_poison", False) else 1.0
+    return float("nan") if getattr(batch, "is_poisoned", False) else 1.0
 
 
 def _add_lora(model: Any) -> tuple[Any, str]:

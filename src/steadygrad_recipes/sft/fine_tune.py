@@ -34,7 +34,7 @@ from steadygrad.words import spell_count
 from steadygrad_recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.data import Examples, read_examples
-from steadygrad_recipes.sft.metrics import Scores, answer, score, score_commonest
+from steadygrad_recipes.sft.metrics import Checker, Scores, answer, load_checker, score, score_commonest
 from steadygrad_recipes.sft.model import add_lora, open_model
 from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
@@ -44,6 +44,8 @@ _transformers = import_extra("transformers", "transformers", what="the recipe sf
 _Trainer: Any = _transformers.Trainer
 _TrainerCallback: Any = _transformers.TrainerCallback
 
+MERGED = "merged"
+"""Folder of the model with the LoRA matrices merged into it."""
 MODEL = "model"
 """Folder of the trained weights, inside the run directory."""
 SCORES = "scores.json"
@@ -128,15 +130,19 @@ def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: s
         largest_amount=config.largest_amount,
         seed=config.seed,
         skip_bad_rows=config.skip_bad_rows,
+        hub=config.hub,
     )
+    checker = load_checker(config.checker)
     with quiet_libraries(), use_few_threads(config):
-        trained = _train(config, examples, run_dir, console, checkpoint)
+        trained = _train(config, examples, run_dir, console, checkpoint, checker)
     if is_first():
         _write_scores(run_dir / SCORES, trained.scores, trained.baseline)
     return trained
 
 
-def _train(config: SftConfig, examples: Examples, run_dir: Path, console: Console, checkpoint: Path | None) -> Trained:
+def _train(
+    config: SftConfig, examples: Examples, run_dir: Path, console: Console, checkpoint: Path | None, checker: Checker
+) -> Trained:
     _transformers.set_seed(config.seed)
     with first_rank_first():
         base, tokenizer = open_model(config, run_dir, examples.training)
@@ -158,7 +164,9 @@ def _train(config: SftConfig, examples: Examples, run_dir: Path, console: Consol
     finally:
         voice.close()
     trainer.save_model(str(run_dir / MODEL))
-    scores, baseline = score_together(config, trainer.model, tokenizer, examples)
+    scores, baseline = score_together(config, trainer.model, tokenizer, examples, checker)
+    if config.merge and config.lora_rank:
+        save_merged(trainer.model, tokenizer, run_dir / MERGED)
     return Trained(trainer, scores, baseline, callback, safe_loss)
 
 
@@ -276,17 +284,30 @@ def describe_data(examples: Examples, training: Encoded, validation: Encoded, co
         yield f"{spell_count(validation.num_unlabelled, 'row')} without a label left out of the validation loss."
 
 
-def score_together(config: SftConfig, model: Any, tokenizer: Any, examples: Examples) -> tuple[Scores, Scores]:
+def score_together(
+    config: SftConfig, model: Any, tokenizer: Any, examples: Examples, checker: Checker
+) -> tuple[Scores, Scores]:
     """Return the scores of the model and of the trivial baseline; rank 0 answers, unless every rank has only a part."""
     if config.strategy == "fsdp":
-        return _score(config, model, tokenizer, examples)
-    return share_from_first(lambda: _score(config, model, tokenizer, examples))
+        return _score(config, model, tokenizer, examples, checker)
+    return share_from_first(lambda: _score(config, model, tokenizer, examples, checker))
 
 
-def _score(config: SftConfig, model: Any, tokenizer: Any, examples: Examples) -> tuple[Scores, Scores]:
-    asked = examples.validation[: config.num_answers]
+def _score(
+    config: SftConfig, model: Any, tokenizer: Any, examples: Examples, checker: Checker
+) -> tuple[Scores, Scores]:
+    asked = [example for example in examples.validation if example.prompt][: config.num_answers]
     texts = answer(model, tokenizer, asked, max_new_tokens=config.max_new_tokens)
-    return score(texts, asked, config.tolerance), score_commonest(examples.training, asked, config.tolerance)
+    found = score(texts, asked, config.tolerance, checker)
+    return found, score_commonest(examples.training, asked, config.tolerance, checker)
+
+
+def save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write one ordinary model, for programs that know nothing of LoRA."""
+    merged = model.merge_and_unload()
+    if is_first():
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _write_scores(path: Path, scores: Scores, baseline: Scores) -> None:
