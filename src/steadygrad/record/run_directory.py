@@ -122,7 +122,7 @@ class RunDirectory(Sink):
             del line["extra"]
         self._steps.write(self._sign(line))
         loss = "-" if record.loss is None else f"{_spell(record.loss)}"
-        state = " skipped" if record.skipped else f" clipped={record.clip_coefficient:.4g}" if record.clipped else ""
+        state = " skipped" if record.skipped else _tell_clipping(record)
         rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
         told = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
         self._log.write(
@@ -321,6 +321,14 @@ def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(size - 1)
         return file.read(1)
+
+
+def _tell_clipping(record: StepRecord) -> str:
+    """Format the coefficient, and the norm after clipping; nothing for a step that was not clipped."""
+    if not record.clipped:
+        return ""
+    after = record.grad_norm * record.clip_coefficient
+    return f" clipped={record.clip_coefficient:.4g} grad_norm_after={_spell(after)}"
 
 
 def _spell(value: float) -> str:
