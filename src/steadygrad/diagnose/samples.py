@@ -63,6 +63,12 @@ class SampleSearch:
         remark = describe_samples(self._step, found, size)
         return found, self._spell(found) + (f": {remark}" if remark else "")
 
+    def read_rows(self, rows: Sequence[int], num_rows: int) -> tuple[tuple[int, ...], str]:
+        """The samples by the rows that were bad where the value was born; nothing is run."""
+        if num_rows != self._size or not 0 < len(rows) < num_rows:
+            return (), ""
+        return tuple(rows), f"{self._spell(rows)}, by the rows of the op"
+
     def _spell(self, found: Sequence[int]) -> str:
         return f"{len(found)} of {self._size} in the batch ({spell_indices(tuple(found))})"
 
