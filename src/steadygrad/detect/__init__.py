@@ -24,6 +24,7 @@ from steadygrad.detect import gradient_flow as flow
 from steadygrad.detect import gradient_norm as norm
 from steadygrad.detect import loss_program as program
 from steadygrad.detect.base import FunctionRule, Rule, rule
+from steadygrad.detect.eps_gradient import EpsGradient
 from steadygrad.detect.instability import InstabilityForecast
 from steadygrad.detect.lost_updates import LostHalfUpdates
 from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, NonfiniteLoss, NonfiniteParameter
@@ -108,6 +109,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         stream.ChangedDataset(),
         stream.SingleRow(),
         LostHalfUpdates(),
+        EpsGradient(),
         # habits
         ScalerCollapse(config),
         actions.FrequentClipping(config),

@@ -16,7 +16,7 @@ from steadygrad.facts.program import ProgramFact
 OWN_FACTS = (InputScan, ActivationScan, GraphScan, *get_args(ProgramFact))
 ABOUT_BATCHES = frozenset(
     {"nonfinite_input", "outlier_input", "all_labels_masked"}
-    | {"eval_while_training", "train_mode_validation", "independent_labels", "no_learning_signal"}
+    | {"eval_while_training", "train_mode_validation", "independent_labels", "eps_gradient"}
 )
 
 

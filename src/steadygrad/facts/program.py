@@ -25,6 +25,7 @@ class LossCall:
     """What made the input of that softmax."""
     expanded_from: tuple[int, ...] = ()
     """Shape of the prediction before it was expanded to that of the target; empty if it was not."""
+    expanded_to: tuple[int, ...] = ()
     where: str = ""
     """file:line, or empty."""
 
@@ -38,6 +39,15 @@ class LossScan:
     one_element_norms: tuple[str, ...] = ()
     """Norms that normalise a single element each, so that their output is constant: 'group_norm of shape (4, 8, 1, 1)
     in 8 groups'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisions:
+    """The divisions in the graph of a step."""
+
+    step: int
+    smallest: float
+    """Absolute value of the smallest divisor that is a tensor; infinite if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +208,7 @@ class LostUpdates:
 
 ProgramFact = (
     LossScan
+    | Divisions
     | LabelScan
     | LabelDependence
     | MixedAxes

@@ -82,6 +82,7 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
         if fed_by in ("LogSoftmax", "Softmax") and shape:
             dim = None if moved else _sign(inner._saved_dim) % len(shape)
             deeper = _pass_views(inner.next_functions[0][0])[0]
+        expanded = _find_expanded(node.next_functions[0][0])
         calls.append(
             LossCall(
                 op=op,
@@ -89,7 +90,8 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
                 shape=shape,
                 softmax_dim=dim,
                 softmax_fed_by="" if deeper is None else _spell(_shorten(deeper)),
-                expanded_from=_find_expanded(node.next_functions[0][0]),
+                expanded_from=expanded[0],
+                expanded_to=expanded[1],
                 where=where,
             )
         )
@@ -111,6 +113,13 @@ def find_one_element_norms(loss: Tensor) -> tuple[str, ...]:
         elif kind == "NativeLayerNorm" and all(size == 1 for size in node._saved_normalized_shape):
             found.append(f"layer_norm of shape {_find_shape(node)} over its last dimension of size 1")
     return tuple(dict.fromkeys(found))
+
+
+def find_divisors(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that the graph divides by."""
+    for node in walk(loss.grad_fn):
+        if _shorten(node) == "Div" and isinstance(getattr(node, "_saved_other", None), Tensor):
+            yield node._saved_other
 
 
 def find_causal_masks(loss: Tensor) -> Iterator[Tensor | bool]:
@@ -169,12 +178,12 @@ def _pass_views(node: Any) -> tuple[Any, bool]:
     return node, moved
 
 
-def _find_expanded(node: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor before it was expanded, if `node` did that."""
+def _find_expanded(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes before and after a tensor was expanded, if `node` did that; else two empty ones."""
     if node is None or _shorten(node) != "Expand" or node.next_functions[0][0] is None:
-        return ()
-    shape = _find_shape(node.next_functions[0][0])
-    return shape if shape != _find_shape(node) else ()
+        return (), ()
+    before, after = _find_shape(node.next_functions[0][0]), _find_shape(node)
+    return (before, after) if before != after else ((), ())
 
 
 def _find_shape(node: Any) -> tuple[int, ...]:

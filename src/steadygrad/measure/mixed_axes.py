@@ -33,12 +33,15 @@ class ReshapeWatch:
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """Note a reshape that exchanges the first axis with another."""
         name = getattr(func, "__name__", "")
-        if name in PADDERS and isinstance(result, Tensor):
+        if not isinstance(result, Tensor) or not args:
+            return
+        source = args[0]
+        is_padded = isinstance(source, Tensor) and source in self._padded
+        if name in PADDERS or (is_padded and (name in RESHAPES or name == "__getitem__")):
             self._padded[result] = True
-        elif name in RESHAPES and args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
-            source = args[0]
-            if exchanges_first(tuple(source.shape), tuple(result.shape)) and source not in self._padded:
-                self.found.append((tuple(source.shape), tuple(result.shape), find_caller()))
+        elif name in RESHAPES and isinstance(source, Tensor):
+            shapes = tuple(source.shape), tuple(result.shape)
+            self.found += [(*shapes, find_caller())] if exchanges_first(*shapes) else []
 
     def report(self, step: int, num_rows: int) -> list[MixedAxes]:
         """Return those in which the batch, of `num_rows` samples, is one of the two axes."""

@@ -8,6 +8,7 @@ watch states its own cost; most look at the first steps only. Reads only; what f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from steadygrad.facts import Fact, Reading
 from steadygrad.facts.program import LossCall, LossScan, MixedAxes
 from steadygrad.measure.dependence import STARTS, DependenceWatch
+from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.graph import CallWatch, may_enter
 from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
-from steadygrad.measure.loss_graph import Labels, find_causal_masks, find_one_element_norms, look_at_loss
+from steadygrad.measure.loss_graph import Labels, find_causal_masks, find_divisors, find_one_element_norms, look_at_loss
 from steadygrad.measure.lost_updates import LostUpdatesWatch
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
@@ -33,6 +35,9 @@ from steadygrad.state.tree import find_tensors
 
 NUM_FULL = 3
 """Backwards whose labels are compared with tokens and mask."""
+NUM_DIVISORS = 64
+"""Divisions of the first graph that are looked at."""
+PENDING = (PendingLabels, PendingDivisions)
 NUM_LABELS = 64
 """Backwards whose labels are looked at; later ones with the periodic scans."""
 
@@ -51,7 +56,7 @@ class ProgramWatch:
         self._transfer = transfer
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
-        self._facts: list[tuple[int, Fact | PendingLabels]] = []
+        self._facts: list[tuple[int, Fact | PendingLabels | PendingDivisions]] = []
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
         self._is_inside = self._has_batch = False
@@ -130,7 +135,7 @@ class ProgramWatch:
         self._last_loss = reading.loss
         waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
         known = [fact for when, fact in waiting if when <= step]
-        facts: list[Fact] = [one.read(step) if isinstance(one, PendingLabels) else one for one in known]
+        facts: list[Fact] = [one.read(step) if isinstance(one, PENDING) else one for one in known]
         for watch in (self._stream, self._stored, self._dependence, self._lost_updates):
             facts += self._try(watch.take, step) or []
         return [*facts, *self._modes.take()]
@@ -150,6 +155,7 @@ class ProgramWatch:
             scan = LossScan(step=step, calls=calls, one_element_norms=find_one_element_norms(loss))
             self._facts.append((step, scan))
             self._facts += [(step, fact) for fact in self._find_mixed(step, look.labels, args, kwargs)]
+            self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
             masks = list(find_causal_masks(loss)) if is_full and call.tokens is not None else []

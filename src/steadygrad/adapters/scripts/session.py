@@ -157,8 +157,9 @@ class Session:
         true_loss = vars(loss).get(LOSS)
         value = loss.detach() if true_loss is None else true_loss
         self._losses.append(Loss(value.reshape(()), is_scaled=true_loss is None))
-        for watch in self._watches:
+        for watch in list(self._watches):
             watch.forget_clipping()
+            self._ours(watch.look_at_loss, loss)
 
     def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         """Remember the unscaled loss: a scaled loss can overflow where the loss itself did not."""
@@ -245,6 +246,8 @@ class Session:
 
     def hear(self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when a model is called."""
+        if self._is_here:
+            self._ours(watch.hear_call, module, args, kwargs)
         if self._is_here and module.training and torch.is_grad_enabled():
             self._ours(watch.begin, module, args, kwargs)
 

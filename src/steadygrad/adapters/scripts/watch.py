@@ -34,6 +34,7 @@ from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
+from steadygrad.measure.program import ProgramWatch
 from steadygrad.record import Recorder, Sink
 from steadygrad.record.run_directory import make_record
 from steadygrad.record.run_folder import RunFolder
@@ -100,6 +101,7 @@ class Watch:
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(_list_parameters(optimizer))
+        self._program = ProgramWatch(self._list_trained(), every=self._config.measure.scan_every)
         self._buffers = BufferKeeper(nn.Module() if observe else self.owner)
         settings = self._config.diagnose
         self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=run_dir)
@@ -127,6 +129,15 @@ class Watch:
         self._looks.batch = (args, kwargs)
         if self._config.diagnose.enabled:
             self._investigator.hear(module, args, kwargs)
+
+    def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Called when the model, or a part of it, is called for anything."""
+        self._program.hear_call(module, args, kwargs)
+
+    def look_at_loss(self, loss: Tensor) -> None:
+        """Called before the script differentiates `loss`, if this optimizer's model was called for it."""
+        if self._has_begun:
+            self._program.before_backward(self._step, loss)
 
     def is_about(self, parameters: set[int]) -> bool:
         """Whether these ids are all of this optimizer's parameters that have a gradient."""
@@ -226,16 +237,20 @@ class Watch:
         self._signature = signature
         if not {id(p) for p in parameters} <= {id(p) for p in self.owner.parameters()}:
             self.owner = find_owner(parameters)
-        names = {id(p): name for name, p in self.owner.named_parameters()}
-        named = tuple((names[id(p)], p) for p in parameters)
-        trained = TrainedParameters(
-            model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=()
-        )
+        trained = self._list_trained()
+        named = trained.named
         self._meter = Meter(named, self._config.measure.implementation)
-        self._periodic_scans = PeriodicScans(trained, self._config.measure)
+        self._periodic_scans = PeriodicScans(trained, self._config.measure, program=self._program)
         self._periodic_scans.begin()
         if self._judgement is None:
             self._judgement = self._open_judgement([name for name, _ in named])
+
+    def _list_trained(self) -> TrainedParameters:
+        names = {id(p): name for name, p in self.owner.named_parameters()}
+        named = tuple((names[id(p)], p) for p in _list_parameters(self.optimizer))
+        return TrainedParameters(
+            model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=()
+        )
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
