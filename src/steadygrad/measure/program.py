@@ -64,6 +64,11 @@ class ProgramWatch:
         self.loss_places: Mapping[str, str] = {}
         """Loss functions that the first step called, and where; only known where its calls could be watched."""
 
+    @property
+    def has_call(self) -> bool:
+        """Whether the model was called for training since the last backward."""
+        return self._call is not None
+
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

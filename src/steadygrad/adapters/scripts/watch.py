@@ -136,7 +136,7 @@ class Watch:
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Called before the script differentiates `loss`, if this optimizer's model was called for it."""
-        if self._has_begun:
+        if self._program.has_call:
             self._program.before_backward(self._step, loss)
 
     def is_about(self, parameters: set[int]) -> bool:
