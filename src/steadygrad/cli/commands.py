@@ -23,7 +23,7 @@ from steadygrad.cli.watch import watch
 SECTIONS = {
     "Begin": {
         "demo": "a training that a NaN kills, and the same one guarded",
-        "doctor": "what this machine offers; what is wrong with a script's first steps",
+        "doctor": "what this machine offers, or what is wrong with a script",
     },
     "Train": {
         "run": "run any training script, and keep bad steps from its weights",

@@ -29,34 +29,34 @@ class EvalWhileTraining(Remembering):
 
     name = "eval_while_training"
     hears = (ModeScan, Reading)
-    memory = ("_num_steps", "_start", "_has_trained", "_told")
+    memory = ("_num_steps", "_start", "_num_dropouts", "_num_norms", "_fresh", "_has_trained", "_told")
 
     def __init__(self) -> None:
-        self._scan: ModeScan | None = None
-        self._num_steps = self._start = 0
+        self._num_steps = self._start = self._num_dropouts = self._num_norms = 0
+        self._fresh: list[str] = []
         self._has_trained = self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `PATIENCE` steps."""
         if isinstance(fact, ModeScan) and not fact.is_evaluation:
-            self._scan = fact
+            is_idle = not (fact.is_training or fact.dropouts_on or fact.norms_on)
+            self._num_dropouts = fact.dropouts_off if is_idle else 0
+            self._num_norms = fact.norms_off if is_idle else 0
+            self._fresh = list(fact.fresh_norms[:5])
             self._num_steps, self._start = 0, fact.step
             self._has_trained |= fact.is_training
-        elif isinstance(fact, Reading) and self._scan is not None and not self._told:
-            scan = self._scan
-            idle = scan.dropouts_off + scan.norms_off
-            if not scan.is_training and idle and not (scan.dropouts_on or scan.norms_on):
-                self._num_steps += 1
-                if self._num_steps == PATIENCE:
-                    self._told = True
-                    yield self._report(scan)
+        elif isinstance(fact, Reading) and not fact.is_nonfinite and (self._num_dropouts or self._num_norms):
+            self._num_steps += 1
+            if self._num_steps == PATIENCE and not self._told:
+                self._told = True
+                yield self._report()
 
-    def _report(self, scan: ModeScan) -> Finding:
-        layers = [(scan.dropouts_off, "dropout layer"), (scan.norms_off, "BatchNorm layer")]
+    def _report(self) -> Finding:
+        layers = [(self._num_dropouts, "dropout layer"), (self._num_norms, "BatchNorm layer")]
         off = " and ".join(spell_count(number, what) for number, what in layers if number)
         since = f"since step {self._start}" if self._has_trained else "from the first step on"
-        is_certain = self._has_trained or scan.dropouts_off > 0 or bool(scan.fresh_norms)
-        fresh = "; BatchNorm has its initial statistics, so it normalises nothing" if scan.fresh_norms else ""
+        is_certain = self._has_trained or self._num_dropouts > 0 or bool(self._fresh)
+        fresh = "; BatchNorm has its initial statistics, so it normalises nothing" if self._fresh else ""
         return Finding(
             kind=self.name,
             severity=Severity.WARNING if is_certain else Severity.INFO,
@@ -65,11 +65,7 @@ class EvalWhileTraining(Remembering):
             advice="Call model.train() before training"
             + (", again after each evaluation: model.eval() stays until then." if self._has_trained else ".")
             + " To freeze single layers, put only those in eval mode.",
-            evidence={
-                "num_dropouts": scan.dropouts_off,
-                "num_norms": scan.norms_off,
-                "fresh_norms": list(scan.fresh_norms[:5]),
-            },
+            evidence={"num_dropouts": self._num_dropouts, "num_norms": self._num_norms, "fresh_norms": self._fresh},
         )
 
 

@@ -101,7 +101,8 @@ class DependenceWatch:
         features, labels = torch.cat(self._features), torch.cat(self._labels)
         self._features, self._labels = [], []
         features = (features - features.mean(0)) / features.std(0).clamp(min=1e-12)
-        one_hot = torch.nn.functional.one_hot(labels, NUM_GROUPS).to(features.dtype)  # [samples, groups]
+        groups = torch.arange(NUM_GROUPS, device=labels.device)
+        one_hot = (labels[:, None] == groups).to(features.dtype)  # [samples, groups]
         spread = _spread(one_hot, features)
         generator = torch.Generator().manual_seed(step)  # of our own: the program's random numbers stay as they are
         orders = [torch.randperm(len(labels), generator=generator).to(labels.device) for _ in range(NUM_SHUFFLES)]
