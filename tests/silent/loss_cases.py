@@ -179,6 +179,41 @@ def swapped_mask(bug: bool) -> Built:
     return model, adam(model), train
 
 
+@case("swapped_mask", "torch: key_padding_mask is True at padding, an attention mask is 1 at tokens")
+def key_padding_mask_swapped(bug: bool) -> Built:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(16, 16), nn.Linear(16, 16)
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            h, hidden = self.embedding(tokens), mask == 1 if bug else mask == 0
+            return self.out(h + self.attention(h, h, h, key_padding_mask=hidden, need_weights=False)[0])
+
+    model = Net()
+
+    def loss(tokens: Tensor, mask: Tensor) -> Tensor:
+        labels = (tokens % 5).masked_fill(mask == 0, -100)
+        return F.cross_entropy(model(tokens, mask).flatten(0, 1), labels.flatten())
+
+    def train(guard: Any) -> None:
+        for tokens in sequences(6):
+            guard.step(loss, *_pad(tokens))
+
+    return model, adam(model), train
+
+
+@case("wrong_loss_input", "softmax over the samples, by its log")
+def log_of_softmax_over_batch(bug: bool) -> Built:
+    model = mlp(8, 16, 4)
+    return (
+        model,
+        adam(model),
+        _train_on_clusters(lambda x, y: F.nll_loss(model(x).softmax(0 if bug else 1).log(), y)),
+    )
+
+
 @case("padding_in_loss", "ignore_index forgotten; the mask is True at padding")
 def padding_counts(bug: bool) -> Built:
     class Tagger(nn.Module):
@@ -280,6 +315,26 @@ def two_tokens_ahead(bug: bool) -> Built:
     def train(guard: Any) -> None:
         for tokens in sequences(6):
             guard.step(loss, tokens)
+
+    return model, adam(model), train
+
+
+@case(None, "pytorch/tutorials: tags for one sentence at a time, time first, a batch of 1")
+def one_sentence_at_a_time(bug: bool) -> Built:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.rnn, self.out = nn.Embedding(16, 8), nn.LSTM(8, 16), nn.Linear(16, 5)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            h, _ = self.rnn(self.embedding(tokens).view(len(tokens), 1, -1))
+            return self.out(h.view(len(tokens), -1)).log_softmax(1)
+
+    model = Net()
+
+    def train(guard: Any) -> None:
+        for rows in sequences(6, rows=1):
+            guard.step(lambda t: F.nll_loss(model(t), t % 5), rows[0])
 
     return model, adam(model), train
 

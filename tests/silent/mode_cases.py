@@ -109,7 +109,8 @@ def train_mode_blocks(bug: bool) -> Built:
             if i % 15 == 14:
                 model.train(bug)
                 with torch.no_grad():
-                    model(x)
+                    for held_out, _ in clusters(2):
+                        model(held_out)
                 model.train()
 
     return model, adam(model), train
@@ -127,6 +128,20 @@ def pseudo_labels(bug: bool) -> Built:
             with torch.no_grad():
                 guess = model(x).argmax(1)
             guard.step(F.cross_entropy(model(x), y) + 0.1 * F.cross_entropy(model(x), guess))
+
+    return model, adam(model), train
+
+
+@case(None, "pytorch/tutorials: a DCGAN draws a picture from fixed noise now and then, in train mode")
+def samples_from_fixed_noise(bug: bool) -> Built:
+    model, noise = mlp(8, 32, 4, norm=True), torch.randn(16, 8)
+
+    def train(guard: Any) -> None:
+        for i, (x, y) in enumerate(clusters(60)):
+            guard.step(F.cross_entropy(model(x), y))
+            if i % 15 == 14:
+                with torch.no_grad():
+                    model(noise)
 
     return model, adam(model), train
 

@@ -162,6 +162,17 @@ def full_batch(bug: bool) -> Built:
     return model, adam(model), train
 
 
+@case(None, "full-batch training on inputs that are made anew for each step, as coordinates are")
+def coordinates(bug: bool) -> Built:
+    model, wanted = mlp(1, 16, 1), torch.rand(32, 1)
+
+    def train(guard: Any) -> None:
+        for _ in range(40):
+            guard.step(lambda x, y: F.mse_loss(model(x), y), torch.linspace(0, 1, 32)[:, None], wanted.clone())
+
+    return model, adam(model), train
+
+
 @case(None, "an epoch of one batch, from a DataLoader")
 def one_batch_epochs(bug: bool) -> Built:
     model, loader = mlp(8, 16, 4), DataLoader(_make_data(64), batch_size=64)

@@ -44,7 +44,9 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "lost_ends": (lambda: [labels(num_padded_rows=8, num_lost_ends=8)], 0),
     "swapped_mask": (lambda: [labels(num_padded_rows=8, num_swapped_rows=8)], 0),
     "train_mode_validation": (
-        lambda: [ModeScan(step=t, is_evaluation=True, is_training=True, dropouts_on=2) for t in (20, 40)],
+        lambda: [
+            ModeScan(step=t, is_evaluation=True, is_first=False, is_training=True, dropouts_on=2) for t in (20, 40)
+        ],
         40,
     ),
     "dropout_in_evaluation": (lambda: [RandomEvaluation(step=20, calls=("dropout at a.py:3",))], 20),

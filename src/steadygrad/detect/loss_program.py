@@ -253,17 +253,15 @@ class SwappedMask(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once."""
-        if not isinstance(fact, LabelScan) or self._told or fact.num_swapped_rows < 2:
-            return
-        if fact.num_swapped_rows < 0.9 * fact.num_padded_rows:
+        if not isinstance(fact, LabelScan) or self._told or fact.num_swapped_rows < max(2, 0.9 * fact.num_padded_rows):
             return
         self._told = True
         yield Finding(
             kind=self.name,
             severity=Severity.WARNING,
             step=fact.step,
-            message="the attention mask is 1 where one and the same token is repeated and 0 where tokens vary, in "
-            f"{fact.num_swapped_rows} rows: the model attends to padding only",
+            message="attention sees only places where one and the same token is repeated, and is kept from those where "
+            f"tokens vary, in {fact.num_swapped_rows} rows{_at(fact.where)}: it attends to padding only",
             advice="Invert it: an attention mask is 1 at real tokens; torch's key_padding_mask is True at padding.",
             evidence={"num_rows": fact.num_swapped_rows},
         )

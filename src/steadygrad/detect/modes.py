@@ -73,7 +73,8 @@ class TrainModeValidation(Remembering):
     """A validation runs in train mode: dropout blurs its loss, and BatchNorm's statistics take in validation data.
 
     A forward without gradients after whose step `guard.validate` was called is a validation. Without that call, two
-    blocks of such forwards, at least `APART` steps apart, in a program that never puts the model in eval mode.
+    blocks of several such forwards, at least `APART` steps apart, in a program that never puts the model in eval mode.
+    One forward alone may be a sample drawn from a generator, for which train mode is usual.
     """
 
     name = "train_mode_validation"
@@ -93,8 +94,9 @@ class TrainModeValidation(Remembering):
             is_active = fact.is_training and bool(fact.dropouts_on or fact.norms_on)
             if not is_active or self._knows_eval:
                 return
-            self._num_blocks = self._num_blocks + 1 if fact.step - self._last >= APART else 1
-            self._last = fact.step
+            if not fact.is_first:
+                self._num_blocks = self._num_blocks + 1 if fact.step - self._last >= APART else 1
+                self._last = fact.step
             if fact.step == self._validated or self._num_blocks >= 2:
                 self._told = True
                 yield _report_train_mode(self.name, fact)

@@ -113,6 +113,8 @@ class ModeScan:
     """The step it belongs to, or the last step before it."""
     is_evaluation: bool
     """Without gradients and between two steps, as in a validation."""
+    is_first: bool = True
+    """Whether it is the first such forward since a step; the second one, with another input, is sent too."""
     is_training: bool
     """The model's own flag."""
     dropouts_on: int = 0
@@ -161,7 +163,7 @@ class StreamScan:
     is_distributed: bool = False
     """Whether the sampler needs `set_epoch` to do so."""
     is_given: bool = False
-    """Whether the batch is an argument of the step function, before the program has worked on it."""
+    """Whether the batch was passed to the step function in a container, as loaders make it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class DependenceWatch:
     ) -> None:
         """Keep a sample of this step, if it is one of those to look at."""
         is_high = last_loss is not None and last_loss > HIGH * math.log(max(2, labels.num_classes))
-        if step in STARTS and is_high:
+        if step in STARTS and is_high and labels.is_reduced and labels.is_whole:
             self._until, self._features, self._labels = step + NUM_STEPS, [], []
         if step >= self._until:
             return

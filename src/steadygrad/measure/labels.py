@@ -65,7 +65,7 @@ class PendingLabels:
         row = self._rows.read()["labels"]
         counted, lowest, highest, rows, causal = (int(number) for number in row[:5])
         pairs = zip(OFFSETS, row[5:11:2], row[6:11:2])
-        padded, at_padding, ends, swapped = (int(number) for number in row[11:15])
+        padded, at_padding, ends, swapped, hidden = (int(number) for number in row[11:16])
         return LabelScan(
             step=step,
             num_counted=counted,
@@ -79,7 +79,7 @@ class PendingLabels:
             num_at_padding=at_padding,
             num_lost_ends=ends,
             num_padded_rows=padded,
-            num_swapped_rows=swapped if self._keeps else 0,
+            num_swapped_rows=max(swapped if self._keeps else 0, hidden),
             where=self._where,
         )
 
@@ -94,7 +94,7 @@ def scan_labels(
     where: str = "",
     transfer: Transfer | None = None,
 ) -> PendingLabels:
-    """Queue a scan of `labels`; `masks` are those of attention scores, see `find_causal_masks`."""
+    """Queue a scan of `labels`; `masks` are those of attention scores, see `find_masks`."""
     target = labels.target.detach().to(torch.int64)
     counted = target != labels.ignore_index
     numbers = [
@@ -108,12 +108,13 @@ def scan_labels(
     fits = tokens is not None and tokens.device == target.device and is_readable(tokens)
     length = target.numel() // len(tokens) if tokens is not None and fits and target.numel() % len(tokens) == 0 else 0
     if tokens is None or not length or not tokens.shape[1] - len(OFFSETS) <= length <= tokens.shape[1]:
-        numbers += [_number(target, 0)] * 10
+        numbers += [_number(target, 0)] * 11
     else:
         numbers[3] = _number(target, len(tokens))
         rows, counted = target.reshape(-1, length), counted.reshape(-1, length)
         numbers += _match(rows, counted, tokens.to(torch.int64))
         numbers += _look_at_padding(counted, tokens.to(torch.int64), call.mask)
+        numbers.append(_count_hidden(tokens, masks))
     row = torch.stack([number.double() for number in numbers])
     is_causal = is_recurrent or any(mask is True for mask in masks)
     return PendingLabels(
@@ -157,6 +158,18 @@ def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> li
     return [padded.sum(), at_padding, lost, (padded & ones_are_padding).sum()]
 
 
+def _count_hidden(tokens: Tensor, masks: Sequence[Tensor | bool]) -> Tensor:
+    """Rows in which attention sees no other token than one that is repeated, and is kept from varied ones."""
+    num_rows, length = tokens.shape
+    for mask in masks:
+        fits = isinstance(mask, Tensor) and mask.dim() > 2 and len(mask) == num_rows and mask.shape[-1] == length
+        if isinstance(mask, Tensor) and fits and mask.device == tokens.device and is_readable(mask):
+            hidden = mask.reshape(num_rows, -1, length).all(1)  # [rows, tokens]: from every other token
+            is_swapped = _is_one_token(tokens, ~hidden) & ~_is_one_token(tokens, hidden)
+            return (hidden.any(1) & is_swapped).sum()
+    return _number(tokens, 0)
+
+
 def _is_one_token(tokens: Tensor, where: Tensor) -> Tensor:
     """Whether there are tokens at these places, all the same: a bool on the device."""
     return torch.where(where, tokens, -BIG).amax() == torch.where(where, tokens, BIG).amin()
@@ -164,7 +177,8 @@ def _is_one_token(tokens: Tensor, where: Tensor) -> Tensor:
 
 def _is_any_causal(masks: Sequence[Tensor | bool], like: Tensor) -> Tensor:
     """Whether some mask treats the pair (first, last) unlike (last, first)."""
-    found = [m[..., 0, -1].ne(m[..., -1, 0]).all() for m in masks[:8] if isinstance(m, Tensor) and is_readable(m)]
+    square = [m for m in masks[:8] if isinstance(m, Tensor) and m.dim() > 1 and m.shape[-1] == m.shape[-2] > 1]
+    found = [m[..., 0, -1].ne(m[..., -1, 0]).any() for m in square if is_readable(m)]
     found = [one.to(like.device, non_blocking=True) for one in found]
     return torch.stack(found).any() if found else _number(like, 0)
 

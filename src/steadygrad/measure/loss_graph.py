@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadygrad.facts.program import LossCall
@@ -40,6 +41,8 @@ VIEWS = frozenset(
 NAMES = {"Addmm": "linear", "Mm": "linear", "Linear": "linear", "Convolution": "convolution", "Bmm": "matmul"}
 _ENDING = re.compile(r"Backward\d*$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+HIDDEN = -1e4
+"""Scores up to this are out of sight after a softmax."""
 WRAPPED = 1 << 63
 """Negative numbers that a node saved come back as unsigned ones."""
 
@@ -52,6 +55,8 @@ class Labels:
     ignore_index: int
     num_classes: int
     is_reduced: bool
+    is_whole: bool
+    """Whether this loss is all there is to differentiate."""
     outputs: Any
     """The node that made the loss's input."""
 
@@ -76,6 +81,10 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
     for node in _find_losses(loss.grad_fn):
         kind = _shorten(node)
         inner, moved = _pass_views(node.next_functions[0][0])
+        if inner is not None and _shorten(inner) == "Log":
+            before, more = _pass_views(inner.next_functions[0][0])
+            if before is not None and _shorten(before) == "Softmax":
+                calls += _describe_log_of_softmax(before, LOSSES[kind], where) if not (moved or more) else []
         shape = () if inner is None else _find_shape(inner)
         fed_by = "" if inner is None else _shorten(inner)
         op, dim, deeper = LOSSES[kind], None, None
@@ -99,8 +108,15 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
             target = node._saved_target
             classes = shape[1] if not moved or fed_by != "LogSoftmax" else shape[_sign(inner._saved_dim) % len(shape)]
             ignore, reduced = _sign(node._saved_ignore_index), node._saved_reduction != 0 and node._saved_weight is None
-            labels.append(Labels(target, ignore, classes, reduced, inner))
+            labels.append(Labels(target, ignore, classes, reduced, node is loss.grad_fn, inner))
     return Look(tuple(calls), tuple(labels))
+
+
+def _describe_log_of_softmax(node: Any, op: str, where: str) -> list[LossCall]:
+    """Describe log(softmax(x)) as the log_softmax that it is."""
+    shape = _find_shape(node)
+    dim = _sign(node._saved_dim) % len(shape) if shape else None
+    return [LossCall(op=op, fed_by="log_softmax", shape=shape, softmax_dim=dim, where=where)]
 
 
 def find_one_element_norms(loss: Tensor) -> tuple[str, ...]:
@@ -122,22 +138,23 @@ def find_divisors(loss: Tensor) -> Iterator[Tensor]:
             yield node._saved_other
 
 
-def find_causal_masks(loss: Tensor) -> Iterator[Tensor | bool]:
-    """Yield square masks of attention scores, as they were saved; True for one that is causal by its own flag."""
+def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
+    """Yield the masks of attention scores, True where one is hidden; True alone for one that is causal by a flag."""
     for node in walk(loss.grad_fn):
         kind = _shorten(node)
         if kind.startswith("ScaledDotProduct"):
-            mask = True if getattr(node, "_saved_is_causal", False) else getattr(node, "_saved_attn_mask", None)
-        elif kind == "MaskedFill":
-            mask = node._saved_mask
-        elif kind == "Where":
-            mask = node._saved_condition
-        else:
-            continue
-        if mask is True:
-            yield True
-        elif isinstance(mask, Tensor) and mask.dim() > 1 and mask.shape[-1] == mask.shape[-2] > 1:
-            yield mask
+            mask = getattr(node, "_saved_attn_mask", None)
+            if getattr(node, "_saved_is_causal", False):
+                yield True
+            elif isinstance(mask, Tensor):
+                yield ~mask if mask.dtype is torch.bool else mask < HIDDEN
+        elif kind == "Softmax":
+            inner, _ = _pass_views(node.next_functions[0][0])
+            if inner is not None and _shorten(inner) == "MaskedFill":
+                yield inner._saved_mask
+            elif inner is not None and _shorten(inner) == "Where":
+                keeps_true = inner.next_functions[0][0] is not None  # the scores are what the gradient goes to
+                yield ~inner._saved_condition if keeps_true else inner._saved_condition
 
 
 def walk(root: Any) -> Iterator[Any]:

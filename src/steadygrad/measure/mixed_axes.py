@@ -68,8 +68,13 @@ class TimeFirstWatch:
             self._handles.pop().remove()
 
     def report(self, step: int, num_labels: int) -> list[MixedAxes]:
-        """Return a layer that read samples as time steps, if each of the `num_labels` labels is one sample's."""
-        found = [(name, shape) for name, shape in self._calls if shape[0] == num_labels != shape[1]]
+        """Return a layer that read samples as time steps, if each of the `num_labels` labels is one sample's.
+
+        A second size of 1 is a single sequence, whose steps have a label each.
+        """
+        found = [
+            (name, shape) for name, shape in self._calls if shape[0] == num_labels and shape[1] not in (1, num_labels)
+        ]
         return [
             MixedAxes(step=step, kind="batch_first", what=f"layer {name!r}, which expects time first, got {shape}")
             for name, shape in found[:1]

@@ -3,12 +3,13 @@
 Flags are read and never set: programs redefine `train()`. A forward with gradients belongs to a step, one without
 gradients between two steps is an evaluation; inside a step function the latter is part of the step and ignored. In one
 evaluation of a model in eval mode, a torch function mode looks for dropout that is active nevertheless. Cost: flags of
-the layers above once a step, and once a block of evaluations.
+the layers above once a step, and twice a block of evaluations.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from steadygrad.measure.suspicious_ops import find_caller
 
 DROPOUTS = (nn.modules.dropout._DropoutNd,)
 NORMS = (nn.modules.batchnorm._BatchNorm,)
+DONE = -1
+"""In place of an input: two forwards of a block were noted."""
 MOST_CALLS = 8
 """Active dropouts that are listed."""
 
@@ -36,7 +39,7 @@ class ModeWatch:
         self._training: ModeScan | None = None
         self._seen: dict[bool, ModeScan] = {}
         self._facts: list[ModeScan | RandomEvaluation] = []
-        self._last_block = -1
+        self._block = (-1, DONE)
         self._fresh: dict[int, bool] = {}
         self._may_listen = True
 
@@ -44,12 +47,13 @@ class ModeWatch:
         """Note a forward with gradients; the last one before a step counts."""
         self._training = self._read(step, is_evaluation=False)
 
-    def note_evaluation(self, step: int) -> None:
-        """Note a forward without gradients after `step`; the first one of each block counts."""
-        if step < 0 or self._last_block == step:
+    def note_evaluation(self, step: int, first_input: int = 0) -> None:
+        """Note a forward without gradients after `step`: the first of each block, and the next with another input."""
+        is_first = self._block[0] != step
+        if step < 0 or (not is_first and self._block[1] in (first_input, DONE)):
             return
-        self._last_block = step
-        scan = self._read(step, is_evaluation=True)
+        self._block = (step, first_input if is_first else DONE)
+        scan = dataclasses.replace(self._read(step, is_evaluation=True), is_first=is_first)
         if any(getattr(layer, "momentum", 0.1) is None and layer.training for _, layer in self._layers):
             return  # torch's update_bn: statistics are measured anew
         self._facts.append(scan)

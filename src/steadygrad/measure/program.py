@@ -21,7 +21,7 @@ from steadygrad.measure.dependence import STARTS, DependenceWatch
 from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.graph import CallWatch, may_enter
 from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
-from steadygrad.measure.loss_graph import Labels, find_causal_masks, find_divisors, find_one_element_norms, look_at_loss
+from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
 from steadygrad.measure.lost_updates import LostUpdatesWatch
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
@@ -82,7 +82,8 @@ class ProgramWatch:
             return
         if not torch.is_grad_enabled():
             if not self._is_inside:
-                self._try(self._modes.note_evaluation, self._next_step - 1)
+                first = next((id(tensor) for _, tensor in find_tensors(args, kwargs)), 0)
+                self._try(self._modes.note_evaluation, self._next_step - 1, first)
             return
         self._try(self._modes.note_training, self._next_step)
         self._call = (args, kwargs)
@@ -100,7 +101,8 @@ class ProgramWatch:
             return
         self._next_step, self._is_inside = step, True
         if next(find_tensors(args, kwargs), None) is not None:
-            self._note_batch(args, kwargs, is_given=True)
+            is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
+            self._note_batch(args, kwargs, is_given=not is_loose)
 
     def end_function(self) -> None:
         """The step function has returned or raised."""
@@ -123,7 +125,7 @@ class ProgramWatch:
         """The optimizer has made its step, and the gradients are still there."""
         if not self._every:
             return
-        self._next_step, self._has_batch = step + 1, False
+        self._next_step, self._has_batch, self._call = step + 1, False, None
         self._modes.end_step()
         if self._time_first is not None:  # a backward of the program's own: no loss was seen
             self._time_first.close()
@@ -163,7 +165,7 @@ class ProgramWatch:
             self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
-            masks = list(find_causal_masks(loss)) if is_full and call.tokens is not None else []
+            masks = list(find_masks(loss)) if is_full and call.tokens is not None else []
             pending = scan_labels(
                 labels,
                 call,
