@@ -25,7 +25,8 @@ def check_script(
     console: Console, script: str, arguments: Sequence[str], *, num_steps: int, as_json: bool = False
 ) -> int:
     """Run the first `num_steps` steps of `script`, print what was checked and found, and return the exit code."""
-    from steadygrad.adapters.scripts.launch import launch, when_torch_arrives
+    from steadygrad.adapters.scripts.arrival import when_torch_arrives
+    from steadygrad.adapters.scripts.launch import launch
 
     sheet = CheckSheet()
 

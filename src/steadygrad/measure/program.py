@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ class ProgramWatch:
         self._next_step = self._num_backwards = self._num_calls = 0
         self._is_inside = self._has_batch = False
         self._last_loss: float | None = None
+        self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
         """Loss functions that the first step called, and where; only known where its calls could be watched."""
 
@@ -100,7 +102,7 @@ class ProgramWatch:
         if not self._every:
             return
         self._next_step, self._is_inside = step, True
-        if next(find_tensors(args, kwargs), None) is not None:
+        if not self._has_batch and next(find_tensors(args, kwargs), None) is not None:
             is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
             self._note_batch(args, kwargs, is_given=not is_loose)
 
@@ -110,8 +112,9 @@ class ProgramWatch:
 
     def before_backward(self, step: int, loss: Tensor, reshapes: ReshapeWatch | None = None) -> None:
         """A loss is about to be differentiated; `reshapes`: what was seen of the calls that made it."""
-        if not self._every or loss.grad_fn is None:
+        if not self._every or loss.grad_fn is None or (self._loss is not None and self._loss() is loss):
             return
+        self._loss = weakref.ref(loss)
         self._next_step, self._has_batch = step, False
         number, self._num_backwards = self._num_backwards, self._num_backwards + 1
         if reshapes is not None:
