@@ -23,6 +23,7 @@ from steadygrad.diagnose.failures import find_failure, find_refusal
 from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.health import find_ailment, find_amplifier
 from steadygrad.diagnose.optimizers import trace_optimizers
+from steadygrad.diagnose.own_names import use_own_names
 from steadygrad.diagnose.ranges import Range
 from steadygrad.diagnose.replay import CollectiveError, Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
@@ -248,7 +249,7 @@ class Diagnosis:
             symptom=spell_error(error),
             name=why.name,
             explanation=why.text,
-            fixes=why.fixes,
+            fixes=use_own_names(why.fixes, CauseBuilder.name_operands(refusal.place, situation)),
             inputs=CauseBuilder.spell_operands(refusal.place, situation),
             **CauseBuilder.where_of(refusal.place, self._modules),
         )
