@@ -228,7 +228,7 @@ def test_the_log_tells_the_same_in_greppable_text(tmp_path: Path) -> None:
     run.close()
     assert (tmp_path / "train.log").read_text(encoding="utf-8").splitlines() == [
         "step=0 loss=2.5 grad_norm=0.25 lr=0.1,0.01",
-        "step=1 loss=2.5 grad_norm=0.25 lr=0.1 clipped=0.125",
+        "step=1 loss=2.5 grad_norm=0.25 lr=0.1 clipped=0.125 grad_norm_after=0.03125",
         "step=2 loss=NaN grad_norm=Inf lr=0.1,0.01 skipped",
         "step=3 loss=- grad_norm=-Inf lr=",
     ]

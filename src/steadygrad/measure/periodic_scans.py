@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadygrad.config import MeasureConfig
@@ -75,15 +76,26 @@ class PeriodicScans:
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
+    def compile(self) -> None:
+        """Compile or load the kernels of the scans now."""
+        if self._every:
+            self._adam.compile()
+            self._weights.compile()
+            device = self._trained.named[0][1].device
+            scan_inputs([torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)], {}).read(-1)
+
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0
+
+    def looks_at_forward(self, step: int) -> bool:
+        """Whether something is to be seen while the forward of `step` runs."""
+        return self._graph is not None or self._is_due(step)
 
     def begin(self) -> None:
         """Scan the user's weights before the first step."""
         if not self._has_begun:
             self._has_begun = True
             if self._every:
-                self._adam.compile()
                 scan = self._weights.scan(-1)
                 self._first.append(scan)
                 self.born_nonfinite = frozenset(scan.nonfinite_buffers)

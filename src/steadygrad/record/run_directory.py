@@ -26,7 +26,7 @@ from steadygrad._version import __version__
 from steadygrad.config import GuardConfig
 from steadygrad.errors import ConfigError, TrainingHalted
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
-from steadygrad.record.encode import to_json, to_plain
+from steadygrad.record.encode import take_fields, to_json
 from steadygrad.record.sink import Sink
 
 
@@ -117,12 +117,12 @@ class RunDirectory(Sink):
         """Write a line to steps.jsonl and train.log."""
         if self._hold(lambda: self.write_step(record)):
             return
-        line = to_plain(record)
-        if not line["extra"]:
+        line = take_fields(record)
+        if not record.extra:
             del line["extra"]
         self._steps.write(self._sign(line))
         loss = "-" if record.loss is None else f"{_spell(record.loss)}"
-        state = " skipped" if record.skipped else f" clipped={record.clip_coefficient:.4g}" if record.clipped else ""
+        state = " skipped" if record.skipped else _tell_clipping(record)
         rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
         told = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
         self._log.write(
@@ -154,7 +154,7 @@ class RunDirectory(Sink):
         if self._hold(lambda: self.write_incident(incident)):
             return
         self._reopen_if_lost()
-        self._incidents.write(self._sign(to_plain(incident)))
+        self._incidents.write(self._sign(take_fields(incident)))
         finding, verdict = incident.finding, incident.verdict
         level = "ERROR" if finding.severity.rank >= Severity.ERROR.rank else finding.severity.value.upper()
         noticed = f" noticed_at={finding.noticed_at}" if finding.noticed_at not in (None, finding.step) else ""
@@ -321,6 +321,14 @@ def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(size - 1)
         return file.read(1)
+
+
+def _tell_clipping(record: StepRecord) -> str:
+    """Format the coefficient, and the norm after clipping; nothing for a step that was not clipped."""
+    if not record.clipped:
+        return ""
+    after = record.grad_norm * record.clip_coefficient
+    return f" clipped={record.clip_coefficient:.4g} grad_norm_after={_spell(after)}"
 
 
 def _spell(value: float) -> str:
