@@ -32,9 +32,14 @@ def _rename(fix: str, known: dict[str, ast.expr]) -> str:
     if tree is None or isinstance(tree, ast.Name | ast.Constant):
         return fix
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(PLACEHOLDERS)
-    if not used or not used <= set(known):
+    if not used or not used <= set(known) or _calls_placeholder(tree):
         return fix
     return ast.unparse(ast.fix_missing_locations(_Replace(known).visit(tree)))
+
+
+def _calls_placeholder(tree: ast.expr) -> bool:
+    """Return whether a fix is about a function that it calls f or loss: then its x is what that function is given."""
+    return any(isinstance(node, ast.Call) and isinstance(node.func, ast.Name) for node in ast.walk(tree))
 
 
 def _parse(text: str) -> ast.expr | None:

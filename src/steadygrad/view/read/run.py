@@ -100,7 +100,7 @@ class RunReader:
         found = read_together([tail.path for tail in tails], self._max_buckets)
         if found is None:
             return
-        logs = [self.steps], [self.norms, self.ratios]
+        logs: tuple[list[Any], ...] = [self.steps], [self.norms, self.ratios]
         for tail, mine, parts in zip(tails, logs, found):
             for theirs, num_bad, end in parts:
                 for log, part in zip(mine, theirs):

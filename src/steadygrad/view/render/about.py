@@ -41,7 +41,8 @@ def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Seq
     """Render several runs side by side, the settings that differ first; a check box takes one out of the charts."""
     differing = find_differences([flatten(run.config) for run in runs]) if all(run.config for run in runs) else {}
     rates = find_differences([{"highest rate": find_rate(run)} for run in runs])  # the optimizer's, so not in run.json
-    settings = {**rates, **dict(list(differing.items())[:MAX_SETTINGS])}
+    told = {name: found for name, found in rates.items() if None not in found}
+    settings = {**told, **dict(list(differing.items())[:MAX_SETTINGS])}
     numbers = [list_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows = []
