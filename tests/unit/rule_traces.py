@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from program_traces import PROGRAM_TROUBLE
+
 from steadygrad.config import DetectConfig
 from steadygrad.detect import Rule, standard_rules
 from steadygrad.facts import (
@@ -376,4 +378,6 @@ TROUBLE: dict[str, Trouble] = {
     "frequent_actions": Trouble(
         facts=lambda: [ActionTaken(step=100 * i, action=Action.SKIP) for i in range(6)], step=400
     ),
+    "vanished_rate": Trouble(facts=lambda: _steps(80, lambda t: reading(t, learning_rates=(0.0,))), step=0),
+    **{name: Trouble(facts=facts, step=step) for name, (facts, step) in PROGRAM_TROUBLE.items()},
 }

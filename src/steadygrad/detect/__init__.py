@@ -7,7 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steadygrad.config import DetectConfig
-from steadygrad.detect import actions, activations, graph, inputs, leading, loss, loss_trend, parameters, validation
+from steadygrad.detect import (
+    actions,
+    activations,
+    call_order,
+    graph,
+    inputs,
+    leading,
+    loss,
+    loss_trend,
+    model_scan,
+    parameters,
+    precision,
+    rank_agreement,
+    schedule,
+    validation,
+)
 from steadygrad.detect import gradient_flow as flow
 from steadygrad.detect import gradient_norm as norm
 from steadygrad.detect.base import FunctionRule, Rule, rule
@@ -76,6 +91,14 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         graph.SilentBroadcast(),
         graph.DoubleSoftmax(),
         graph.AnomalyMode(),
+        # the program's calls, its model, its ranks and its number formats
+        *(rule() for rule in (call_order.DividedTwice, call_order.ScaledGradient, call_order.ClearedGradient)),
+        *(rule() for rule in (call_order.UselessClip, schedule.VanishedRate)),
+        *(rule() for rule in (model_scan.OutOfReach, model_scan.Untied, model_scan.NotFrozen, model_scan.FrozenHead)),
+        *(rule() for rule in (model_scan.LostWeights, model_scan.StaleSave)),
+        *(rule() for rule in (rank_agreement.RanksDiffer, rank_agreement.SameBatch, rank_agreement.ZeroInput)),
+        *(rule() for rule in (precision.LostUpdate, precision.UnheededAutocast, precision.FlushedGradient)),
+        precision.RedrawnDropout(),
         # habits
         ScalerCollapse(config),
         actions.FrequentClipping(config),

@@ -188,18 +188,39 @@ class MissingGradient(Remembering):
             )
 
 
+def describe_no_gradient(num_steps: int) -> Finding:
+    """Return the finding about an optimizer none of whose parameters has ever had a gradient."""
+    return Finding(
+        kind=MissingGradient.name,
+        severity=Severity.WARNING,
+        step=0,
+        message=f"the optimizer has stepped {num_steps} times after a backward, and none of its parameters has a "
+        "gradient",
+        advice="Make the optimizer from the parameters of the model that computes the loss, after the model was "
+        "copied, wrapped or given adapters; do not rebuild the loss with torch.tensor(); clear gradients after the "
+        "step.",
+        evidence={"num_steps": num_steps},
+    )
+
+
 class StaleGradient(Remembering):
     """Gradients of the previous step were still there when backward began: zero_grad() was forgotten."""
 
     name = "stale_gradient"
-    memory = ("_episode",)
+    memory = ("_episode", "_last_norm")
 
     def __init__(self, config: DetectConfig) -> None:
         self._episode = Episode(config.repeat_after, quiet=100)
+        self._last_norm = 0.0
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the first step that adds to an old gradient."""
-        if not isinstance(fact, Reading) or not self._episode.tell(fact.step, bool(fact.stale)):
+        """A warning at the first step that adds to an old gradient; adding to zeros is harmless."""
+        if not isinstance(fact, Reading):
+            return
+        was_zero = self._last_norm == 0.0
+        if not fact.is_nonfinite:
+            self._last_norm = fact.finite_grad_norm
+        if not self._episode.tell(fact.step, bool(fact.stale) and not was_zero):
             return
         yield Finding(
             kind=self.name,

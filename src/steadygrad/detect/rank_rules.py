@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steadygrad.detect.base import Rule
-from steadygrad.facts import ActivationScan, Fact, GraphScan, InputScan
+from steadygrad.facts import ActivationScan, CallScan, Fact, GraphScan, InputScan, ModelScan, PrecisionScan, RankScan
 
-OWN_FACTS = (InputScan, ActivationScan, GraphScan)
+OWN_FACTS = (InputScan, ActivationScan, GraphScan, CallScan, ModelScan, RankScan, PrecisionScan)
 ABOUT_BATCHES = frozenset({"nonfinite_input", "outlier_input", "all_labels_masked"})
 
 

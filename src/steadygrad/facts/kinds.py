@@ -43,6 +43,10 @@ _NOT_OF_SETTINGS = (
     *("nonfinite_input", "outlier_input", "all_labels_masked"),  # the data
     *("unregistered_layers", "silent_broadcast", "double_softmax", "anomaly_mode_left_on", "partial_overlap"),
     *("missing_gradient", "stale_gradient", "unchanged_parameter", "added_gradients", "dropped_gradients"),
+    *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),  # calls and schedule
+    *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save"),  # model, optimizer
+    *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
+    *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_dropout"),  # number formats
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these
     *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done
     *("resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from steadygrad.facts.incident import Action
+from steadygrad.facts.program import CallScan, ModelScan, PrecisionScan, RankScan
 from steadygrad.facts.reading import Reading
 
 
@@ -56,6 +57,8 @@ class ParameterScan:
     """... and their names."""
     norms: Mapping[str, float] = field(default_factory=dict, repr=False)
     """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
+    checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """32 bits that depend on every bit of a trained parameter, as this rank alone holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,5 +149,6 @@ class ActionTaken:
     action: Action
 
 
-Fact = Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken
+Seen = CallScan | ModelScan | RankScan | PrecisionScan
+Fact = Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken | Seen
 """What a rule can judge."""

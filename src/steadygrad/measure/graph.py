@@ -54,7 +54,7 @@ class GraphWatch:
 
     def __enter__(self) -> Self:
         try:
-            if self._mode is None and _may_enter(self._trained.model):
+            if self._mode is None and may_enter(self._trained.model):
                 buffers = {id(b) for b in self._trained.model.buffers()}
                 self._mode = _Mode(SuspiciousOps(constants=buffers))
         except Exception:
@@ -114,7 +114,7 @@ class _Mode(TorchFunctionMode):
             self._broken = True
 
 
-def _may_enter(model: nn.Module) -> bool:
+def may_enter(model: nn.Module) -> bool:
     """Return whether entering a mode would have no effect on the program."""
     for module in model.modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:

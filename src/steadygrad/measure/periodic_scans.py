@@ -9,6 +9,7 @@ scan that fails counts as one that saw nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import AdamWatch, PendingRms
 from steadygrad.measure.logged import Logged
+from steadygrad.measure.program_scans import PendingProgram, ProgramScans
+from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
 from steadygrad.measure.transfer import Transfer
@@ -48,6 +51,8 @@ class Looks:
     """With several ranks: whether this rank's gradients were finite before they were summed, as far as checked."""
     logged: Logged | None = None
     """Numbers that the user's program logged beside the loss."""
+    program: PendingProgram | None = None
+    """What was seen of the program's own calls, its model and its number formats."""
 
     @property
     def under_way(self) -> bool:
@@ -66,6 +71,12 @@ class PeriodicScans:
         self._activations = ActivationWatch(trained.model, transfer=transfer)
         self._transfer = transfer
         self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
+        self._program: ProgramScans | None = (
+            ProgramScans(trained, see_loss=QuietHook(self._look_at_loss, num_arguments=1), ranks=ranks)
+            if self._every
+            else None
+        )
+        self._graph_scan: GraphScan | None = None
         self._first: list[Fact] = []
         self._has_begun = False
         self.num_since = 0
@@ -85,6 +96,8 @@ class PeriodicScans:
             if self._every:
                 self._adam.compile()
                 scan = self._weights.scan(-1)
+                if self._program is not None:
+                    self._program.begin()
                 self._first.append(scan)
                 self.born_nonfinite = frozenset(scan.nonfinite_buffers)
                 self.given_nonfinite = frozenset(scan.nonfinite_parameters)
@@ -109,14 +122,31 @@ class PeriodicScans:
         if self._graph is not None:
             looks.graph, self._graph = self._graph.read(step, loss), None
 
+    def _look_at_loss(self, loss: Tensor) -> None:
+        """Scan the graph of a loss whose backward the program ran itself."""
+        if self._graph is not None:
+            self._graph_scan, self._graph = self._graph.read(0, loss), None
+
+    def before_optimizer(self, looks: Looks, *, scale_is_known: bool) -> None:
+        """Note what the program has called since the last step; the gradients are complete, and not yet clipped by us.
+
+        `scale_is_known`: the step divides the gradients by the loss scale.
+        """
+        self.begin()  # the user's own backward: no forward of this step was announced
+        if self._program is not None:
+            looks.program = self._program.before_optimizer(scale_is_known=scale_is_known)
+
     def after_optimizer(self, step: int, looks: Looks) -> None:
         """Queue the scans after the optimizer step, while the gradients are still there."""
         self.num_since += 1
         due = self._is_due(step)
         if due:
             looks.rms = self._adam.measure()
-        if due or (self._every and self.num_since == FIRST_STEPS):
+        due = due or (self._every > 0 and self.num_since == FIRST_STEPS)
+        if due:
             looks.weights = self._weights.begin()
+        if self._program is not None and looks.program is not None:
+            self._program.after_optimizer(step, looks.program, looks.batch, is_due=due)
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
@@ -125,6 +155,9 @@ class PeriodicScans:
         step = reading.step
         if looks.graph is not None:
             facts.append(looks.graph)
+        if self._graph_scan is not None:
+            facts.append(dataclasses.replace(self._graph_scan, step=step))
+            self._graph_scan = None
         if looks.inputs is not None:
             facts.append(looks.inputs.read(step))
         elif (reading.is_nonfinite or reading.loss == 0.0) and looks.batch is not None:
@@ -135,6 +168,8 @@ class PeriodicScans:
             facts.append(looks.weights.read(step))
         elif reading.is_nonfinite:
             facts.append(self._weights.scan(step))
+        if self._program is not None:
+            facts.extend(self._program.read(reading, looks.program, tuple(facts)))
         return facts
 
     def forget(self) -> None:

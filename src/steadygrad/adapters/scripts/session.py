@@ -30,6 +30,7 @@ from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import list_parts
 from steadygrad.adapters.scripts.watch import Circumstances, Loss, Watch
+from steadygrad.measure import loads
 from steadygrad.measure.gradients import is_dtensor
 
 logger = logging.getLogger("steadygrad")
@@ -63,6 +64,7 @@ class Session:
     def begin(self) -> None:
         """Install all hooks."""
         self._keep_log_to_itself()
+        loads.install()
         _replace(Optimizer, "__init__", self._after_making)
         _replace(torch.autograd, "backward", self._around_backward)
         _replace(torch.amp.GradScaler, "scale", self._around_scaling)

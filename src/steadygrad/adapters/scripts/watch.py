@@ -24,9 +24,11 @@ from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.adapters.scripts.messages import Terminal
-from steadygrad.adapters.scripts.owners import find_owner
+from steadygrad.adapters.scripts.owners import find_owner, find_unheld, list_parts
 from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
+from steadygrad.detect.gradient_flow import describe_no_gradient
+from steadygrad.detect.rank_agreement import describe_wait
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.errors import ConfigError
@@ -34,6 +36,8 @@ from steadygrad.facts import Action, Cause, Incident, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
+from steadygrad.measure.rank_waits import RankWaits, watch_ranks
+from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 from steadygrad.record import Recorder, Sink
 from steadygrad.record.run_directory import make_record
 from steadygrad.record.run_folder import RunFolder
@@ -41,6 +45,8 @@ from steadygrad.record.tally import Tally
 from steadygrad.state.trained_parameters import TrainedParameters
 from steadygrad.words import spell_count
 
+NUM_WITHOUT = 3
+"""Steps without any gradient that are reported."""
 NO_LOSS = "a script does not tell how it computes its loss."
 
 
@@ -112,6 +118,9 @@ class Watch:
         self._clipped: _Clipped | None = None
         self._reading: Reading | None = None
         self._signature: list[int] = []
+        self._num_without = 0
+        self._given = {id(p): name for name, p in self.owner.named_parameters()}
+        self._waits: RankWaits | None = None
         self._finish: weakref.finalize[..., Watch] | None = None
         self._give_back: Callable[[], None] | None = None
 
@@ -150,10 +159,12 @@ class Watch:
     def measure(self, around: Circumstances) -> bool:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
         self._prepare()
+        self._periodic_scans.before_optimizer(self._looks, scale_is_known=around.loss_scale is not None)
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
         if m is None:
             self._reading = None
+            self._note_no_gradient(around)
             return False
         reading = self._read(m, len(around.losses))
         if self._clipped is not None:
@@ -166,6 +177,14 @@ class Watch:
         if bad and not _is_search(reading):
             self._cause = self._diagnose(reading)
         return leave_out
+
+    def _note_no_gradient(self, around: Circumstances) -> None:
+        """Report an optimizer that steps after backward, again and again, and has never had a gradient."""
+        if self._step or not around.losses or not around.loss_counts or self._judgement is None:
+            return
+        self._num_without += 1
+        if self._num_without == NUM_WITHOUT:
+            self._judgement.note(describe_no_gradient(NUM_WITHOUT))
 
     def conclude(self, *, skipped: bool) -> None:
         """Judge the step after it was taken or skipped; keep the forward's changes to the buffers or undo them."""
@@ -181,6 +200,7 @@ class Watch:
             self._buffers.accept()
         if not skipped:
             self._periodic_scans.after_optimizer(reading.step, looks)
+        self._uncleared.after_step()
         self._step += 1
         if looks.rms is not None:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
@@ -190,7 +210,12 @@ class Watch:
     def _read(self, m: Measurement, num_losses: int) -> Reading:
         numbers = self._transfer.send(m.packed).wait()
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-        context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses))
+        context = StepContext(
+            step=self._step,
+            learning_rates=rates,
+            num_microbatches=max(1, num_losses),
+            stale=self._uncleared.take(),
+        )
         return m.read(numbers, context, skipped=False)
 
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
@@ -228,14 +253,26 @@ class Watch:
             self.owner = find_owner(parameters)
         names = {id(p): name for name, p in self.owner.named_parameters()}
         named = tuple((names[id(p)], p) for p in parameters)
+        known = {id(p) for part in list_parts(self.owner) for p in part.parameters()}
         trained = TrainedParameters(
-            model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=()
+            model=self.owner,
+            optimizers=(self.optimizer,),
+            named=named,
+            unoptimized=find_unheld(self.owner),
+            foreign=tuple(self._given[id(p)] for p in parameters if id(p) in self._given and id(p) not in known),
         )
+        self._uncleared = UnclearedGradientsWatch(named)
         self._meter = Meter(named, self._config.measure.implementation)
         self._periodic_scans = PeriodicScans(trained, self._config.measure)
         self._periodic_scans.begin()
         if self._judgement is None:
-            self._judgement = self._open_judgement([name for name, _ in named])
+            self._judgement = judgement = self._open_judgement([name for name, _ in named])
+            here = weakref.ref(self)
+            self._waits = watch_ranks(
+                None,
+                lambda: getattr(here(), "_step", 0),
+                lambda wait: judgement.note(describe_wait(wait)),
+            )
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
