@@ -37,6 +37,11 @@ FAMILIES = {
     "activations": "Activations",
     "parameters": "Weights",
     "graph": "The program, looked at once",
+    "call_order": "The order of calls",
+    "schedule": "The schedule",
+    "model_scan": "The optimizer and the model",
+    "rank_agreement": "Ranks",
+    "precision": "Number formats",
     "scaler": "Loss scale",
     "actions": "Habits",
 }

@@ -51,6 +51,7 @@ PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "frozen_head": (model(frozen_head="head", frozen_share=0.9), 0),
     "lost_weights": (model(loads=(LOAD,)), 0),
     "stale_save": (model(8, stale_save="train.py:30", num_steps=100), 8),
+    "idle_average": (model(8, idle_average=True, num_steps=100), 8),
     "ranks_differ": (ranks(differing=("head.weight",), num_compared=4), 1),
     "same_batch": (ranks(same_batch=True), 1),
     "zero_input": (ranks(zero_input="0"), 1),

@@ -95,7 +95,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         *(rule() for rule in (call_order.DividedTwice, call_order.ScaledGradient, call_order.ClearedGradient)),
         *(rule() for rule in (call_order.UselessClip, schedule.VanishedRate)),
         *(rule() for rule in (model_scan.OutOfReach, model_scan.Untied, model_scan.NotFrozen, model_scan.FrozenHead)),
-        *(rule() for rule in (model_scan.LostWeights, model_scan.StaleSave)),
+        *(rule() for rule in (model_scan.LostWeights, model_scan.StaleSave, model_scan.IdleAverage)),
         *(rule() for rule in (rank_agreement.RanksDiffer, rank_agreement.SameBatch, rank_agreement.ZeroInput)),
         *(rule() for rule in (precision.LostUpdate, precision.UnheededAutocast, precision.FlushedGradient)),
         precision.RedrawnDropout(),

@@ -216,3 +216,29 @@ class StaleSave(Remembering):
             "an average that is never updated, stays as it was.",
             evidence={"where": fact.stale_save, "num_steps": fact.num_steps},
         )
+
+
+class IdleAverage(Remembering):
+    """The program evaluates an average of the weights that was never updated."""
+
+    name = "idle_average"
+    hears = (ModelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, ModelScan) or self._told or not fact.idle_average:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=max(0, fact.step),
+            message="an AveragedModel of this model is evaluated, and update_parameters() was never called: it has the "
+            "weights that it was made with",
+            advice="Call ema.update_parameters(model) after each step, or pass it: Guard(model, optimizer, ema=ema).",
+            evidence={"num_steps": fact.num_steps},
+        )

@@ -44,7 +44,8 @@ _NOT_OF_SETTINGS = (
     *("unregistered_layers", "silent_broadcast", "double_softmax", "anomaly_mode_left_on", "partial_overlap"),
     *("missing_gradient", "stale_gradient", "unchanged_parameter", "added_gradients", "dropped_gradients"),
     *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),  # calls and schedule
-    *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save"),  # model, optimizer
+    *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
+    *("stale_save", "idle_average"),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
     *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_dropout"),  # number formats
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these

@@ -74,6 +74,8 @@ class ModelScan:
     loads: tuple[Load, ...] = ()
     stale_save: str = ""
     """file:line of a `torch.save` that repeatedly wrote the weights from before the first step."""
+    idle_average: bool = False
+    """Whether an AveragedModel of this model was called after `num_steps` steps and has never been updated."""
     num_steps: int = 0
     """Steps made so far."""
 

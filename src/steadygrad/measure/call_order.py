@@ -17,13 +17,15 @@ from torch import Tensor
 
 from steadygrad.facts import CallScan, Reading
 from steadygrad.measure.rows import PendingRows, send_rows
-from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
+from steadygrad.measure.torch_calls import BackwardCall, ClipCall, Factor, listen, stop_listening
 from steadygrad.measure.transfer import Transfer
 
 NUM_STEPS = 4
 """Steps to watch: a loop that calls things in the wrong order does so from the start."""
-LEAST_SCALE = 16.0
+LEAST_SCALE = 64.0
 """Smallest factor that is taken for a loss scale."""
+DIVISION, BY_NUMBER, BY_TENSOR = 0.0, 1.0, 2.0
+"""How a constant was applied. A GradScaler multiplies by a tensor; a weight of the loss is nearly always a number."""
 
 
 class PendingCalls:
@@ -35,19 +37,15 @@ class PendingCalls:
     def read(self, reading: Reading) -> CallScan:
         """Return the scan, with the norm of the step that `reading` is about."""
         rows = {name: list(row) for name, row in self._rows.read().items()}
-        factors = [
-            [1.0 / value if is_product and value else value for value, is_product in zip(*_halve(row))]
-            for name, row in rows.items()
-            if name.startswith("factors")
-        ]
-        scales = [1.0 / divisor for row in factors for divisor in row if 0 < divisor <= 1.0 / LEAST_SCALE]
+        factors = [list(zip(*_halve(row))) for name, row in rows.items() if name.startswith("factors")]
+        scales = [value for row in factors for value, kind in row if kind == BY_TENSOR and value >= LEAST_SCALE]
         return CallScan(
             step=reading.step,
-            divisors=tuple(tuple(row) for row in factors),
+            divisors=tuple(tuple(1.0 / v if kind and v else v for v, kind in row) for row in factors),
             scale=max((scale for scale in scales if _is_power_of_two(scale)), default=1.0),
-            norm_after_backward=rows["after"][0] if "after" in rows else None,
-            norm_at_clip=rows["clip"][0] if "clip" in rows else None,
-            norm_at_step=reading.finite_grad_norm,
+            norm_after_backward=_find_finite(rows.get("after")),
+            norm_at_clip=_find_finite(rows.get("clip")),
+            norm_at_step=None if reading.is_nonfinite else reading.finite_grad_norm,
             **self._known,
         )
 
@@ -128,11 +126,21 @@ def _find_norm(parameters: Sequence[Tensor]) -> Tensor | None:
 
 @torch.no_grad()
 def _pack_factors(call: BackwardCall) -> Tensor:
-    """Return the constants, then whether each is a product: float64 [2 * N] on the device of the constants."""
+    """Return the constants, then how each was applied: float64 [2 * N] on the device of the constants."""
     device = next((f.value.device for f in call.factors if f.value.device.type != "cpu"), torch.device("cpu"))
     values = [factor.value.detach().reshape(1).double().to(device, non_blocking=True) for factor in call.factors]
-    kinds = [0.0 if factor.is_division else 1.0 for factor in call.factors]
+    kinds = [_name_kind(factor) for factor in call.factors]
     return torch.cat([*values, torch.tensor(kinds, dtype=torch.float64).to(device, non_blocking=True)])
+
+
+def _name_kind(factor: Factor) -> float:
+    if factor.is_division:
+        return DIVISION
+    return BY_TENSOR if factor.value.dtype is torch.float32 else BY_NUMBER  # torch keeps numbers as float64 or int64
+
+
+def _find_finite(row: Sequence[float] | None) -> float | None:
+    return row[0] if row and math.isfinite(row[0]) else None
 
 
 def _halve(row: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:

@@ -2,7 +2,8 @@
 
 Before the first step: what was loaded, what is frozen, which weights are equal. With each periodic scan: parameters
 that became trainable, were added or replaced and that no optimizer holds; tied weights that came apart. Whenever the
-program saves: whether the file holds the weights from before the first step. Names and flags are read on the host; the
+program saves: whether the file holds the weights from before the first step. An AveragedModel of this model is hooked
+after eight steps. Names and flags are read on the host; the
 first scan and a save read a few numbers from the device, later scans of a healthy run none.
 """
 
@@ -13,17 +14,20 @@ import gc
 import inspect
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.facts import ModelScan
 from steadygrad.measure.loads import take_loads
+from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.state.trained_parameters import TrainedParameters
 
+T = TypeVar("T")
 SAMPLE, NUM_SAMPLED = 256, 8
 """Elements of a parameter, and parameters, that are compared with what the program saves."""
 FEWEST_STEPS = 10
@@ -49,6 +53,9 @@ class ModelWatch:
         self._stale_saves: list[str] = []
         self._has_good_save = False
         self._last_save = 0
+        self._averages: list[AveragedModel] | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._has_idle_average = False
         self.num_steps = 0
 
     def begin(self) -> ModelScan:
@@ -75,6 +82,10 @@ class ModelWatch:
         own = {id(p) for p in self._model.parameters()}
         gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
         new = {name: p for name, p in self._list_unheld() if name not in self._untrained}
+        if self._averages is None:
+            self._averages = [one for one in _find_live(AveragedModel) if type(one.module) is type(self._model)]
+            hook = QuietHook(self._hear_average, num_arguments=2)
+            self._hooks = [one.register_forward_pre_hook(hook) for one in self._averages]
         if new:
             held = _find_held()
             new = {name: p for name, p in new.items() if id(p) not in held}
@@ -84,6 +95,7 @@ class ModelWatch:
             replaced=tuple(gone),
             came_apart=tuple(pair for pair in self._pairs if self._differs(*pair)),
             stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
+            idle_average=self._has_idle_average,
             num_steps=self.num_steps,
         )
 
@@ -98,6 +110,11 @@ class ModelWatch:
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         a, b = parameters.get(one), parameters.get(other)
         return a is not None and b is not None and a is not b and not torch.equal(a, b)
+
+    def _hear_average(self, average: AveragedModel, _args: Any) -> None:
+        """Note that an average was called that holds the weights it was made with."""
+        if self.num_steps >= FEWEST_STEPS and not average.training:
+            self._has_idle_average |= int(average.n_averaged) == 0
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -207,11 +224,13 @@ def _list_names(function: Any) -> set[str]:
 
 def _find_held() -> set[int]:
     """Return the parameters of every live optimizer; walks all live objects, about 0.1 s, when one is missing."""
-    held: set[int] = set()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer):
-            held |= {id(p) for group in vars(thing).get("param_groups", ()) for p in group["params"]}
-    return held
+    groups = [group for one in _find_live(torch.optim.Optimizer) for group in vars(one).get("param_groups", ())]
+    return {id(p) for group in groups for p in group["params"]}
+
+
+def _find_live(kind: type[T]) -> list[T]:
+    """Return the live objects of a class. Uses type(): isinstance() would run the code of lazy proxies."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def _find_states(saved: Any, depth: int) -> Iterator[Mapping[str, Any]]:
