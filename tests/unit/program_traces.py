@@ -58,6 +58,6 @@ PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "lost_updates": (precision(stuck_share=0.97, **HALVES), 0),
     "unheeded_autocast": (precision(unheeded_autocast="bfloat16"), 7),
     "flushed_gradient": (precision(is_float16=True, zero_share=0.8), 7),
-    "redrawn_dropout": (precision(redrawn=("block.drop",)), 7),
+    "redrawn_noise": (precision(redrawn=("block.drop",)), 7),
 }
 """Rule -> facts that it must report, and the step that it must name."""

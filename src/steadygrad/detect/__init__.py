@@ -98,7 +98,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         *(rule() for rule in (model_scan.LostWeights, model_scan.StaleSave, model_scan.IdleAverage)),
         *(rule() for rule in (rank_agreement.RanksDiffer, rank_agreement.SameBatch, rank_agreement.ZeroInput)),
         *(rule() for rule in (precision.LostUpdate, precision.UnheededAutocast, precision.FlushedGradient)),
-        precision.RedrawnDropout(),
+        precision.Redrawn(),
         # habits
         ScalerCollapse(config),
         actions.FrequentClipping(config),

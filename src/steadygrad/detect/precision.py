@@ -106,10 +106,10 @@ class FlushedGradient(Remembering):
         )
 
 
-class RedrawnDropout(Remembering):
+class Redrawn(Remembering):
     """Activation checkpointing recomputes a forward with other random numbers: its gradients belong to another mask."""
 
-    name = "redrawn_dropout"
+    name = "redrawn_noise"
     hears = (PrecisionScan,)
     memory = ("_told",)
 
@@ -125,7 +125,9 @@ class RedrawnDropout(Remembering):
             kind=self.name,
             severity=Severity.WARNING,
             step=fact.step,
-            message=f"dropout drew another mask when its forward was recomputed: {show(list(fact.redrawn))}",
-            advice="Use checkpoint(..., preserve_rng_state=True), its default.",
+            message=f"backward recomputes {show(list(fact.redrawn))} with other random numbers than the forward had, "
+            "so the gradients belong to another dropout mask",
+            advice="Use checkpoint(..., preserve_rng_state=True), its default, and draw no random numbers of your own "
+            "inside.",
             evidence={"modules": list(fact.redrawn[:SHOWN])},
         )

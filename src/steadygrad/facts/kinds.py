@@ -47,7 +47,7 @@ _NOT_OF_SETTINGS = (
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
     *("stale_save", "idle_average"),
     *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
-    *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_dropout"),  # number formats
+    *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these
     *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done
     *("resumed", "new_run", "checkpoint_failed", "infinite_state", "run_directory_lost", "uncopied_state"),

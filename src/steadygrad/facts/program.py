@@ -123,7 +123,7 @@ class PrecisionScan:
     zero_share: float = 0.0
     """Median share, over the larger parameters, of gradient elements that are exactly 0."""
     redrawn: tuple[str, ...] = field(default=(), repr=False)
-    """Dropout layers that drew another mask when their forward was recomputed in backward."""
+    """Modules that draw random numbers and started from another state when backward recomputed them; innermost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 Copies a sample of the half-precision weights, and counts with the next scan how many of those with a gradient have not
 moved at all. In the first steps hooks note whether the layers run in the format that autocast asks for, whether the
-forward is in float16, and whether a recomputed dropout draws the same mask. The hooks are removed after `NUM_STEPS`
-steps, and not set where something is compiled. Waits for nothing.
+forward is in float16, and whether a recomputed forward starts from the same random state. The hooks are removed after
+`NUM_STEPS` steps, and not set where something is compiled. Waits for nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SAMPLE, MAX_SAMPLED = 1024, 128
 HALVES = (torch.float16, torch.bfloat16)
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that autocast runs in half precision."""
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+RandomState = tuple[Tensor, tuple[int, int]]
+"""Of the CPU's generator, and seed and offset of the device's."""
 
 
 class PendingPrecision:
@@ -49,9 +50,6 @@ class PendingPrecision:
             step=reading.step,
             stuck_share=stuck / given if given else None,
             zero_share=median(sorted(shares)) if shares else 0.0,
-            redrawn=tuple(
-                name.removeprefix("redrawn ") for name, row in rows.items() if name[:8] == "redrawn " and row[0]
-            ),
             has_scale=reading.loss_scale is not None,
             **self._known,
         )
@@ -78,7 +76,8 @@ class PrecisionWatch:
         """Compare the weights with the sample if a scan is due; return None if there is nothing to say."""
         self._num_since += 1
         self._num_steps += 1
-        rows, seen = self._forward.take()
+        rows: dict[str, Tensor] = {}
+        seen = self._forward.take()
         if self._num_steps >= NUM_STEPS:
             self._forward.close()
         if is_due and self._sampled:
@@ -110,14 +109,15 @@ class PrecisionWatch:
 
 
 class ForwardWatch:
-    """Hooks on the model and its layers in the first steps: formats of their outputs, masks of recomputed dropout."""
+    """Hooks on the model and its layers in the first steps: formats of their outputs, random states when recomputed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._names = {module: name for name, module in model.named_modules()}
-        self._masks: dict[nn.Module, list[Tensor]] = {}
-        self._redrawn: dict[str, Tensor] = {}
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._draws: dict[nn.Module, list[list[RandomState]]] = {}
+        self._redrawn: list[str] = []
         self._asked: torch.dtype | None = None
         self._ran: set[torch.dtype] = set()
 
@@ -130,48 +130,52 @@ class ForwardWatch:
 
     def _hook(self) -> None:
         for module in self._model.modules():
-            if isinstance(module, PRODUCTS):
-                self._hooks.append(module.register_forward_hook(QuietHook(self._after_product, num_arguments=3)))
-            elif isinstance(module, DROPOUTS) and module.p > 0:
-                self._hooks.append(module.register_forward_hook(QuietHook(self._after_dropout, num_arguments=3)))
+            self._hooks.append(module.register_forward_pre_hook(QuietHook(self._before_module, num_arguments=2)))
+            self._hooks.append(module.register_forward_hook(QuietHook(self._after_module, num_arguments=3)))
         self._hooks.append(self._model.register_forward_pre_hook(QuietHook(self._before_model, num_arguments=2)))
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._masks = [], {}
+        self._hooks, self._draws = [], {}
 
-    def take(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return (numbers on the device, what is known already) of the step's forwards."""
+    def take(self) -> dict[str, Any]:
+        """Return what the step's forwards have shown, as fields of a PrecisionScan."""
         seen: dict[str, Any] = {}
         if torch.float16 in self._ran:
             seen["is_float16"] = True
         if self._asked in HALVES and self._ran == {torch.float32}:
             seen["unheeded_autocast"] = str(self._asked).removeprefix("torch.")
-        rows = {f"redrawn {name}": row for name, row in self._redrawn.items()}
-        self._masks, self._redrawn, self._ran, self._asked = {}, {}, set(), None
-        return rows, seen
+        if self._redrawn:
+            seen["redrawn"] = _find_innermost(self._redrawn)
+        self._draws, self._redrawn, self._ran, self._asked = {}, [], set(), None
+        return seen
 
     def _before_model(self, model: nn.Module, _args: Any) -> None:
         if model.training and torch.is_grad_enabled() and not _is_in_backward():
             device = next((p.device.type for p in model.parameters()), "cpu")
             self._asked = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
-    def _after_product(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if module.training and isinstance(output, Tensor):
-            self._ran.add(output.dtype)
-
-    def _after_dropout(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        if not module.training or not isinstance(output, Tensor) or not is_readable(output):
+    def _before_module(self, module: nn.Module, _args: Any) -> None:
+        """Note the random state; compare it when backward computes the module's output again."""
+        if not module.training:
             return
-        mask = (output.detach() == 0) & (args[0].detach() != 0)
+        state, calls = _read_random_state(self._device), self._draws.setdefault(module, [])
         if not _is_in_backward():
-            self._masks.setdefault(module, []).append(mask)
+            calls.append([state])
+        elif len(calls) == 1 and len(calls[0]) == 2:  # called more often: unknown which call is repeated
+            (start, end), name = calls[0], self._names.get(module, "")
+            if not _is_same(start, end) and not _is_same(start, state):
+                self._redrawn.append(name)
+
+    def _after_module(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if not module.training or _is_in_backward():
             return
-        drawn = self._masks.get(module, [])
-        if len(drawn) == 1 and drawn[0].shape == mask.shape:  # called more often: unknown which call is repeated
-            self._redrawn[self._names.get(module, "dropout")] = (drawn[0] != mask).any().double().reshape(1)
+        if isinstance(module, PRODUCTS) and isinstance(output, Tensor):
+            self._ran.add(output.dtype)
+        if module in self._draws:
+            self._draws[module][-1].append(_read_random_state(self._device))
 
 
 @torch.no_grad()
@@ -194,3 +198,26 @@ def _take(tensor: Tensor) -> Tensor:
 
 def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _read_random_state(device: torch.device) -> RandomState:
+    """Return the state of the generators that a forward draws from; reads no device memory."""
+    if device.type != "cuda":
+        return torch.get_rng_state(), (0, 0)
+    generator = torch.cuda.default_generators[device.index or 0]
+    return torch.get_rng_state(), (generator.initial_seed(), generator.get_offset())
+
+
+def _is_same(one: RandomState, other: RandomState) -> bool:
+    return one[1] == other[1] and torch.equal(one[0], other[0])
+
+
+def _find_innermost(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that have no other of these inside them."""
+    return tuple(
+        name or "the model" for name in names if not any(other != name and _is_inside(other, name) for other in names)
+    )
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")

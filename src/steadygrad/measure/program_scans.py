@@ -19,9 +19,17 @@ from steadygrad.facts import Fact, ModelScan, ParameterScan, Reading
 from steadygrad.measure.call_order import CallOrderWatch, PendingCalls
 from steadygrad.measure.model_scan import ModelWatch
 from steadygrad.measure.precision import PendingPrecision, PrecisionWatch
-from steadygrad.measure.rank_agreement import FIRST_STEPS, PendingBatch, RankAgreement, look_at_batch
+from steadygrad.measure.rank_agreement import (
+    FIRST_STEPS,
+    PendingBatch,
+    RankAgreement,
+    look_at_batch,
+    look_at_gradients,
+    read_checksums,
+)
 from steadygrad.measure.rank_board import open_board
 from steadygrad.measure.ranks import Ranks
+from steadygrad.measure.rows import PendingRows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.trained_parameters import TrainedParameters
 
@@ -38,6 +46,7 @@ class PendingProgram:
     model: ModelScan | None = None
     batch: PendingBatch | None = None
     precision: PendingPrecision | None = None
+    gradients: PendingRows | None = None
 
 
 class ProgramScans:
@@ -87,6 +96,8 @@ class ProgramScans:
         pending.precision = self._try("precision", lambda: self._precision.measure(is_due=is_due))
         if self._ranks is not None and batch is not None and (is_due or step in FIRST_STEPS):
             pending.batch = look_at_batch(*batch, self._transfer)
+        if self._ranks is not None and is_due and not self._ranks.num_averaging:
+            pending.gradients = self._try("gradients", lambda: look_at_gradients(self._trained.named, self._transfer))
 
     def read(self, reading: Reading, pending: PendingProgram | None, facts: Sequence[Fact]) -> Iterator[Fact]:
         """Yield the facts about a judged step; `facts` are those of the other scans."""
@@ -99,9 +110,11 @@ class ProgramScans:
 
     def _compare_ranks(self, reading: Reading, pending: PendingProgram | None, facts: Sequence[Fact]) -> list[Fact]:
         assert self._ranks is not None
+        queued = None if pending is None else pending.gradients
+        gradients = {} if queued is None else read_checksums(queued)
         for fact in facts:
             if isinstance(fact, ParameterScan) and fact.checksums:
-                self._ranks.write_weights(fact.step, fact.checksums)
+                self._ranks.write_weights(fact.step, fact.checksums, gradients)
         if pending is not None and pending.batch is not None:
             self._ranks.write_batch(reading.step, *pending.batch.read())
         return [*self._ranks.compare()]

@@ -2,8 +2,8 @@
 
 With each scan of the weights every rank writes the checksums on the board; batches of the first steps and of those
 scans likewise. They are compared a few steps later, when all are there: no collective, no wait. Weights are compared
-where DistributedDataParallel averages the gradients, bit for bit, and only between ranks on the same kind of machine:
-another processor may round differently.
+where DistributedDataParallel averages the gradients, or where the gradients themselves are equal bit for bit because
+the program averages them; and only between ranks on the same kind of machine: another processor may round differently.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ FIRST_STEPS = (1, 2, 3)
 """Steps whose batches are compared besides those of the periodic scans; the first may be a warm-up of the program."""
 MAX_TENSORS = 8
 """Most tensors of a batch to look at."""
+MAX_GRADIENTS = 64
+"""Most gradients to compare where nothing is known to average them."""
 DIGITS = 8
 """Hexadecimal digits of a checksum."""
 
@@ -88,13 +90,14 @@ class RankAgreement:
         group: Any = self._ddp.process_group
         return dist.get_world_size(group)
 
-    def write_weights(self, step: int, checksums: Mapping[str, int]) -> None:
-        """Write the checksums of the weights after `step`."""
-        if not self.num_averaging or not getattr(self._ddp, "require_backward_grad_sync", True):
+    def write_weights(self, step: int, checksums: Mapping[str, int], gradients: Mapping[str, int]) -> None:
+        """Write the checksums of the weights after `step`, and of its gradients if nothing is known to average them."""
+        is_paused = not getattr(self._ddp, "require_backward_grad_sync", True)
+        if is_paused or not (self.num_averaging or gradients):
             return
-        self._names = list(checksums)
-        values = "".join(f"{value & 0xFFFFFFFF:0{DIGITS}x}" for value in checksums.values())
-        self._write("weights", step, f"{self._machine} {_digest(repr(self._names))} {values}")
+        self._names = list(checksums) if self.num_averaging else [name for name in checksums if name in gradients]
+        head = f"{self._machine} {_digest(repr(self._names))}"
+        self._write("weights", step, f"{head} {_join(checksums, self._names)} {_join(gradients, self._names)}")
 
     def write_batch(self, step: int, checksum: str, zero_input: str) -> None:
         """Write the checksum of the batch of `step`."""
@@ -125,8 +128,8 @@ class RankAgreement:
             other = note.split(" ")
             if rank == self._board.rank or other[:2] != mine[:2]:
                 continue
-            pairs = zip(self._names, _cut(mine[2]), _cut(other[2]))
-            differing = tuple(name for name, one, another in pairs if one != another)
+            rows = zip(self._names, _cut(mine[2]), _cut(other[2]), _cut(mine[3]), _cut(other[3]))
+            differing = tuple(name for name, one, another, push, pull in rows if one != another and push == pull)
             if differing:
                 return [self._make(step, rank, differing=differing)]
         return [self._make(step, self._board.rank)]
@@ -151,7 +154,7 @@ class RankAgreement:
             rank=self._board.rank,
             other=other,
             num_compared=len(self._names),
-            gradients_are_averaged=self.num_averaging > 1,
+            gradients_are_averaged=self.num_averaging > 1 or bool(seen.get("differing")),
             **seen,
         )
 
@@ -169,6 +172,27 @@ def _describe_machine(model: nn.Module) -> str:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return _digest(f"{device.type} {kind} {platform.machine()} {torch.__version__}")
+
+
+@torch.no_grad()
+def look_at_gradients(named: Sequence[tuple[str, Tensor]], transfer: Transfer) -> PendingRows:
+    """Queue checksums of the gradients; waits for nothing."""
+    rows: dict[str, Tensor] = {}
+    for name, parameter in named:
+        gradient = parameter.grad
+        if gradient is not None and is_readable(gradient) and len(rows) < MAX_GRADIENTS:
+            bits = hash_bits(gradient)
+            rows[name] = torch.stack([(bits & 0xFFFFFFFF).double(), (bits >> 32).double()])
+    return send_rows(rows, transfer)
+
+
+def read_checksums(rows: PendingRows) -> dict[str, int]:
+    """Return name -> checksum, without gradients that are all zeros."""
+    return {name: int(low) ^ int(high) & 0xFFFFFFFF for name, (low, high) in rows.read().items() if low or high}
+
+
+def _join(checksums: Mapping[str, int], names: Sequence[str]) -> str:
+    return "".join(f"{checksums.get(name, 0) & 0xFFFFFFFF:0{DIGITS}x}" for name in names)
 
 
 def _cut(values: str) -> list[str]:
