@@ -9,6 +9,7 @@ a long save) is not waiting. Costs one look at a stack every few seconds; the tr
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -30,15 +31,27 @@ LOOKS = 10
 """Looks at the stack within the time after which a wait is reported."""
 COLLECTIVES = "distributed_c10d.py"
 BACKWARD = "_engine_run_backward"
+OWN_WAITS = {"ranks.py": "the exchange of losses", "transfer.py": "a wait for the device"}
+"""Files of this package in which a step waits for others."""
 
 
 class RankWaits:
     """Watches the thread that makes it. `report` is called from another thread, once for each wait."""
 
-    def __init__(self, board: RankBoard, find_step: Callable[[], int], report: Callable[[RankWait], None]) -> None:
-        """`find_step` returns the number of the step under way; neither callable may keep the owner alive."""
+    def __init__(
+        self,
+        board: RankBoard,
+        find_step: Callable[[], int],
+        report: Callable[[RankWait], None],
+        *,
+        after_seconds: float | None = None,
+    ) -> None:
+        """`find_step` returns the number of the step under way; neither callable may keep the owner alive.
+
+        A wait is reported `after_seconds`; None means half of the shortest timeout.
+        """
         self._stop = threading.Event()
-        arguments = (self._stop, threading.get_ident(), board, find_step, report)
+        arguments = (self._stop, threading.get_ident(), board, find_step, report, after_seconds)
         threading.Thread(target=_watch, args=arguments, name="steadygrad-ranks", daemon=True).start()
         weakref.finalize(self, self._stop.set)
 
@@ -59,11 +72,12 @@ def _watch(
     board: RankBoard,
     find_step: Callable[[], int],
     report: Callable[[RankWait], None],
+    after_seconds: float | None,
 ) -> None:
     """Look at `thread` until stopped. A failure here ends the watch, never the training."""
     since, last, told = time.monotonic(), None, None
     while True:
-        limit = find_timeout() / 2
+        limit = find_timeout() / 2 if after_seconds is None else after_seconds
         if stop.wait(limit / LOOKS):
             return
         if not board.is_open:
@@ -104,16 +118,20 @@ def _find_place(thread: int) -> str | None:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return None
-    call, where = "", ""
-    for summary in reversed(traceback.extract_stack(frame, limit=64)):
-        if summary.filename.endswith(COLLECTIVES):
+    innermost = frame.f_code
+    call = OWN_WAITS.get(os.path.basename(innermost.co_filename), "") if _is_ours(innermost.co_filename) else ""
+    if innermost.co_name == BACKWARD:  # with a frame of Python inside it, it computes
+        call = "backward"
+    for summary in traceback.StackSummary.extract(traceback.walk_stack(frame), limit=64, lookup_lines=False):
+        if not call and summary.filename.endswith(COLLECTIVES):
             call = summary.name
-        elif summary.name == BACKWARD and not call:
-            call = "backward"
-        elif not summary.filename.startswith(OUR_FOLDERS):
-            where = f"{summary.filename}:{summary.lineno}"
-            break
-    return f"in {call} at {where}" if call else None
+        elif not _is_ours(summary.filename):
+            return f"in {call} at {summary.filename}:{summary.lineno}" if call else None
+    return None
+
+
+def _is_ours(path: str) -> bool:
+    return path.startswith(OUR_FOLDERS)
 
 
 def find_timeout() -> float:
