@@ -2,8 +2,8 @@
 
 Before the first step: what was loaded, what is frozen, which weights are equal. With each periodic scan: parameters
 that became trainable, were added or replaced and that no optimizer holds; tied weights that came apart. Whenever the
-program saves: whether the file holds the weights from before the first step. An AveragedModel of this model is hooked
-after eight steps. Names and flags are read on the host; the
+program saves: whether the file holds the weights from before the first step. An AveragedModel of this model gets a
+hook before the first step. Names and flags are read on the host; the
 first scan and a save read a few numbers from the device, later scans of a healthy run none.
 """
 
@@ -53,8 +53,6 @@ class ModelWatch:
         self._stale_saves: list[str] = []
         self._has_good_save = False
         self._last_save = 0
-        self._averages: list[AveragedModel] | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._has_idle_average = False
         self.num_steps = 0
 
@@ -68,6 +66,9 @@ class ModelWatch:
         self._first = {name: _sample(p) for name, p in self._list_sampled()}
         listen(self)
         stop_listening(self)  # to all but saves
+        for average in _find_live(AveragedModel):
+            if type(average.module) is type(model):
+                average.register_forward_pre_hook(QuietHook(self._hear_average, num_arguments=2))
         head, share = _find_frozen_head(model)
         return ModelScan(
             step=-1,
@@ -82,10 +83,6 @@ class ModelWatch:
         own = {id(p) for p in self._model.parameters()}
         gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
         new = {name: p for name, p in self._list_unheld() if name not in self._untrained}
-        if self._averages is None:
-            self._averages = [one for one in _find_live(AveragedModel) if type(one.module) is type(self._model)]
-            hook = QuietHook(self._hear_average, num_arguments=2)
-            self._hooks = [one.register_forward_pre_hook(hook) for one in self._averages]
         if new:
             held = _find_held()
             new = {name: p for name, p in new.items() if id(p) not in held}

@@ -76,6 +76,8 @@ class PrecisionWatch:
         """Compare the weights with the sample if a scan is due; return None if there is nothing to say."""
         self._num_since += 1
         self._num_steps += 1
+        if self._num_steps > NUM_STEPS and not is_due:
+            return None
         rows: dict[str, Tensor] = {}
         seen = self._forward.take()
         if self._num_steps >= NUM_STEPS:
