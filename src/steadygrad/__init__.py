@@ -53,7 +53,9 @@ if TYPE_CHECKING:
     from steadygrad.measure.check import check_nan_inf
     from steadygrad.monitor import ActivationMonitor, GradientHealthMonitor
     from steadygrad.record.logger import LoggerSink
+    from steadygrad.record.mlflow import MlflowSink
     from steadygrad.record.tensorboard import TensorBoardSink
+    from steadygrad.record.trackio import TrackioSink
     from steadygrad.record.wandb import WandbSink
     from steadygrad.scan.foreign import load_checkpoint
     from steadygrad.trainer import Trainer
@@ -79,6 +81,7 @@ __all__ = [
     "Incident",
     "LoggerSink",
     "MeasureConfig",
+    "MlflowSink",
     "NonFiniteError",
     "OutlierClip",
     "Policy",
@@ -91,6 +94,7 @@ __all__ = [
     "SteadygradError",
     "StepRecord",
     "TensorBoardSink",
+    "TrackioSink",
     "Trainer",
     "TrainerConfig",
     "TrainingHalted",
@@ -112,6 +116,8 @@ __all__ = [
 _LAZY = {
     "WandbSink": "steadygrad.record.wandb",
     "TensorBoardSink": "steadygrad.record.tensorboard",
+    "TrackioSink": "steadygrad.record.trackio",
+    "MlflowSink": "steadygrad.record.mlflow",
     "LoggerSink": "steadygrad.record.logger",
     "CheckpointStore": "steadygrad.checkpoint",
     "ActivationMonitor": "steadygrad.monitor",

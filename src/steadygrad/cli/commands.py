@@ -11,6 +11,7 @@ from steadygrad.cli.bench import bench
 from steadygrad.cli.clean import clean
 from steadygrad.cli.console import Console
 from steadygrad.cli.diagnose import diagnose
+from steadygrad.cli.ls import ls
 from steadygrad.cli.plot import plot
 from steadygrad.cli.report import report
 from steadygrad.cli.run import run
@@ -31,6 +32,7 @@ SECTIONS = {
         "tune": "choose settings by how stable training is with them",
     },
     "Look": {
+        "ls": "list the runs of a folder: state, last step, loss, incidents",
         "watch": "follow a run in the terminal",
         "view": "serve a page that lists the runs and follows them live",
         "report": "write a run, or a comparison of several, as one HTML file",
@@ -137,6 +139,7 @@ steadygrad.add_command(diagnose)
 steadygrad.add_command(run)
 steadygrad.add_command(train)
 steadygrad.add_command(tune)
+steadygrad.add_command(ls)
 steadygrad.add_command(report)
 steadygrad.add_command(plot)
 steadygrad.add_command(watch)

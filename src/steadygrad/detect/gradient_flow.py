@@ -188,21 +188,6 @@ class MissingGradient(Remembering):
             )
 
 
-def describe_no_gradient(num_steps: int) -> Finding:
-    """Return the finding about an optimizer none of whose parameters has ever had a gradient."""
-    return Finding(
-        kind=MissingGradient.name,
-        severity=Severity.WARNING,
-        step=0,
-        message=f"the optimizer has stepped {num_steps} times after a backward, and none of its parameters has a "
-        "gradient",
-        advice="Make the optimizer from the parameters of the model that computes the loss, after the model was "
-        "copied, wrapped or given adapters; do not rebuild the loss with torch.tensor(); clear gradients after the "
-        "step.",
-        evidence={"num_steps": num_steps},
-    )
-
-
 class StaleGradient(Remembering):
     """Gradients of the previous step were still there when backward began: zero_grad() was forgotten."""
 

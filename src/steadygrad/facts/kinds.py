@@ -36,6 +36,7 @@ _NEED_PROOF = ("loss_explosion", "unrecovered_loss", "divergence", "rising_norm"
 _AT_START = ("rate_too_high",)
 _OF_SETTINGS = (
     *("nonfinite_validation", "nonfinite_epoch", "zero_loss", "replaced_loss", "overfitting", "instability_forecast"),
+    *("no_better_than_guessing", "exploded_start"),
     *("dead_units", "dead_activation", "saturated_activation", "constant_output"),
     *("adam_rms", "update_norm", "update_ratio", "scaler_collapse", "underflowing_epsilon", "exception"),
 )

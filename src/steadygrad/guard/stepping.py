@@ -136,7 +136,8 @@ class Stepper:
             self._buffers.restore()
         else:
             with optimizers.rates.held():
-                watched.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
+                divisor = 1.0 if carried is None or not optimizers.scaler.unscales else float(carried)
+                watched.reflex.step_on_host(used, numbers[COEFFICIENT] / divisor)
             watched.edits.after_optimizer()
             if repaired is None:
                 self._buffers.accept()

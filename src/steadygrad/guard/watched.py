@@ -14,7 +14,7 @@ from torch import Tensor
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import MicrobatchGate
 from steadygrad.act.reflex import Reflex
-from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.scaler import LossScale
 from steadygrad.clip import Clipper
 from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.config import MeasureConfig
@@ -39,7 +39,7 @@ class Watched:
         *,
         clipper: Clipper | None,
         ranks: Ranks,
-        scaler: ScalerDriver,
+        scaler: LossScale,
         buffers: BufferKeeper,
     ) -> None:
         self._config, self._clipper, self._ranks, self._scaler, self._buffers = config, clipper, ranks, scaler, buffers
@@ -67,6 +67,12 @@ class Watched:
         )
         self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks)
         self._signature = _sign(trained.optimizers)
+
+    def compile(self) -> None:
+        """On CUDA, compile or load all kernels now, so that no step waits for one."""
+        if any(parameter.is_cuda for _, parameter in self.trained.named):
+            self.meter.compile()
+            self.periodic_scans.compile()
 
     @property
     def has_new_parameters(self) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadygrad.config import MeasureConfig
@@ -86,15 +87,26 @@ class PeriodicScans:
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
+    def compile(self) -> None:
+        """Compile or load the kernels of the scans now."""
+        if self._every:
+            self._adam.compile()
+            self._weights.compile()
+            device = self._trained.named[0][1].device
+            scan_inputs([torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)], {}).read(-1)
+
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0
+
+    def looks_at_forward(self, step: int) -> bool:
+        """Whether something is to be seen while the forward of `step` runs."""
+        return self._graph is not None or self._is_due(step)
 
     def begin(self) -> None:
         """Scan the user's weights before the first step."""
         if not self._has_begun:
             self._has_begun = True
             if self._every:
-                self._adam.compile()
                 scan = self._weights.scan(-1)
                 if self._program is not None:
                     self._program.begin()
@@ -124,7 +136,7 @@ class PeriodicScans:
 
     def _look_at_loss(self, loss: Tensor) -> None:
         """Scan the graph of a loss whose backward the program ran itself."""
-        if self._graph is not None:
+        if self._graph is not None and not self._graph.is_watching:
             self._graph_scan, self._graph = self._graph.read(0, loss), None
 
     def before_optimizer(self, looks: Looks, *, scale_is_known: bool) -> None:

@@ -21,7 +21,7 @@ from steadygrad.measure.meter import triton_is_usable
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import is_readable, split_flat
 from steadygrad.measure.transfer import Ticket, Transfer
-from steadygrad.state.shards import take_local
+from steadygrad.state.shards import Fragment, in_optimizer, take_local
 from steadygrad.state.trained_parameters import TrainedParameters
 
 CHANGED = NUM_NUMBERS
@@ -79,15 +79,22 @@ class ParameterWatch:
         self._transfer = transfer
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        self._groups = {name: of[id(p)] for name, p in trained.named}
+        self._groups = {name: of[id(in_optimizer(p))] for name, p in trained.named}
         # RMSprop has no bias correction: its first steps are ten times what its rate says, and how far they move the
         # weights means nothing.
         odd = {id(p) for o in trained.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
-        self._weighed = {name for name, p in trained.named if id(p) not in odd}
+        self._weighed = {name for name, p in trained.named if id(in_optimizer(p)) not in odd}
         self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the previous scan
         self._looks: dict[torch.device, Looker] = {}
         self._still = set(self._groups)  # parameters that no step should have moved since the previous scan
         self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
+
+    def compile(self) -> None:
+        """Compile or load the kernels of a scan now, and those that compare it with the one before."""
+        if not self._ranks.many:
+            self.scan(-1)
+            self.scan(-1)
+            self.forget()
 
     def note_step(self, reading: Reading) -> None:
         """Remember which parameters this step should have moved; costs nothing once all are expected to move."""
@@ -135,7 +142,8 @@ class ParameterWatch:
     def _list_subjects(self) -> Iterator[Subject]:
         """Yield the model's parameters, those that only an optimizer holds, and buffers that can be non-finite."""
         seen: set[int | str] = set()
-        for name, whole in (*self._model.named_parameters(), *self._named):
+        fragments = [(name, p) for name, p in self._named if isinstance(p, Fragment)]  # before what they stand for
+        for name, whole in (*fragments, *self._model.named_parameters(), *self._named):
             tensor = take_local(whole)
             # By name too: a replaced parameter would otherwise appear twice, the old one last.
             if id(whole) in seen or name in seen or not is_readable(tensor):
@@ -144,7 +152,7 @@ class ParameterWatch:
             is_trained = name in self._groups
             if is_trained or _can_be_nonfinite(tensor):
                 is_there = tensor.numel() > 0 or self._ranks.many  # a shard may be empty, and still needs its row
-                weighed = name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and is_there
+                weighed = name in self._weighed and whole.dim() > 1 and tensor.is_floating_point() and is_there
                 yield Subject(name, tensor, is_trained=is_trained, is_weighed=weighed)
         for name, buffer in self._model.named_buffers():
             tensor = take_local(buffer)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.config.checks import require, require_whole
-from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers, require_shared
 
 SIZES = ("tiny", "resnet18", "resnet34", "resnet50")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -89,6 +89,7 @@ class CodConfig(BatchSettings):
         fits = self.image_size >= 64 and self.image_size % 32 == 0
         require(fits, self, "image_size", "be a multiple of 32, at least 64", "352 is usual in this field.")
         require_choice(self, "model_size", SIZES)
+        require_shared(self)
         require_choice(self, "precision", PRECISIONS)
         require(
             self.stage2_growth_factor > 1, self, "stage2_growth_factor", "be above 1", _hint("stage2_growth_factor")

@@ -13,6 +13,7 @@ from steadygrad.checkpoint.run import FOLDER
 from steadygrad.errors import UsageError
 from steadygrad.trainer import load_trained
 from steadygrad.trainer.files import find_best as find_best_checkpoint
+from steadygrad.trainer.ranks import is_first
 from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.data import PairDataset, Sample, open_datasets, open_loaders, read_picture
 from steadygrad_recipes.cod.folder import SUFFIXES, Split, import_pillow
@@ -105,7 +106,7 @@ def _tell_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir:
         if split.num_noncam:
             console.say(f"{name}: {split.num_noncam} NonCAM images are not used (--include-noncam true uses them).")
     bad = [f"{name}: {reason}" for name, split in splits.items() for reason in split.bad]
-    if bad:
+    if bad and is_first():
         (run_dir / LEFT_OUT).write_text("\n".join(bad) + "\n", encoding="utf-8")
         console.say(f"{len(bad)} files are left out; each is named in {run_dir / LEFT_OUT}.", "yellow")
 

@@ -20,6 +20,7 @@ from steadygrad.config.switch import is_switched_off
 from steadygrad.facts import StepRecord
 from steadygrad.losses import structure_loss
 from steadygrad.trainer import Stage, Trainer, TrainerConfig
+from steadygrad.trainer.ranks import is_first
 from steadygrad.trainer.stages import Optimizers
 from steadygrad_recipes.cod import words
 from steadygrad_recipes.cod.config import CodConfig
@@ -98,6 +99,12 @@ class CodTrainer(Trainer):
             scores.add(logits.sigmoid(), masks)
         return {"loss": sum(losses) / max(1, len(losses)), **scores.mean()}
 
+    def guess_loss(self, val_loader: Iterable[Sample]) -> float:
+        """Return the structure loss of the same answer at every pixel: the share of objects in all masks."""
+        masks = torch.cat([batch["mask"] for batch in val_loader]).to(self.device)
+        odds = torch.logit(masks.mean().clamp(1e-3, 1 - 1e-3))
+        return float(structure_loss(odds.expand_as(masks), masks))
+
     def build_optimizer(self, stage: Stage) -> Optimizers:
         """Return the stage's optimizer; without protection and scaler, it checks the gradients before each step."""
         optimizer = super().build_optimizer(stage)
@@ -170,7 +177,8 @@ class CodTrainer(Trainer):
         with self._as_evaluated(), torch.no_grad(), self.autocast():
             found = torch.cat([self.model(image[None].to(self.device)).float().sigmoid() for image in images])
         names = [name for name, _ in self._shown]
-        write_pictures(self.run_dir, images, masks, found, names=names, when=when)
+        if is_first():
+            write_pictures(self.run_dir, images, masks, found, names=names, when=when)
 
 
 def make_trainer_config(config: CodConfig, device: str, precision: str) -> TrainerConfig:
@@ -188,6 +196,12 @@ def make_trainer_config(config: CodConfig, device: str, precision: str) -> Train
         ema_decay=config.ema_decay or None,
         seed=config.seed,
         device=device,
+        strategy=config.strategy,
+        clip=config.clip,
+        policy=config.policy,
+        log_every=config.log_every,
+        tensorboard=config.tensorboard,
+        wandb=config.wandb,
         protect=config.protect,
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from steadygrad.config import Precision
 from steadygrad.config.checks import as_enum, require, require_whole
-from steadygrad_recipes.settings import TrainingSettings, require_choice, require_numbers
+from steadygrad_recipes.settings import TrainingSettings, require_choice, require_numbers, require_shared
 
 PREDICTIONS = ("flow", "epsilon")
 
@@ -118,6 +118,7 @@ class TrainingConfig(TrainingSettings):
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", as_enum(Precision, self.dtype, "TrainingConfig.dtype"))
         require_numbers(self, zero=("seed", "warmup_steps", "max_recoveries"))
+        require_shared(self)
         require(self.recovery_lr_factor <= 1, self, "recovery_lr_factor", "not be above 1", "Use 0.6.")
         fits = self.ema_decay is None or self.ema_decay < 1
         require(fits, self, "ema_decay", "be None or between 0 and 1", "0.999 is usual.")

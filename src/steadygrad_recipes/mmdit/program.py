@@ -22,6 +22,7 @@ from steadygrad.config.plain import build, to_plain
 from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.trainer import load_trained
 from steadygrad.trainer.batches import count_steps
+from steadygrad.trainer.ranks import count_ranks, is_first, share_from_first
 from steadygrad.trainer.setup import choose_device
 from steadygrad_recipes.mmdit.config import MMDiTConfig, ModelConfig
 from steadygrad_recipes.mmdit.data import Corpus, Rows, make_corpus, measure_rows, read_corpus, write_rows
@@ -49,14 +50,14 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
     corpus = load_corpus(config)
     for note in corpus.notes:
         console.say(note, "yellow")
-    if corpus.left_out:
+    if corpus.left_out and is_first():
         (run_dir / LEFT_OUT).write_text("\n".join(corpus.left_out) + "\n", encoding="utf-8")
         console.say(f"each is named in {run_dir / LEFT_OUT}", "yellow")
     config = check_precision(config, console)
     trainer = _start(config, corpus, run_dir, resume, console)
     loaders = make_loaders(config, corpus)
-    warn_of_warmup(config, len(loaders[0]), console)
-    baseline = measure_baseline(trainer.model, corpus.train, loaders[1], config)
+    warn_of_warmup(config, -(-len(loaders[0]) // count_ranks()), console)
+    baseline = trainer.guess = measure_baseline(trainer.model, corpus.train, loaders[1], config)
     trainer = train_with_recovery(trainer, corpus, loaders, console)
     tell_end(trainer, baseline, console)
     if trainer.monitor_training_health()["model_healthy"]:
@@ -66,11 +67,13 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
 
 def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | None, console: Teller) -> MMDiTTrainer:
     description = Description.of(config, corpus)
-    if resume is not None and (run_dir / NAME).is_file():
-        earlier = Description.read(run_dir)
-        if earlier.asked_lr == config.optimizer.lr:
-            config, description = _set_rate(config, earlier.lr), dataclasses.replace(description, lr=earlier.lr)
-    description.write(run_dir)
+    earlier = None
+    if resume is not None:
+        earlier = share_from_first(lambda: Description.read(run_dir) if (run_dir / NAME).is_file() else None)
+    if earlier is not None and earlier.asked_lr == config.optimizer.lr:
+        config, description = _set_rate(config, earlier.lr), dataclasses.replace(description, lr=earlier.lr)
+    if is_first():
+        description.write(run_dir)
     trainer = make_trainer(config, corpus, run_dir, console)
     num = sum(p.numel() for p in trainer.model.parameters())
     rows = f"{len(corpus.train):,} rows to train on, {len(corpus.val):,} to validate on"
@@ -105,10 +108,12 @@ def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrai
         return None
     rate = config.optimizer.lr * config.training.recovery_lr_factor
     trainer = make_trainer(_set_rate(config, rate), corpus, run_dir, console)
+    trainer.guess = halted.guess
     step = trainer.resume()
     if step is None:
         return None
-    dataclasses.replace(Description.read(run_dir), lr=rate).write(run_dir)
+    if is_first():
+        dataclasses.replace(Description.read(run_dir), lr=rate).write(run_dir)
     console.say(f"Recovering from the last good checkpoint, at step {step}, with lr {rate:.3g}", "yellow")
     return trainer
 
@@ -193,6 +198,8 @@ def write_samples(
 ) -> Rows:
     """Write `samples/samples.safetensors`, which can be trained on again, and `samples/samples.txt`, for reading."""
     rows = draw_samples(model, config.sampling, config.diffusion)
+    if not is_first():  # it took part: each rank has only a part of a sharded model
+        return rows
     folder = run_dir / "samples"
     write_rows(folder / "samples.safetensors", rows)
     lines = spell(rows, vocab)

@@ -9,12 +9,13 @@ import torch
 
 from steadygrad.errors import UsageError
 from steadygrad.trainer import load_trained
+from steadygrad.trainer.ranks import is_first
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.data import Names, SEOData, encode_rows, load_data
 from steadygrad_recipes.seo.features import parse_page
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 from steadygrad_recipes.seo.readers import PAGES, Row
-from steadygrad_recipes.seo.trainer import make_trainer
+from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
 NUM_SHOWN = 5
 LEFT_OUT = "left_out.txt"
@@ -24,8 +25,9 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
     """Train; returns the exit code."""
     data = load_data(config)
     tell_data(data, run_dir, console)
-    data.names.write(run_dir)
-    trainer = make_trainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
+    if is_first():
+        data.names.write(run_dir)
+    trainer = UltraOptimizedSEOTrainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
     if resume is not None:
         step = trainer.resume(resume)
         console.say("There is no checkpoint yet: training starts anew." if step is None else f"Resumed at step {step}.")
@@ -53,7 +55,7 @@ def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
     num_train, num_val = len(data.train), len(data.val)
     scores = ", ".join(data.names.metrics)
     console.say(f"{num_train} pages to train on, {num_val} to validate; {len(data.names.features)} features; {scores}")
-    if data.left_out:
+    if data.left_out and is_first():
         (run_dir / LEFT_OUT).write_text("\n".join(data.left_out) + "\n", encoding="utf-8")
         console.say(f"{len(data.left_out)} rows were left out, each is named in {run_dir / LEFT_OUT}:", "yellow")
         for line in data.left_out[:NUM_SHOWN]:

@@ -7,14 +7,17 @@ weights always score the same. Nothing here changes the model.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from steadygrad.errors import ConfigError
 from steadygrad_recipes.sft.data import Example
 from steadygrad_recipes.sft.rows import encode_prompt
 
@@ -54,22 +57,57 @@ def is_right(given: str | None, expected: str | None, tolerance: float = 0.05) -
     return math.isfinite(number) and abs(number - right) <= tolerance * abs(right)
 
 
-def score(texts: Sequence[str], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
+Checker = Callable[[str, str], Any] | None
+"""Whether an answer is right, given the completion of its row; None: `is_right` decides."""
+
+
+def load_checker(name: str | None) -> Checker:
+    """Return the function that `module:function` or `file.py:function` names."""
+    if name is None:
+        return None
+    place, _, function = name.rpartition(":")
+    advice = "Give module:function, or file.py:function, of an answer and its completion."
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location("checker", place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+        found = getattr(module, function)
+    except (ImportError, AttributeError, ValueError, OSError) as error:
+        raise ConfigError(f"SftConfig.checker: {name} cannot be loaded ({error}). {advice}") from None
+    if not callable(found):
+        raise ConfigError(f"SftConfig.checker: {name} is {type(found).__name__}, not a function. {advice}")
+    checker: Checker = found
+    return checker
+
+
+def score(
+    texts: Sequence[str], examples: Sequence[Example], tolerance: float = 0.05, checker: Checker = None
+) -> Scores:
     """Score these answers to the examples, whatever produced them."""
     num_right = num_answered = 0
     for text, example in zip(texts, examples, strict=True):
         marked = OPEN in example.completion
         given = parse_answer(text, marked=marked)
         num_answered += given is not None
-        num_right += is_right(given, parse_answer(example.completion, marked=marked), tolerance)
+        if checker is None:
+            num_right += is_right(given, parse_answer(example.completion, marked=marked), tolerance)
+        else:
+            num_right += bool(checker(text, example.completion))
     count = len(examples)
-    return Scores(num_right / count, num_answered / count, count)
+    return Scores(num_right / max(1, count), num_answered / max(1, count), count)
 
 
-def score_commonest(training: Sequence[Example], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
+def score_commonest(
+    training: Sequence[Example], examples: Sequence[Example], tolerance: float = 0.05, checker: Checker = None
+) -> Scores:
     """Return the trivial baseline: the commonest training completion for every prompt."""
     ((commonest, _),) = Counter(example.completion for example in training).most_common(1)
-    return score([commonest] * len(examples), examples, tolerance)
+    return score([commonest] * len(examples), examples, tolerance, checker)
 
 
 @torch.no_grad()

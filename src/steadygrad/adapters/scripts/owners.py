@@ -11,7 +11,6 @@ import gc
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from steadygrad.state.trained_parameters import unwrap
 
@@ -28,15 +27,6 @@ def find_owner(parameters: Sequence[Tensor]) -> nn.Module:
 def list_parts(owner: nn.Module) -> list[nn.Module]:
     """Return the modules that a script calls: the owner itself, or the parts of one created here."""
     return [part for part in owner.children() if part is not owner] if type(owner) is nn.Module else [owner]
-
-
-def find_unheld(owner: nn.Module) -> tuple[str, ...]:
-    """Return the owner's trainable parameters that no live optimizer holds; walks all live objects once."""
-    held: set[int] = set()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), Optimizer):
-            held |= {id(p) for group in vars(thing).get("param_groups", ()) for p in group["params"]}
-    return tuple(name for name, p in owner.named_parameters() if p.requires_grad and id(p) not in held)
 
 
 def _find_roots() -> list[nn.Module]:

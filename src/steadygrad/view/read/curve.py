@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-MAX_BUCKETS = 2000
-"""Each gives two points: more than a screen has columns, so that zooming in once still shows something new."""
+MAX_BUCKETS = 4096
+"""Each gives two points: more than a screen has columns, so that zooming in still shows something new."""
 WORTH_SLICING = 16
 """Bucket width from which min() and max() over a slice beat a loop over its values."""
 
@@ -128,6 +128,27 @@ class Share:
         """Return (first step, count) for each bucket in which the condition was ever true."""
         buckets = (self._buckets[key] for key in sorted(self._buckets))
         return [(step, num_hits) for num_hits, _, step in buckets if num_hits]
+
+
+class Clock:
+    """Seconds since the start at a bounded number of steps, evenly spread; between them, interpolate."""
+
+    def __init__(self, *, max_points: int = 400) -> None:
+        self._max_points, self._width = max_points, 1
+        self._points: dict[int, tuple[int, float]] = {}  # key -> the last step in its bucket, and its time
+
+    def extend(self, steps: Sequence[int], seconds: Sequence[float]) -> None:
+        """Add the time at each step."""
+        for i in (*range(0, len(steps) - 1, max(1, self._width // 2)), len(steps) - 1):
+            self._points[steps[i] // self._width] = (steps[i], seconds[i])
+            while len(self._points) > self._max_points:
+                self._width *= 2
+                self._points = {step // self._width: (step, time) for step, time in sorted(self._points.values())}
+
+    def points(self) -> tuple[list[int], list[float]]:
+        """Return steps and seconds, in the order of the steps."""
+        known = sorted(self._points.values())
+        return [step for step, _ in known], [time for _, time in known]
 
 
 def _count_up(steps: Sequence[int]) -> bool:

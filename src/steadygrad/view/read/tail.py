@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,23 @@ MAX_LINE_BYTES = 64 << 20
 """A longer line was not written by us."""
 
 Row = dict[str, Any]
+Quick = Callable[[bytes], Any]
 
 
 class Tail:
     """Reads a file bit by bit; its real path must be inside the folder `within`."""
 
-    def __init__(self, path: Path, *, within: Path | None = None) -> None:
-        self.path, self._within = path, within
+    def __init__(self, path: Path, *, within: Path | None = None, quick: Quick | None = None) -> None:
+        """`quick` reads lines of a well-known form at once, and returns None for any others, which are read as JSON."""
+        self.path, self._within, self._quick = path, within, quick
         self._offset, self._inode = 0, -1
         self.num_bad = 0
         """Number of lines that were not JSON objects."""
         self.num_restarts = 0
         """How often the file was found replaced or truncated: what was read before no longer holds."""
 
-    def read(self) -> list[Row]:
-        """Return the objects of the next few megabytes of complete lines; empty if there is nothing new."""
+    def read(self) -> Any:
+        """Return the objects of the next complete lines, or what `quick` made of them; empty if nothing is new."""
         size = self._look()
         if size <= self._offset:
             return []
@@ -45,7 +48,8 @@ class Tail:
                 chunk += file.readline(MAX_LINE_BYTES)
                 end = len(chunk) if chunk.endswith(b"\n") or len(chunk) > MAX_LINE_BYTES else 0
         self._offset += end
-        return self._parse(chunk[:end])
+        known = None if self._quick is None else self._quick(chunk[:end])
+        return self._parse(chunk[:end]) if known is None else known
 
     def finish(self) -> list[Row]:
         """Return the last line if it is a complete object without a newline; count it as bad if it is truncated."""
