@@ -30,7 +30,7 @@ from steadygrad.facts.looks import (
     ParameterScan,
     Validation,
 )
-from steadygrad.facts.program import CallScan, Load, ModelScan, PrecisionScan, RankScan, RankWait
+from steadygrad.facts.program_scans import CallScan, Load, ModelScan, PrecisionScan, RankScan, RankWait
 from steadygrad.facts.proof import Answer, Proof
 from steadygrad.facts.reading import (
     NUM_COLUMNS,

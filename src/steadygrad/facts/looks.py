@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from steadygrad.facts.incident import Action
-from steadygrad.facts.program import CallScan, ModelScan, PrecisionScan, RankScan
+from steadygrad.facts.program_scans import CallScan, ModelScan, PrecisionScan, RankScan
 from steadygrad.facts.reading import Reading
 
 

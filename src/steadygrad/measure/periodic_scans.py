@@ -52,7 +52,7 @@ class Looks:
     """With several ranks: whether this rank's gradients were finite before they were summed, as far as checked."""
     logged: Logged | None = None
     """Numbers that the user's program logged beside the loss."""
-    program: PendingProgram | None = None
+    program_scans: PendingProgram | None = None
     """What was seen of the program's own calls, its model and its number formats."""
 
     @property
@@ -72,7 +72,7 @@ class PeriodicScans:
         self._activations = ActivationWatch(trained.model, transfer=transfer)
         self._transfer = transfer
         self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
-        self._program: ProgramScans | None = (
+        self._program_scans: ProgramScans | None = (
             ProgramScans(trained, see_loss=QuietHook(self._look_at_loss, num_arguments=1), ranks=ranks)
             if self._every
             else None
@@ -108,8 +108,8 @@ class PeriodicScans:
             self._has_begun = True
             if self._every:
                 scan = self._weights.scan(-1)
-                if self._program is not None:
-                    self._program.begin()
+                if self._program_scans is not None:
+                    self._program_scans.begin()
                 self._first.append(scan)
                 self.born_nonfinite = frozenset(scan.nonfinite_buffers)
                 self.given_nonfinite = frozenset(scan.nonfinite_parameters)
@@ -145,8 +145,8 @@ class PeriodicScans:
         `scale_is_known`: the step divides the gradients by the loss scale.
         """
         self.begin()  # the user's own backward: no forward of this step was announced
-        if self._program is not None:
-            looks.program = self._program.before_optimizer(scale_is_known=scale_is_known)
+        if self._program_scans is not None:
+            looks.program_scans = self._program_scans.before_optimizer(scale_is_known=scale_is_known)
 
     def after_optimizer(self, step: int, looks: Looks) -> None:
         """Queue the scans after the optimizer step, while the gradients are still there."""
@@ -157,8 +157,8 @@ class PeriodicScans:
         due = due or (self._every > 0 and self.num_since == FIRST_STEPS)
         if due:
             looks.weights = self._weights.begin()
-        if self._program is not None and looks.program is not None:
-            self._program.after_optimizer(step, looks.program, looks.batch, is_due=due)
+        if self._program_scans is not None and looks.program_scans is not None:
+            self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=due)
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
@@ -180,8 +180,8 @@ class PeriodicScans:
             facts.append(looks.weights.read(step))
         elif reading.is_nonfinite:
             facts.append(self._weights.scan(step))
-        if self._program is not None:
-            facts.extend(self._program.read(reading, looks.program, tuple(facts)))
+        if self._program_scans is not None:
+            facts.extend(self._program_scans.read(reading, looks.program_scans, tuple(facts)))
         return facts
 
     def forget(self) -> None:
