@@ -42,6 +42,10 @@ FAMILIES = {
     "model_scan": "The optimizer and the model",
     "rank_agreement": "Ranks",
     "precision": "Number formats",
+    "loss_program": "Loss, labels and masks",
+    "modes": "Train and eval mode",
+    "stream": "The stream of batches",
+    "eps_gradient": "Single gradients",
     "scaler": "Loss scale",
     "actions": "Habits",
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data_traces import DATA_TROUBLE, DEPENDENCE, EVAL_MODE
 from program_traces import PROGRAM_TROUBLE
 
 from steadygrad.config import DetectConfig
@@ -380,4 +381,8 @@ TROUBLE: dict[str, Trouble] = {
     ),
     "vanished_rate": Trouble(facts=lambda: _steps(80, lambda t: reading(t, learning_rates=(0.0,))), step=0),
     **{name: Trouble(facts=facts, step=step) for name, (facts, step) in PROGRAM_TROUBLE.items()},
+    "eval_while_training": Trouble(facts=lambda: [EVAL_MODE, *_steps(20, reading)], step=3),
+    "independent_labels": Trouble(facts=lambda: [*_steps(70, reading), DEPENDENCE], step=70),
+    "eps_gradient": Trouble(facts=lambda: [reading(0, norm=1e11), *_steps(20, reading)], step=0),
+    **{name: Trouble(facts=facts, step=step) for name, (facts, step) in DATA_TROUBLE.items()},
 }

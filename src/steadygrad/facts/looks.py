@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from steadygrad.facts.incident import Action
-from steadygrad.facts.program_scans import CallScan, ModelScan, PrecisionScan, RankScan
+from steadygrad.facts.program import ProgramFact
+from steadygrad.facts.program_scans import ProgramScan
 from steadygrad.facts.reading import Reading
 
 
@@ -149,6 +150,6 @@ class ActionTaken:
     action: Action
 
 
-Seen = CallScan | ModelScan | RankScan | PrecisionScan
-Fact = Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken | Seen
+Scan = ParameterScan | InputScan | ActivationScan | GraphScan
+Fact = Reading | Validation | EpochEnd | Scan | ActionTaken | ProgramFact | ProgramScan
 """What a rule can judge."""

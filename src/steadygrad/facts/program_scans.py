@@ -139,3 +139,7 @@ class RankWait:
     others: Mapping[int, str] = field(default_factory=dict)
     """Rank -> its place, for those that have made no step for a while either."""
     timeout_seconds: float = 0.0
+
+
+ProgramScan = CallScan | ModelScan | RankScan | PrecisionScan
+"""What rules about the program judge, beside the facts of `program.py`."""

@@ -24,6 +24,7 @@ from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import AdamWatch, PendingRms
 from steadygrad.measure.logged import Logged
+from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.program_scans import PendingProgram, ProgramScans
 from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.ranks import Ranks
@@ -64,7 +65,15 @@ class Looks:
 class PeriodicScans:
     """Queues scans while a step runs, and turns them into facts when it is judged."""
 
-    def __init__(self, trained: TrainedParameters, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        trained: TrainedParameters,
+        config: MeasureConfig,
+        *,
+        ranks: Ranks | None = None,
+        program: ProgramWatch | None = None,
+    ) -> None:
+        """`program`: what watches the program; it outlives this object, which is made anew for new parameters."""
         self._trained, self._every = trained, config.scan_every
         transfer = Transfer(slots=8)  # a step sends up to four copies, and two steps may be in flight
         self._weights = ParameterWatch(trained, transfer=transfer, ranks=ranks)
@@ -72,6 +81,7 @@ class PeriodicScans:
         self._activations = ActivationWatch(trained.model, transfer=transfer)
         self._transfer = transfer
         self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
+        self._program = program if program is not None else ProgramWatch(trained, every=self._every)
         self._program_scans: ProgramScans | None = (
             ProgramScans(trained, see_loss=QuietHook(self._look_at_loss, num_arguments=1), ranks=ranks)
             if self._every
@@ -119,7 +129,9 @@ class PeriodicScans:
         """Run the scans that belong around the user's function."""
         looks.batch = (args, kwargs)
         due = self._is_due(step) and looks.inputs is None
+        self._program.begin_function(step, args, kwargs)
         with contextlib.ExitStack() as stack:
+            stack.callback(self._program.end_function)
             if self._graph is not None:
                 stack.enter_context(self._graph)
             if due:
@@ -130,9 +142,12 @@ class PeriodicScans:
             looks.activations = self._activations.pending
 
     def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
-        """Scan the graph once, before the first backward."""
-        if self._graph is not None:
-            looks.graph, self._graph = self._graph.read(step, loss), None
+        """Scan the graph once, before the first backward; the labels of the loss in the first steps and at scans."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            looks.graph = graph.read(step, loss)
+            self._program.loss_places = graph.loss_places
+        self._program.before_backward(step, loss, None if graph is None else graph.reshapes)
 
     def _look_at_loss(self, loss: Tensor) -> None:
         """Scan the graph of a loss whose backward the program ran itself."""
@@ -151,6 +166,7 @@ class PeriodicScans:
     def after_optimizer(self, step: int, looks: Looks) -> None:
         """Queue the scans after the optimizer step, while the gradients are still there."""
         self.num_since += 1
+        self._program.after_optimizer(step)
         due = self._is_due(step)
         if due:
             looks.rms = self._adam.measure()
@@ -182,7 +198,7 @@ class PeriodicScans:
             facts.append(self._weights.scan(step))
         if self._program_scans is not None:
             facts.extend(self._program_scans.read(reading, looks.program_scans, tuple(facts)))
-        return facts
+        return [*facts, *self._program.read(reading)]
 
     def forget(self) -> None:
         """Scan the weights again before the next step, because they were replaced."""
