@@ -80,3 +80,15 @@ def test_a_plain_script_is_judged_alike(name: str, which: str, tmp_path: Path) -
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line)["finding"] for path in tmp_path.rglob("incidents.jsonl") for line in path.open()]
     assert [one["kind"] for one in found] == ([CASES[name].kind] if which == "bug" else [])
+
+
+def test_a_closed_guard_leaves_no_hook_behind() -> None:
+    model = program_cases.make_model()
+    before = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    guard = Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    batch = next(program_cases.make_batches(1))
+
+    guard.step(program_cases.compute_loss, model, batch)
+    guard.close()
+
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == before

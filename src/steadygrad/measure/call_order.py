@@ -72,6 +72,11 @@ class CallOrderWatch:
         self._clip: ClipCall | None = None
         self._clip_is_early = False
 
+    def close(self) -> None:
+        """Stop listening."""
+        self._steps_left = 0
+        stop_listening(self, to_saves=True)
+
     def after_backward(self, call: BackwardCall) -> None:
         """Note the loss's constants, and the norm of the gradients as backward has left them."""
         self._see_loss(call.loss)

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import inspect
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.facts import ModelScan
 from steadygrad.measure.loads import take_loads
-from steadygrad.measure.quiet_hook import QuietHook
+from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -54,6 +55,8 @@ class ModelWatch:
         self._has_good_save = False
         self._last_save = 0
         self._has_idle_average = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        weakref.finalize(self, remove_hooks, self._hooks)
         self.num_steps = 0
 
     def begin(self) -> ModelScan:
@@ -68,7 +71,8 @@ class ModelWatch:
         stop_listening(self)  # to all but saves
         for average in _find_live(AveragedModel):
             if type(average.module) is type(model):
-                average.register_forward_pre_hook(QuietHook(self._hear_average, num_arguments=2))
+                hook = QuietHook(self._hear_average, num_arguments=2)
+                self._hooks.append(average.register_forward_pre_hook(hook))
         head, share = _find_frozen_head(model)
         return ModelScan(
             step=-1,
@@ -77,6 +81,11 @@ class ModelWatch:
             frozen_head=head,
             frozen_share=share,
         )
+
+    def close(self) -> None:
+        """Remove the hooks, and hear of no more saves."""
+        remove_hooks(self._hooks)
+        stop_listening(self, to_saves=True)
 
     def scan(self, step: int) -> ModelScan:
         """Look again, after `step`."""

@@ -200,6 +200,11 @@ class PeriodicScans:
             facts.extend(self._program_scans.read(reading, looks.program_scans, tuple(facts)))
         return [*facts, *self._program.read(reading)]
 
+    def close(self) -> None:
+        """Leave the program alone from now on."""
+        if self._program_scans is not None:
+            self._program_scans.close()
+
     def forget(self) -> None:
         """Scan the weights again before the next step, because they were replaced."""
         self._weights.forget()

@@ -8,6 +8,7 @@ forward is in float16, and whether a recomputed forward starts from the same ran
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from steadygrad.facts import NUM_COLUMNS, PrecisionScan, Reading
 from steadygrad.measure.graph import FAST_PATHS, may_enter
-from steadygrad.measure.quiet_hook import QuietHook
+from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -72,6 +73,10 @@ class PrecisionWatch:
         if may_enter(model) and not any(isinstance(module, FAST_PATHS) for module in model.modules()):
             self._forward.begin()
 
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._forward.close()
+
     def measure(self, *, is_due: bool) -> PendingPrecision | None:
         """Compare the weights with the sample if a scan is due; return None if there is nothing to say."""
         self._num_since += 1
@@ -116,6 +121,7 @@ class ForwardWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        weakref.finalize(self, remove_hooks, self._hooks)
         self._names = {module: name for name, module in model.named_modules()}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._draws: dict[nn.Module, list[list[RandomState]]] = {}
@@ -138,9 +144,8 @@ class ForwardWatch:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._draws = [], {}
+        remove_hooks(self._hooks)
+        self._draws = {}
 
     def take(self) -> dict[str, Any]:
         """Return what the step's forwards have shown, as fields of a PrecisionScan."""

@@ -79,6 +79,12 @@ class ProgramScans:
         self._first += [scan for scan in (self._try("model", self._model.begin),) if scan is not None]
         self._try("precision", self._precision.begin)
 
+    def close(self) -> None:
+        """Stop listening, and remove the hooks."""
+        self._calls.close()
+        self._model.close()
+        self._precision.close()
+
     def _join_ranks(self) -> RankAgreement | None:
         board = open_board(self._group)
         return None if board is None else RankAgreement(board, self._trained.model, self._ddp)

@@ -27,3 +27,10 @@ class QuietHook:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy logs at debug level, with each argument formatted to zero characters, and needs no steadygrad."""
         return functools.partial, (logging.getLogger("steadygrad").debug, "%.0s" * self._num_arguments)
+
+
+def remove_hooks(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    """Remove them from their modules, and empty the list."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
