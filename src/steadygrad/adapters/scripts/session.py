@@ -72,6 +72,7 @@ class Session:
         """Install all hooks."""
         _current[:] = [self]
         self._keep_log_to_itself()
+        _note_loads()
         _replace(Optimizer, "__init__", self._after_making)
         _replace(torch.autograd, "backward", self._around_backward)
         _replace(torch.amp.GradScaler, "scale", self._around_scaling)
@@ -349,6 +350,13 @@ def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(place, name, replaced)
+
+
+def _note_loads() -> None:
+    """Note which weights the script loads, from now on."""
+    from steadygrad.measure import loads
+
+    loads.install()
 
 
 def _is_called_by_guard() -> bool:
