@@ -250,8 +250,8 @@ class Session:
     def _around_scaler(
         self, make: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        watch = self._find_watch(optimizer) if self._is_here and isinstance(optimizer, Optimizer) else None
-        if watch is None or not scaler.is_enabled():
+        watch: Watch | None = vars(optimizer).get(KEY)  # a wrapper of an optimizer has none, and must not get one
+        if watch is None or watch.process != os.getpid() or not self._is_here or not scaler.is_enabled():
             return make(scaler, optimizer, *args, **kwargs)
         self._thread.scaler, self._thread.has_stepped = scaler, False
         try:
