@@ -15,25 +15,7 @@ import pytest
 import torch
 
 PROGRAM = Path(__file__).parent / "titan_program.py"
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "brew",
-    "tea",
-    "in",
-    "old",
-    "towers",
-]
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards brew tea in old towers".split()  # noqa: SIM905
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None or importlib.util.find_spec("spmd_types") is None,
@@ -65,16 +47,10 @@ def make_assets(folder: Path) -> None:
 def train(folder: Path, how: str, bad_step: int = -1) -> list[dict[str, Any]]:
     folder.mkdir()
     make_assets(folder)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM), how, str(bad_step)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(PROGRAM), how, str(bad_step), str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf"), "WANDB_MODE": "disabled"}
-    done = subprocess.run(
-        [sys.executable, *command, str(folder)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
