@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from steadygrad.config.checks import is_number, require, require_booleans, require_whole
+from steadygrad.config.trainer import CLIPS, POLICIES, STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,18 @@ class TrainingSettings:
     """Number of newest checkpoints to keep, in addition to the best one."""
     seed: int = 0
     """Seed of the weights, the order of the data and everything else that is random."""
+    clip: str = "fixed_norm"
+    """How to clip: none, fixed_norm, outliers, zclip, autoclip, adagc, adaptive_unit or value; see docs/clipping.md."""
+    policy: str = "default"
+    """What findings lead to: default, observe, patient, eager or strict; see docs/policies.md."""
+    log_every: int = 100
+    """Steps between two lines with loss, norm, rate and time left, if no bar shows them."""
+    tensorboard: bool = False
+    """Whether to also log norms, losses, rates and actions to TensorBoard, in the run directory."""
+    wandb: bool = False
+    """Whether to also log them to Weights & Biases; its own variables (WANDB_PROJECT, WANDB_MODE) are honoured."""
+    strategy: str = "ddp"
+    """How processes under torchrun share the model: ddp, a copy in each; fsdp, a part of every weight in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +70,13 @@ def require_numbers(owner: Any, *, zero: Iterable[str] = (), infinite: Iterable[
         fits = is_number(value) and (0 < value < math.inf or (value == 0 and item.name in zero))
         rule = "be a finite number, not below 0" if item.name in zero else "be a finite number above 0"
         require(fits or (value == math.inf and item.name in infinite), owner, item.name, rule, hint)
+
+
+def require_shared(owner: TrainingSettings) -> None:
+    """Check the settings that are chosen by name."""
+    require_choice(owner, "strategy", STRATEGIES)
+    require_choice(owner, "clip", CLIPS)
+    require_choice(owner, "policy", POLICIES)
 
 
 def require_below_1(owner: Any, *names: str) -> None:

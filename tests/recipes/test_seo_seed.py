@@ -274,11 +274,11 @@ def test_full_training_cycle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 def test_norms_and_actions_go_to_tensorboard_where_it_is_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from steadygrad_recipes.seo.program import build_model
-    from steadygrad_recipes.seo.trainer import make_trainer as make_recorded
+    from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
     first, data = make_training(epochs=1)
     config = dataclasses.replace(first.config, tensorboard=True)
-    trainer = make_recorded(build_model(config, data), config, run_dir=tmp_path, tell=lambda _: None)
+    trainer = UltraOptimizedSEOTrainer(build_model(config, data), config, run_dir=tmp_path, tell=lambda _: None)
     train(trainer, data)
 
     (events,) = (tmp_path / "tensorboard").iterdir()

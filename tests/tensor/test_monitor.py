@@ -10,6 +10,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -867,3 +868,45 @@ def test_wrong_settings_of_an_activation_monitor_are_refused() -> None:
         ActivationMonitor(nn.ReLU()).detect_saturated(1.5)
     with pytest.raises(ConfigError, match=r"detect_dead_neurons\(threshold\) must not be negative, got nan"):
         ActivationMonitor(nn.ReLU()).detect_dead_neurons(math.nan)
+
+
+class NamedLogger:
+    """A logger that takes one number at a time."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    def log(self, name: str, value: float) -> None:
+        self.seen[name] = value
+
+
+class MetricsLogger:
+    """As Lightning's loggers are."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen |= metrics
+
+
+@pytest.mark.parametrize("kind", [NamedLogger, MetricsLogger])
+def test_log_statistics_serves_loggers_by_name_and_those_of_lightning(kind: type[Any]) -> None:
+    model = nn.Linear(3, 1)
+    model(torch.ones(2, 3)).sum().backward()
+    monitor, logger = GradientHealthMonitor(model), kind()
+
+    monitor.log_statistics(monitor.check_gradients(), step=4, logger=logger)
+
+    assert logger.seen["grad/global_norm"] > 0
+
+
+def test_log_statistics_finds_the_active_wandb_run(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    model = nn.Linear(3, 1)
+    model(torch.ones(2, 3)).sum().backward()
+    monitor = GradientHealthMonitor(model)
+    with wandb.init(mode="offline", dir=str(tmp_path), project="a") as run:
+        for step in (0, 1):  # wandb completes a step when the next one comes
+            monitor.log_statistics(monitor.check_gradients(), step=step)
+        assert run.summary["grad/global_norm"] > 0

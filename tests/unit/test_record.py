@@ -128,7 +128,7 @@ def test_run_json_tells_config_versions_machine_and_parameters(tmp_path: Path) -
     _, guard = train(0, run_dir=tmp_path, config=config)
     guard.close()
     run = read_json((tmp_path / "run.json").read_text(encoding="utf-8"))
-    assert set(run) == {"id", "started", "process", "config", "versions", "machine", "parameters"}
+    assert set(run) == {"id", "started", "ended", "process", "config", "versions", "machine", "parameters"}
     assert GuardConfig.from_dict(run["config"]) == config
     assert run["versions"]["steadygrad"] == __version__
     assert run["versions"]["torch"] == torch.__version__
@@ -228,7 +228,7 @@ def test_the_log_tells_the_same_in_greppable_text(tmp_path: Path) -> None:
     run.close()
     assert (tmp_path / "train.log").read_text(encoding="utf-8").splitlines() == [
         "step=0 loss=2.5 grad_norm=0.25 lr=0.1,0.01",
-        "step=1 loss=2.5 grad_norm=0.25 lr=0.1 clipped=0.125",
+        "step=1 loss=2.5 grad_norm=0.25 lr=0.1 clipped=0.125 grad_norm_after=0.03125",
         "step=2 loss=NaN grad_norm=Inf lr=0.1,0.01 skipped",
         "step=3 loss=- grad_norm=-Inf lr=",
     ]

@@ -326,7 +326,7 @@ def _warn_of_order(loader: Any) -> None:
 
 
 def _warn_of_sampler(loader: DataLoader[Any]) -> None:
-    known = ("torch.utils.data.", "torchdata.")
+    known = ("torch.utils.data.", "torchdata.", "steadygrad.trainer.")
     samplers = (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     unknown = [type(one).__name__ for one in samplers if one is not None and not _module_of(one).startswith(known)]
     if unknown:

@@ -307,6 +307,20 @@ def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks)
     )
 
 
+def read_alone(info: CheckpointInfo) -> Checkpoint:
+    """Verify a checkpoint, and read it on the CPU of one process, without any other rank; own parts are rank 0's."""
+    if not is_sharded(info):
+        return read_checkpoint(info)
+    check_files(info.path, info.manifest)
+    plain = load_plain(info.path / _name_own(0))
+
+    def make_room(name: str, record: Any) -> Tensor:  # noqa: ARG001
+        return torch.empty(record.size, dtype=record.properties.dtype)
+
+    tensors = {**_shared_tensors().read_tensors(info.path, make_room, group=None), **plain["own"]}
+    return Checkpoint(info, unpack(plain["tree"], tensors.__getitem__, {}))
+
+
 def _find_parameter(name: str, live: Mapping[str, Tensor]) -> Tensor | None:
     """Find the parameter whose layout optimizer state follows; before the first step there is no live state."""
     if name.startswith("optimizers."):

@@ -36,10 +36,11 @@ from steadygrad.checkpoint.catalogue import (
     read_infos,
 )
 from steadygrad.checkpoint.fitting import load_weights
-from steadygrad.checkpoint.load import Checkpoint, read_checkpoint
+from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.plain import Packed, pack
 from steadygrad.checkpoint.proofs import Proofs, write_marks
 from steadygrad.checkpoint.save import Save
+from steadygrad.checkpoint.sharded import read_alone
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.disk.manifest import (
     FILES,
@@ -334,9 +335,9 @@ class CheckpointStore:
         """
         self.wait()
         if path is not None:
-            return read_checkpoint(read_info(Path(path)))
+            return read_alone(read_info(Path(path)))
         if step is not None:
-            return read_checkpoint(self._find(step))
+            return read_alone(self._find(step))
         return self._load_newest()
 
     def _load_newest(self) -> Checkpoint | None:
@@ -349,7 +350,7 @@ class CheckpointStore:
         ranked = rank(read_infos(self.directory), self._current_run)
         for info in rank_together(ranked, self.directory.parent):
             try:
-                checkpoint = read_checkpoint(info)
+                checkpoint = read_alone(info)
             except CheckpointError as error:
                 reasons.append(
                     self._set_aside(info.path, error.reason if isinstance(error, DamagedCheckpoint) else str(error))

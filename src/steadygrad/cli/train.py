@@ -27,6 +27,7 @@ from steadygrad.cli.recipe_folder import (
     remember_settings,
     require_new,
 )
+from steadygrad.cli.recipe_ranks import choose_together, end_rank, is_first, is_launched, on_first_rank, quiet_others
 from steadygrad.cli.recipes import Recipe, find_recipe, list_recipes
 from steadygrad.config.plain import to_plain
 from steadygrad.errors import SteadygradError, TrainingHalted, UsageError
@@ -87,7 +88,8 @@ class Request:
 class RecipeCommand(FieldCommand):
     """One recipe as a command."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, program: str | None = None) -> None:
+        """`program`: how it is called, where that is not `steadygrad train NAME`."""
         self.recipe, self.package = recipe, recipe.load()
         self.own = make_options(recipe.name, self.package)
         super().__init__(
@@ -96,12 +98,15 @@ class RecipeCommand(FieldCommand):
             aliases=getattr(self.package, "ALIASES", {}),
             options=self.own,
             help=self.package.SUMMARY,
-            epilog=f"\b\nExample:\n  steadygrad train {recipe.name} --quick",
+            epilog=f"\b\nExample:\n  {program or f'steadygrad train {recipe.name}'} --quick",
         )
 
     def invoke(self, ctx: click.Context) -> None:
         """Called by click."""
-        ctx.exit(run_recipe(self.recipe, self.package, self.read_request(ctx), Console()))
+        code = run_recipe(self.recipe, self.package, self.read_request(ctx), Console())
+        if is_launched():
+            end_rank(code)
+        ctx.exit(code)
 
     def read_request(self, ctx: click.Context) -> Request:
         """Return the request from the arguments that click has parsed."""
@@ -133,16 +138,12 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
     """Train, predict or sample; return the exit code."""
     if request.predict is not None or request.sample:
         return _use_run(recipe, package, request, console)
-    resume, takes_weights = request.resume, getattr(package, "TAKES_WEIGHTS", False)
-    run_dir = choose_folder(recipe.name, request.run_dir, resume, takes_weights=takes_weights)
-    goes_on = resume is not None and not (takes_weights and is_weights(resume))
-    config = make_config(package, request, read_settings(run_dir, recipe.name) if goes_on else None)
-    if not goes_on:
-        require_new(run_dir, recipe.name)
+    console = quiet_others(console)
+    run_dir, config = choose_together(lambda: _choose(recipe, package, request))
     try:
-        with remember_settings(run_dir, recipe.name, to_plain(config)):
+        with on_first_rank(remember_settings(run_dir, recipe.name, to_plain(config))):
             console.say(f"Training {recipe.name} in {run_dir}", "bold")
-            start = name_start(resume, run_dir)
+            start = name_start(request.resume, run_dir)
             code: int = package.train(config, run_dir=run_dir, resume=start, console=console)
     except TrainingHalted as halted:
         console.say(f"Training was halted: {halted}", "red")
@@ -151,11 +152,22 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
         if has_begun(run_dir):
             console.say(f"To go on: steadygrad train {recipe.name} --resume {run_dir}")
         raise
-    if is_recorded(run_dir):
+    if is_first() and is_recorded(run_dir):
         write_report_of(run_dir, console)
-    else:
+    elif is_first():
         console.say("There is no report: nothing was recorded. Without protection nothing is.", "yellow")
     return code
+
+
+def _choose(recipe: Recipe, package: Any, request: Request) -> tuple[Path, Any]:
+    """Return the run directory and the settings; a new training needs a directory without one."""
+    resume, takes_weights = request.resume, getattr(package, "TAKES_WEIGHTS", False)
+    run_dir = choose_folder(recipe.name, request.run_dir, resume, takes_weights=takes_weights)
+    goes_on = resume is not None and not (takes_weights and is_weights(resume))
+    config = make_config(package, request, read_settings(run_dir, recipe.name) if goes_on else None)
+    if not goes_on:
+        require_new(run_dir, recipe.name)
+    return run_dir, config
 
 
 def _use_run(recipe: Recipe, package: Any, request: Request, console: Console) -> int:

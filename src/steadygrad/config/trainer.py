@@ -9,6 +9,9 @@ from steadygrad.config.checks import is_number, is_whole, require, require_boole
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 SCHEDULES = ("constant", "cosine")
+STRATEGIES = ("ddp", "fsdp")
+CLIPS = ("none", "fixed_norm", "outliers", "zclip", "autoclip", "adagc", "adaptive_unit", "value")
+POLICIES = ("default", "observe", "patient", "eager", "strict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,10 @@ class TrainerConfig:
     """Weight decay of AdamW."""
     max_grad_norm: float | None = 1.0
     """Global gradient norm to clip at; None: no clipping."""
+    clip: str = "fixed_norm"
+    """How to clip: none, fixed_norm, outliers, zclip, autoclip, adagc, adaptive_unit or value; see docs/clipping.md."""
+    policy: str | None = None
+    """What findings lead to: default, observe, patient, eager or strict; None: the training's own choice."""
     accumulation_steps: int = 1
     """Batches whose gradients are averaged for one optimizer step."""
     precision: str = "fp32"
@@ -43,6 +50,12 @@ class TrainerConfig:
     """Steps between two evaluations, besides the one at each epoch's end; None: only there."""
     save_every: int | None = 1000
     """Steps between two checkpoints, besides the one at each epoch's end; None: only there."""
+    log_every: int | None = 100
+    """Steps between two lines with loss, norm, rate and time left, if no bar shows them; None: no lines."""
+    tensorboard: bool = False
+    """Whether to also log norms, losses, rates and actions to TensorBoard, in the run directory."""
+    wandb: bool = False
+    """Whether to also log them to Weights & Biases; its own variables (WANDB_PROJECT, WANDB_MODE) are honoured."""
     keep_last: int = 3
     """How many of the newest checkpoints to keep, besides the best one and the last good one."""
     ema_decay: float | None = None
@@ -51,6 +64,8 @@ class TrainerConfig:
     """Seed for every random generator at the start of training; None: leave them as they are."""
     device: str = "auto"
     """cpu, cuda, cuda:1, or auto: cuda if available."""
+    strategy: str = "ddp"
+    """How processes under torchrun share the model: ddp, a copy in each; fsdp, a part of every weight in each."""
     protect: bool = True
     """False: the same loop without a guard's protection: nothing is clipped, skipped, judged or recorded."""
 
@@ -58,7 +73,7 @@ class TrainerConfig:
         require_booleans(self)
         for name in ("epochs", "accumulation_steps", "keep_last"):
             require_whole(self, name, least=1, hint=f"The default is {getattr(type(self), name)}.")
-        for name in ("max_steps", "patience", "eval_every", "save_every"):
+        for name in ("max_steps", "patience", "eval_every", "save_every", "log_every"):
             value = getattr(self, name)
             require(value is None or (is_whole(value) and value > 0), self, name, "be None or at least 1", "Use None.")
         require_whole(self, "warmup_steps", least=0, hint="0 switches it off.")
@@ -74,3 +89,7 @@ class TrainerConfig:
         require(self.seed is None or is_whole(self.seed), self, "seed", "be a whole number or None", "Use 0.")
         require(self.precision in PRECISIONS, self, "precision", f"be one of {', '.join(PRECISIONS)}", "Use auto.")
         require(self.schedule in SCHEDULES, self, "schedule", f"be one of {', '.join(SCHEDULES)}", "Use cosine.")
+        require(self.strategy in STRATEGIES, self, "strategy", f"be one of {', '.join(STRATEGIES)}", "Use ddp.")
+        require(self.clip in CLIPS, self, "clip", f"be one of {', '.join(CLIPS)}", "Use fixed_norm.")
+        fits = self.policy is None or self.policy in POLICIES
+        require(fits, self, "policy", f"be one of {', '.join(POLICIES)}, or None", "Use default.")

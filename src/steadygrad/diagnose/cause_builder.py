@@ -16,6 +16,7 @@ from steadygrad.diagnose.closeup import View, find_bad_rows, measure_operand
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.expressions import name_operands
 from steadygrad.diagnose.frames import Place, read_source, spell_place
+from steadygrad.diagnose.own_names import use_own_names
 from steadygrad.diagnose.situation import Operand, Situation
 from steadygrad.diagnose.trace import Event, Trace
 from steadygrad.facts import Cause
@@ -138,7 +139,7 @@ class CauseBuilder:
             node=self.origin.event.node,
             inputs=self.spell_operands(place, situation),
             explanation=why.text,
-            fixes=why.fixes,
+            fixes=use_own_names(why.fixes, self.name_operands(place, situation)),
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
             chain=self._describe_chain(),
@@ -186,9 +187,14 @@ class CauseBuilder:
         }
 
     @staticmethod
+    def name_operands(place: Place, situation: Situation) -> tuple[str, ...]:
+        """Return the texts of the operands on the user's line; empty where it does not spell the op."""
+        return name_operands(place.code, place.instruction, situation.op) if place.code is not None else ()
+
+    @staticmethod
     def spell_operands(place: Place, situation: Situation) -> tuple[str, ...]:
         """What went in, under the user's own names where the line spells them."""
-        names = name_operands(place.code, place.instruction, situation.op) if place.code is not None else ()
+        names = CauseBuilder.name_operands(place, situation)
         texts = []
         for position, operand in enumerate(situation.operands):
             fits = len(names) >= len(situation.operands) and names[position]

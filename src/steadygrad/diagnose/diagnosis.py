@@ -24,6 +24,7 @@ from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.health import find_ailment, find_amplifier
 from steadygrad.diagnose.meeting import CollectiveError
 from steadygrad.diagnose.optimizers import trace_optimizers
+from steadygrad.diagnose.own_names import use_own_names
 from steadygrad.diagnose.ranges import Range
 from steadygrad.diagnose.replay import Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
@@ -267,7 +268,7 @@ class Diagnosis:
             symptom=spell_error(error),
             name=why.name,
             explanation=why.text,
-            fixes=why.fixes,
+            fixes=use_own_names(why.fixes, CauseBuilder.name_operands(refusal.place, situation)),
             inputs=CauseBuilder.spell_operands(refusal.place, situation),
             **CauseBuilder.where_of(refusal.place, self._modules),
         )

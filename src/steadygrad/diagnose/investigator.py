@@ -116,6 +116,11 @@ class Investigator:
         finally:
             self._inside = inside
 
+    @property
+    def newest(self) -> Capture | None:
+        """The microbatch that was noted last."""
+        return self._captures[-1] if self._captures else None
+
     def take(self) -> list[Capture]:
         """The microbatches of the step that is over."""
         captures, self._captures = self._captures, []

@@ -98,7 +98,9 @@ class SampleSearch:
         assert self._size is not None
         tried = (0, self._size // 2, self._size - 1)
         if self._size > FEW and all(self._fails([index]) for index in tried):
-            raise CannotSplit(f"samples {tried[0]}, {tried[1]} and {tried[2]} each fail alone: it is no matter of one")
+            raise CannotSplit(
+                f"samples {tried[0]}, {tried[1]} and {tried[2]} each fail on their own: no single one is to blame"
+            )
 
     def _find_bad_halves(self, part: Sequence[int]) -> list[Sequence[int]]:
         halves = part[: len(part) // 2], part[len(part) // 2 :]

@@ -6,6 +6,7 @@ Guard, so a guard that goes out of scope is freed at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,9 @@ def build(
         for finding in (*foresee(trained), *foresee_uncopied(training, host.checkpoints)):
             host.judgement.note(finding)
         device.watched.reflex.hint()
+        with contextlib.suppress(Exception):  # shows again when a kernel is used, where it is handled
+            device.watched.compile()
+            host.snapshots.compile()
     return _assemble(device, host, make_guard, close)
 
 

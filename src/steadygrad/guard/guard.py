@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from steadygrad.guard.joining import join_uneven
 from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.measure.loss import read_number
 from steadygrad.record import Sink
+from steadygrad.view.notebook import NotebookChart, render_guard
 from steadygrad.view.progress import count_items, describe_step, track
 
 T = TypeVar("T")
@@ -303,6 +304,20 @@ class Guard:
         self._judging.catch_up()
         return self._summary.describe()
 
+    def show(self) -> NotebookChart:
+        """Show a chart in a notebook that follows the training: loss, norm, what broke; call it before the loop.
+
+        Return it; elsewhere it follows the training without being shown.
+        """
+        self._check_open()
+        chart = NotebookChart()
+        self._judgement.add_sink(chart)
+        chart.display()
+        return chart
+
+    def _repr_html_(self) -> str:
+        return render_guard(self._judgement.tally, self.incidents, self.last)
+
     def health(self) -> dict[str, bool]:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         self._judging.catch_up()
@@ -348,6 +363,15 @@ class Guard:
     def checkpoints(self) -> CheckpointStore | ShardedStore:
         """The checkpoints of the run directory: `list()`, `best`, `load()`."""
         return self._saver.checkpoints.store
+
+    @property
+    def param_groups(self) -> NoReturn:
+        """Not there: only `scaler.step(guard)` looks for it, and this error says what to write instead."""
+        raise AttributeError(
+            "a Guard is not an optimizer. Give it the scaler, Guard(model, optimizer, scaler=scaler), and call "
+            "guard.step(loss): it scales, unscales, steps and updates the scaler. Call neither scaler.step nor "
+            "scaler.update yourself."
+        )
 
     def close(self) -> None:
         """Judge pending steps and close the record. A closed guard refuses to step."""

@@ -306,6 +306,10 @@ class Judgement:
         if self._prover is not None:
             self._prover.load_state_dict(state.get("prover", {}))
 
+    def add_sink(self, sink: Any) -> None:
+        """Send what is recorded to one more sink from now on."""
+        self._recorder.add(sink)
+
     def flush_record(self) -> None:
         """Write the record so far to disk: a checkpoint must never be ahead of it."""
         self._recorder.flush()

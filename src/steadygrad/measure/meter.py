@@ -192,6 +192,22 @@ class Meter:
         return self._implementation
 
     @torch.no_grad()
+    def compile(self) -> None:
+        """Compile or load the kernels now, which takes 0.1 to 3 s, so that the first step does not wait for them.
+
+        The parameters stand in for their gradients: kernels depend on sizes and dtypes.
+        """
+        if self._implementation is not Implementation.TRITON or any(map(_gradients.is_dtensor, self._parameters)):
+            return
+        from steadygrad.measure.kernels import triton
+
+        values = [p.detach() for p in self._parameters]
+        if all(v.dtype in triton.TRITON_DTYPES and v.is_contiguous() and v.device == values[0].device for v in values):
+            triton.measure_table(
+                values, torch.empty(len(values), NUM_COLUMNS, dtype=torch.float64, device=values[0].device)
+            )
+
+    @torch.no_grad()
     def measure(
         self, loss: Tensor | None = None, *, scale: Tensor | None = None, told_scale: Tensor | None = None
     ) -> Measurement | None:

@@ -95,6 +95,13 @@ class ParameterWatch:
         self._still = set(self._groups)  # parameters that no step should have moved since the previous scan
         self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
 
+    def compile(self) -> None:
+        """Compile or load the kernels of a scan now, and those that compare it with the one before."""
+        if not self._ranks.many:
+            self.scan(-1)
+            self.scan(-1)
+            self.forget()
+
     def note_step(self, reading: Reading) -> None:
         """Remember which parameters this step should have moved; costs nothing once all are expected to move."""
         if not self._still or reading.skipped or not reading.clip_coefficient > 0:

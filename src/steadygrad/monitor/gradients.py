@@ -21,6 +21,7 @@ from steadygrad.config.checks import is_number, is_positive, require_argument
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import GradientStats, Reading
 from steadygrad.measure import Meter, StepContext, Transfer
+from steadygrad.record.logger import find_sender
 
 _log = logging.getLogger("steadygrad")
 
@@ -147,12 +148,14 @@ class GradientHealthMonitor:
     def log_statistics(self, stats: GradientHealth, step: int | None = None, logger: Any = None) -> None:
         """Print the summary every `log_frequency` steps, and with the advice whenever something is wrong.
 
-        `step` is the last check's own number, from 0, unless given. `logger`, any object with `.log(dict, step=...)`
-        or `.log(dict)`, gets the numbers at every call. One that raises is reported once and then left alone.
+        `step` is the last check's own number, from 0, unless given. `logger` gets the numbers at every call: any object
+        with `.log(dict, step=...)`, `.log(dict)` or `.log(name, value)`, or a logger of Lightning; without one, the
+        active run of wandb, if there is one. One that raises is reported once and then left alone.
         """
         step = max(0, self.num_checks - 1) if step is None else step
         if step % self.log_frequency == 0 or self._is_unhealthy(stats):
             _print("\n\n".join([_summary_line(stats, step), *stats["recommendations"]]))
+        logger = _find_wandb_run() if logger is None else logger
         if logger is not None:
             self._send(_flatten(stats), step, logger)
 
@@ -292,8 +295,8 @@ class GradientHealthMonitor:
             )
 
     def _send(self, values: dict[str, float], step: int, logger: Any) -> None:
-        log = getattr(logger, "log", None)
-        if not callable(log):
+        send = find_sender(logger)
+        if send is None:
             raise UsageError(
                 f"log_statistics(logger) needs an object with .log(dict, step=...), got {type(logger).__name__}. "
                 "Pass a wandb run, or any object with that method."
@@ -301,10 +304,7 @@ class GradientHealthMonitor:
         if logger is self._broken_logger:
             return
         try:
-            try:
-                log(values, step=step)
-            except TypeError:  # takes no step
-                log(values)
+            send(values, step)
         except Exception as error:  # whatever a logger raises, the training goes on
             self._broken_logger = logger
             _log.warning(
@@ -313,6 +313,11 @@ class GradientHealthMonitor:
                 step,
                 error,
             )
+
+
+def _find_wandb_run() -> Any:
+    """Return the run that the script has opened with wandb.init; wandb is not imported for this."""
+    return getattr(sys.modules.get("wandb"), "run", None)
 
 
 def _rows(reading: Reading) -> Iterator[tuple[str, GradientStats]]:

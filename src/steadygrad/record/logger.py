@@ -1,4 +1,4 @@
-"""LoggerSink: facts -> anything with `.log(dict, step=...)` or `.log(dict)`: your own tracker, Comet, Aim, Fabric.
+"""LoggerSink: facts -> any tracker: `.log(dict, step=...)`, `.log(dict)`, `.log(name, value)`, Lightning's loggers.
 
 The names are the same as in every other sink. Incidents arrive as `incidents/<kind>` with their text. The logger
 belongs to the caller and is never closed here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from steadygrad.errors import UsageError
@@ -23,13 +23,12 @@ class LoggerSink(Sink):
 
     def __init__(self, logger: Any, *, every: int = 1) -> None:
         """`every`: steps between two calls with a step's numbers; skipped steps are always sent."""
-        log = getattr(logger, "log", None)
-        if not callable(log) or isinstance(logger, logging.Logger | logging.LoggerAdapter):
+        self._sender = find_sender(logger)
+        if self._sender is None:
             raise UsageError(
                 f"LoggerSink needs an object with .log(dict, step=...), got {type(logger).__name__}. Pass a tracker's "
                 "run; text for Python's logging comes from the logger 'steadygrad' without a sink."
             )
-        self._log, self._takes_step = log, _takes_step(log)
         self._every = every
         self._actions: Counter[str] = Counter()
 
@@ -57,16 +56,51 @@ class LoggerSink(Sink):
         self._send({f"action/num_{action}": self._actions[action], name: describe_incident(incident)}, incident.step)
 
     def _send(self, values: Mapping[str, Any], step: int) -> None:
-        if self._takes_step:
-            self._log(dict(values), step=step)
-        else:
-            self._log(dict(values))
+        assert self._sender is not None
+        self._sender(values, step)
 
 
-def _takes_step(log: Any) -> bool:
-    """Return whether `log` takes a step, judged by its signature: a TypeError from a call could be the logger's own."""
+Sender = Callable[[Mapping[str, Any], int], None]
+"""Passes the numbers of a step on."""
+
+
+def find_sender(logger: Any) -> Sender | None:
+    """Return how to pass numbers to a logger; None if it has no method that takes them.
+
+    Judged by the signature: a TypeError from a call could be the logger's own.
+    """
+    log, log_metrics = getattr(logger, "log", None), getattr(logger, "log_metrics", None)
+    if isinstance(logger, logging.Logger | logging.LoggerAdapter):
+        return None
+    if callable(log_metrics):  # Lightning's and MLflow's
+        return lambda values, step: log_metrics(_keep_numbers(values), step=step)
+    if not callable(log):
+        return None
+    parameters = _read_parameters(log)
+    takes_step = "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if len(required := _list_required(parameters)) == 2 and required[1] != "step":
+        return lambda values, step: _log_each(log, values, step if takes_step else None)
+    if takes_step:
+        return lambda values, step: log(dict(values), step=step)
+    return lambda values, step: log(dict(values))  # noqa: ARG005
+
+
+def _log_each(log: Any, values: Mapping[str, Any], step: int | None) -> None:
+    for name, value in values.items():
+        log(name, value) if step is None else log(name, value, step=step)
+
+
+def _keep_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _list_required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, p in parameters.items() if p.kind in positional and p.default is p.empty]
+
+
+def _read_parameters(log: Any) -> Mapping[str, inspect.Parameter]:
     try:
-        parameters = inspect.signature(log).parameters
+        return inspect.signature(log).parameters
     except (TypeError, ValueError):  # a builtin without a signature
-        return False
-    return "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return {}

@@ -22,6 +22,7 @@ def list_step(record: StepRecord) -> dict[str, float]:
     """Return the numbers of a step; missing ones are left out."""
     numbers: dict[str, float | None] = {
         "grad/norm": record.grad_norm,
+        "grad/norm_after_clipping": None if record.skipped else record.grad_norm * record.clip_coefficient,
         "grad/num_nonfinite": record.num_nonfinite,
         "health/loss": record.loss,
         "health/learning_rate": max(record.learning_rates, default=None),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,25 @@ def write_file(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def save_model(
-    path: str | Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], about: Mapping[str, Any]
+    path: str | Path,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    about: Mapping[str, Any],
+    *,
+    gather: Callable[[Any], Any] = lambda tree: tree,
+    writes: bool = True,
 ) -> None:
-    """Clean the model, then write it with its optimizers and metadata."""
+    """Clean the model, then write it with its optimizers and metadata.
+
+    `gather` makes the tensors of several ranks whole, on all of them; one rank `writes`.
+    """
     if clean_parameters(model, "before save"):
         logger.warning("Model contained NaN/Inf values that were cleaned before saving")
-    content: dict[str, Any] = {"model_state_dict": model.state_dict(), **about}
+    content: dict[str, Any] = {"model_state_dict": gather(model.state_dict()), **about}
     if optimizers:
-        content["optimizer_state_dict"] = [optimizer.state_dict() for optimizer in optimizers]
-    write_file(path, content)
+        content["optimizer_state_dict"] = [gather(optimizer.state_dict()) for optimizer in optimizers]
+    if writes:
+        write_file(path, content)
 
 
 def load_model(
@@ -100,24 +111,32 @@ def load_model(
     return content
 
 
-def find_checkpoint(run_dir: Path | None, path: str | Path | None, *, num_stages: int) -> Checkpoint | None:
-    """Return what `read_checkpoint` finds, if a Trainer with these stages can continue from it."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a Trainer continues."""
+
+    path: Path
+    """The checkpoint."""
+    step: int
+    """The next step."""
+    stage: int
+    """The stage in which it was saved, from 0."""
+
+
+def find_start(run_dir: Path | None, path: str | Path | None, *, num_stages: int) -> Start | None:
+    """Return where a Trainer with these stages can continue, by what `read_checkpoint` finds."""
     found = read_checkpoint(run_dir, path)
     if found is None:
         return None
     if "trainer" not in found.state.get("extras", {}):
         raise CheckpointError(f"{found.info.path} was not saved by a Trainer. Resume it with guard.resume().")
-    if read_stage(found) >= num_stages:
+    stage = int(found.state["extras"]["trainer"]["stage"])
+    if stage >= num_stages:
         raise CheckpointError(
-            f"{found.info.path} was saved in stage {read_stage(found) + 1}, and this training has {num_stages}. "
+            f"{found.info.path} was saved in stage {stage + 1}, and this training has {num_stages}. "
             "Resume with the stages that it was begun with."
         )
-    return found
-
-
-def read_stage(checkpoint: Checkpoint) -> int:
-    """Return the Trainer stage in which the checkpoint was saved, from 0."""
-    return int(checkpoint.state["extras"]["trainer"]["stage"])
+    return Start(found.info.path, found.step, stage)
 
 
 def read_checkpoint(run_dir: Path | None, path: str | Path | None) -> Checkpoint | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from steadygrad.facts import StepRecord
 from steadygrad.record import Sink
+from steadygrad.trainer.guessing import FIRST_STEPS
 
 
 class Progress(Sink):
@@ -36,6 +37,14 @@ class Progress(Sink):
         """One entry per epoch."""
         self.step_history: list[dict[str, Any]] = []
         """One entry per evaluation by steps."""
+        self.num_heard = 0
+        """Number of judged steps."""
+        self.num_skipped = 0
+        """Number of those that were skipped."""
+        self.first_loss: float | None = None
+        """The first loss, before any step."""
+        self.peak: tuple[int, float] | None = None
+        """Step and value of the largest loss at the start of the run."""
         self._sums = _empty_sums()
         self._heard: list[StepRecord] = []
 
@@ -44,7 +53,18 @@ class Progress(Sink):
     def write_step(self, record: StepRecord) -> None:
         """Take the record of one judged step."""
         self._heard.append(record)
+        self._look_at_start(record)
         self.add(record.loss, record.grad_norm, skipped=record.skipped)
+
+    def _look_at_start(self, record: StepRecord) -> None:
+        self.num_heard += 1
+        self.num_skipped += record.skipped
+        if record.loss is None or not math.isfinite(record.loss) or self.num_heard > FIRST_STEPS:
+            return
+        if self.first_loss is None:
+            self.first_loss = record.loss
+        if self.peak is None or record.loss > self.peak[1]:
+            self.peak = record.step, record.loss
 
     def take_heard(self) -> list[StepRecord]:
         """Return the steps judged since the last call."""
@@ -85,7 +105,7 @@ class Progress(Sink):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict()`."""
-        for name in self.state_dict():
+        for name in self.state_dict().keys() & state.keys():  # earlier versions knew fewer
             setattr(self, name, state[name])
         self._heard = []
 

@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from steadygrad.act.precision import choose_precision
-from steadygrad.config import FixedNorm, GuardConfig, Precision
+from steadygrad.config import GuardConfig, Precision
 from steadygrad.config.trainer import TrainerConfig
 from steadygrad.errors import UsageError
 from steadygrad.guard import Guard
+from steadygrad.trainer.choices import choose_clip, choose_policy
+from steadygrad.trainer.ranks import count_ranks, find_local_rank
 
 
 def check_given(model: Any, config: Any, loss_fn: Any) -> None:
@@ -37,9 +39,11 @@ def seed_generators(seed: int) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of that name; `auto` means CUDA if available."""
+    """Return the device of that name; `auto` means CUDA if available, and each rank has a GPU of its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and count_ranks() > 1 and torch.cuda.is_available():
+        return torch.device("cuda", find_local_rank() % torch.cuda.device_count())
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -53,11 +57,13 @@ def make_guard_config(config: TrainerConfig, given: GuardConfig | None, device: 
     usual, made = GuardConfig(), given if given is not None else GuardConfig()
     changes: dict[str, Any] = {}
     if made.clip == usual.clip:
-        changes["clip"] = None if config.max_grad_norm is None else FixedNorm(max_norm=config.max_grad_norm)
+        changes["clip"] = choose_clip(config.clip, config.max_grad_norm)
     if made.autocast is None and config.precision != "fp32":
         changes["autocast"] = _choose_precision(config.precision, device)
-    if made.policy.early_stopping_patience is None:
-        changes["policy"] = dataclasses.replace(made.policy, early_stopping_patience=config.patience)
+    policy = made.policy if config.policy is None else choose_policy(config.policy)
+    if policy.early_stopping_patience is None:
+        policy = dataclasses.replace(policy, early_stopping_patience=config.patience)
+    changes["policy"] = policy
     if made.checkpoint.keep_last == usual.checkpoint.keep_last:
         changes["checkpoint"] = dataclasses.replace(made.checkpoint, keep_last=config.keep_last)
     return dataclasses.replace(made, **changes)

@@ -3,13 +3,15 @@
 The Guard does everything numerical: forward and backward, clipping, skipping, judging, checkpoints, the record. The
 Trainer does only what surrounds a step: epochs, stages, evaluation, averages, and when to save. Each stage has its own
 Guard, which continues counting where the last one stopped. What is due after a step is derived from the progress that
-is saved with it, so that a training killed at any point continues as if nothing had happened.
+is saved with it, so that a training killed at any point continues as if nothing had happened. Under torchrun the
+processes train together (`ranks.py`), and rank 0 prints and writes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.config import GuardConfig
 from steadygrad.config.plain import to_plain
 from steadygrad.config.switch import is_switched_off
@@ -30,10 +31,30 @@ from steadygrad.record import Sink
 from steadygrad.scan.foreign import load_checkpoint
 from steadygrad.state.random_state import unchanged_random
 from steadygrad.trainer.batches import count_batches, count_steps, move_batch, size_window
+from steadygrad.trainer.choices import StaysOpen, open_trackers
 from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
 from steadygrad.trainer.evaluating import in_eval_mode, make_autocast
-from steadygrad.trainer.files import append_metrics, find_checkpoint, load_model, read_stage, save_model
+from steadygrad.trainer.files import Start, append_metrics, find_start, load_model, save_model
+from steadygrad.trainer.guessing import judge_learning, judge_start
+from steadygrad.trainer.pace import Pace
 from steadygrad.trainer.progress import Progress
+from steadygrad.trainer.ranks import (
+    begin_epoch,
+    count_ranks,
+    find_rank,
+    gather_shards,
+    hold_gradients,
+    is_first,
+    join_batch_norms,
+    join_ranks,
+    release_shards,
+    replicate_model,
+    shard_model,
+    share_from_first,
+    share_loader,
+    share_weights,
+    strip_replica,
+)
 from steadygrad.trainer.setup import (
     check_given,
     choose_device,
@@ -71,23 +92,54 @@ class Trainer:
         sinks: Iterable[Sink] = (),
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        """`tell` is called with a line at the end of each epoch; without it the line goes to the log."""
+        """`tell` is called with a line at the end of each epoch; without it the line goes to the log.
+
+        Under torchrun every process builds one; `tell` and `sinks` are those of rank 0.
+        """
         self.config = config if config is not None else TrainerConfig()
         check_given(model, self.config, loss_fn)
+        join_ranks()
         self.device = choose_device(self.config.device)
-        self.model = model.to(self.device)
+        self.model = self._place(model.to(self.device))
         self.stages = list(stages) if stages else [Stage()]
         self.run_dir = None if run_dir is None else Path(run_dir)
         self.guard_config = make_guard_config(self.config, guard_config, self.device)
-        self.ema = make_average(self.model, self.config.ema_decay)
         self.guard: Guard | None = None
-        self._loss_fn, self._sinks, self._tell = loss_fn, list(sinks), tell if tell is not None else logger.info
-        self._progress = Progress()
-        self._resume_from: Checkpoint | None = None
+        self._loss_fn, self._sinks = loss_fn, list(sinks) if is_first() else []
+        self._trackers = [StaysOpen(tracker) for tracker in open_trackers(self.config, self.run_dir)]
+        self._tell = (logger.info if tell is None else tell) if is_first() else logger.debug
+        self._progress, self._pace = Progress(), Pace()
+        self._num_planned: int | None = None
+        """Steps of all stages; None: unknown."""
+        self._resume_from: Start | None = None
         self._earlier_incidents: list[Incident] = []
         self._prepare(0)
 
+    def _place(self, model: nn.Module) -> nn.Module:
+        """Return the model for this rank, alike on all of them, and make its average."""
+        if count_ranks() > 1:
+            model = join_batch_norms(model) if self.device.type == "cuda" else model
+            share_weights(model)
+        self.ema = make_average(model, self.config.ema_decay)
+        if count_ranks() > 1 and self.config.strategy == "fsdp":
+            for one in (model, None if self.ema is None else self.ema.module):
+                if one is not None:
+                    shard_model(one, self.device)
+        return model
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model as it was given, without what several ranks wrap around it."""
+        return strip_replica(self.model)
+
     # --- what a subclass says ---------------------------------------------------------------------------------------
+
+    def prepare_batch(self, batch: Any) -> Any:
+        """Return what `compute_loss` gets: the batch on the device. Runs before the step, outside of what is replayed.
+
+        What the ranks must agree on, such as `sum_over_ranks` of what a mean divides by, belongs here.
+        """
+        return batch
 
     def compute_loss(self, batch: Any) -> Any:
         """Return the loss of one batch, or the loss and a dict of terms to record. Runs under autocast; replayable."""
@@ -108,10 +160,17 @@ class Trainer:
             raise UsageError("the validation loader has no batch. Give one with data, or none at all.")
         return {"loss": total / num}
 
+    def guess_loss(self, val_loader: Iterable[Any]) -> float | None:  # noqa: ARG002
+        """Return the validation loss of the best answer that ignores the input; None if unknown.
+
+        A run that does not get below it is reported: it has learned nothing, however far its loss fell.
+        """
+        return None
+
     def build_optimizer(self, stage: Stage) -> Optimizers:
         """Create the optimizer of a stage: AdamW over the trainable parameters."""
         if stage.optimizer is not None:
-            return stage.optimizer(self.model)
+            return stage.optimizer(self.bare_model)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         rate, decay, fused = self.config.learning_rate, self.config.weight_decay, self.device.type == "cuda"
         return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay, fused=fused)
@@ -138,10 +197,11 @@ class Trainer:
             raise UsageError(
                 "the training loader has no batch. Give it data, or drop_last=False where there is little."
             )
-        checkpoint, self._resume_from = self._resume_from, None
-        first = 0 if checkpoint is None else read_stage(checkpoint)
-        if checkpoint is None and self.config.seed is not None:
-            seed_generators(self.config.seed)
+        start, self._resume_from = self._resume_from, None
+        first = 0 if start is None else start.stage
+        if start is None and self.config.seed is not None:
+            seed_generators(self.config.seed + find_rank())
+        train_loader = share_loader(train_loader, self.config.seed)
         if self.stage is not self.stages[0]:  # all stages have been trained before
             self._prepare(0)
         for index in range(1, first + 1):
@@ -149,23 +209,28 @@ class Trainer:
         for index in range(first, len(self.stages)):
             if index > first:
                 self._prepare(index)
-            self._begin_stage(index, train_loader, checkpoint if index == first else None)
+            self._begin_stage(index, train_loader, start if index == first else None)
             self._train_stage(train_loader, val_loader)
             if self._has_reached_limit:
                 break
+        for tracker in self._trackers:
+            tracker.end()
         return self.get_training_stats()
 
     def _prepare(self, index: int) -> None:
         """Prepare the model and create the optimizer of a stage."""
-        self.stage = self.stages[index]
+        self.stage, self.model = self.stages[index], self.bare_model
         self.model.train()
         if self.stage.prepare is not None:
             self.stage.prepare(self.model)
+        if count_ranks() > 1 and self.config.strategy == "ddp":  # anew: what is trainable has changed
+            self.model = replicate_model(self.model, self.device)
         self.optimizer = self.build_optimizer(self.stage)
 
-    def _begin_stage(self, index: int, loader: Iterable[Any], checkpoint: Checkpoint | None) -> None:
+    def _begin_stage(self, index: int, loader: Iterable[Any], start: Start | None) -> None:
         before = self.guard
         self.scheduler = self.build_scheduler(self.stage, self._count_steps(loader))
+        self._num_planned = self._count_all(loader)
         scaler = make_scaler(self.guard_config, self.device) if self.stage.scaler is None else self.stage.scaler()
         self.guard = Guard(
             self.model,
@@ -177,10 +242,10 @@ class Trainer:
             scaler=scaler,
             ema=self.ema,
             run_dir=self.run_dir,
-            sinks=[self._progress, *self._sinks],
+            sinks=[self._progress, *self._sinks, *self._trackers],
         )
-        if checkpoint is not None:
-            self.guard.resume(checkpoint.info.path)
+        if start is not None:
+            self.guard.resume(start.path)
             return
         if before is not None:
             self._earlier_incidents += before.incidents
@@ -190,6 +255,7 @@ class Trainer:
     def _train_stage(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None) -> None:
         assert self.guard is not None
         with self.guard as guard:
+            self._pace.begin(guard.num_steps)
             self._do_what_is_due(guard, val_loader)
             while guard.epoch - self._progress.first_epoch < self._num_epochs and not self._is_over(guard):
                 self._train_epoch(guard, train_loader, val_loader)
@@ -202,6 +268,27 @@ class Trainer:
                 self.end_epoch(metrics)
                 if not self._has_reached_limit:
                     self._save(guard)
+            if self.stage is self.stages[-1] or self._has_reached_limit:
+                self._judge_learning(guard, val_loader)
+
+    def _judge_learning(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
+        """Report a run that did no better than a guess, or whose first losses exploded."""
+        guard.flush()
+        guess = None if val_loader is None else self._guess(val_loader)
+        losses = [entry["loss"] for entry in (*self.val_history, *self.step_history) if "loss" in entry]
+        best = min(losses, default=None)
+        progress = self._progress
+        for found in (
+            judge_learning(best, guess, guard.num_steps - 1),
+            judge_start(progress.first_loss, progress.peak, guess),
+        ):
+            if found is not None and self.is_protected:
+                guard.note(found)
+                self._tell(f"{found.message[0].upper()}{found.message[1:]}. {found.advice}")
+
+    def _guess(self, val_loader: Iterable[Any]) -> float | None:
+        with unchanged_random([self.device]), torch.no_grad():
+            return self.guess_loss(val_loader)
 
     @property
     def _num_epochs(self) -> int:
@@ -222,10 +309,13 @@ class Trainer:
 
     def _train_epoch(self, guard: Guard, loader: Iterable[Any], val_loader: Iterable[Any] | None) -> None:
         num_batches, accumulation = count_batches(loader), self.config.accumulation_steps
+        begin_epoch(loader, guard.epoch)
         for batch in guard.batches(loader):
             window = size_window(self._progress.num_batches, num_batches, accumulation)
             self._progress.num_batches += 1
-            loss, terms = guard.backward(self._run_microbatch, move_batch(batch, self.device), window)
+            ready = self.prepare_batch(move_batch(batch, self.device))
+            with hold_gradients(self.model, hold=guard.num_microbatches + 1 < window):
+                loss, terms = guard.backward(self._run_microbatch, ready, window)
             if terms:
                 guard.log(**terms)
             if guard.num_microbatches < window:
@@ -245,6 +335,13 @@ class Trainer:
     def _hear(self) -> None:
         for record in self._progress.take_heard():
             self.end_step(record)
+            self._tell_progress(record)
+
+    def _tell_progress(self, record: StepRecord) -> None:
+        """Print a line every `log_every` steps, where no bar on a terminal shows the same."""
+        if not is_first() or not _is_multiple(record.step + 1, self.config.log_every) or sys.stderr.isatty():
+            return
+        self._tell(self._pace.describe(record, self._num_planned, self._progress.num_skipped))
 
     def _do_what_is_due(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
         """Evaluate and save by steps; after a resume, also do what was still due when the checkpoint was taken."""
@@ -261,11 +358,12 @@ class Trainer:
     def _evaluate_now(self, guard: Guard, val_loader: Iterable[Any]) -> Metrics:
         """Evaluate the averaged model if there is one, without side effects on training."""
         with self._as_evaluated(), unchanged_random([self.device]), torch.no_grad(), self.autocast():
-            metrics = {name: float(value) for name, value in self.evaluate(val_loader).items()}
+            found = {name: float(value) for name, value in self.evaluate(val_loader).items()}
+        metrics = share_from_first(lambda: found)
         if "loss" in metrics:
             guard.validate(metrics["loss"])
         self._progress.evaluated, self._progress.last_metrics = guard.num_steps, metrics
-        if self.run_dir is not None:
+        if self.run_dir is not None and is_first():
             where = {"step": guard.num_steps, "epoch": guard.epoch, "stage": self.stage.name}
             append_metrics(self.run_dir, where | {f"val_{name}": value for name, value in metrics.items()})
         return metrics
@@ -274,11 +372,13 @@ class Trainer:
     def _as_evaluated(self) -> Iterator[None]:
         """Make `self.model` the model to evaluate, in eval mode, inside this context."""
         trained = self.model
-        self.model = trained if self.ema is None else self.ema.module
+        self.model = self.bare_model if self.ema is None else self.ema.module
         try:
             with in_eval_mode(self.model):
                 yield
         finally:
+            if count_ranks() > 1:
+                release_shards(self.model)
             self.model = trained
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -314,6 +414,12 @@ class Trainer:
         accumulation, limit = self.config.accumulation_steps, self.config.max_steps
         return count_steps(count_batches(loader), epochs=self._num_epochs, accumulation=accumulation, limit=limit)
 
+    def _count_all(self, loader: Iterable[Any]) -> int | None:
+        """Return the number of steps of all stages."""
+        num, limit = count_batches(loader), self.config.max_steps
+        epochs = [self.config.epochs if stage.epochs is None else stage.epochs for stage in self.stages]
+        return count_steps(num, epochs=sum(epochs), accumulation=self.config.accumulation_steps, limit=limit)
+
     # --- going on ---------------------------------------------------------------------------------------------------
 
     def resume(self, path: str | Path | None = None) -> int | None:
@@ -325,13 +431,14 @@ class Trainer:
         if path is not None and Path(path).is_file():
             self._take_weights(Path(path))
             return 0
-        self._resume_from = find_checkpoint(self.run_dir, path, num_stages=len(self.stages))
+        num_stages = len(self.stages)
+        self._resume_from = share_from_first(lambda: find_start(self.run_dir, path, num_stages=num_stages))
         return None if self._resume_from is None else self._resume_from.step
 
     def _take_weights(self, path: Path) -> None:
-        load_checkpoint(path, self.model)
+        load_checkpoint(path, self.bare_model)
         if self.ema is not None:
-            self.ema.module.load_state_dict(self.model.state_dict())
+            self.ema.module.load_state_dict(self.bare_model.state_dict())
         self._tell(f"The weights of {path} are loaded; optimizer, schedule and epochs begin anew.")
 
     # --- asking -----------------------------------------------------------------------------------------------------
@@ -370,7 +477,7 @@ class Trainer:
         """Return whether model, gradients, losses and parameters are finite now, each and overall."""
         if self.guard is not None:
             return self.guard.health()
-        return look_at_model(self.model)
+        return look_at_model(self.bare_model)
 
     def get_training_stats(self) -> dict[str, Any]:
         """Return the guard's counts and current values, and the histories."""
@@ -394,14 +501,15 @@ class Trainer:
         """
         optimizers = self._optimizers if include_optimizer else []
         histories = {"train_history": self.train_history, "val_history": self.val_history}
-        save_model(path, self.model, optimizers, {"config": to_plain(self.config), **histories})
+        about = {"config": to_plain(self.config), **histories}
+        save_model(path, self.bare_model, optimizers, about, gather=gather_shards, writes=is_first())
 
     def load_checkpoint(self, path: str | Path, *, trust: bool = False) -> bool:
         """Load the model, and the optimizer if included, from a file of `save_checkpoint`; return False on failure.
 
         Code in the file never runs unless you `trust` it; non-finite values are replaced by 0 and reported.
         """
-        content = load_model(path, self.model, self._optimizers, trust=trust)
+        content = load_model(path, self.bare_model, self._optimizers, trust=trust)
         if content is None:
             return False
         self._progress.train_history = list(content.get("train_history", []))

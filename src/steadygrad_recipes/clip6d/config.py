@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from steadygrad.config.checks import require, require_whole
 from steadygrad.errors import ConfigError
-from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_choice, require_numbers, require_shared
 
 IMAGE, VECTOR = "image", "vector"
 NEGATIVES = ("all", "fibre", "sampled", "permuted")
@@ -20,6 +20,8 @@ ACTIVATIONS = ("gelu", "swish", "mish", "leaky_relu", "elu")
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 """Our names -> Lightning's."""
 MAX_MODALITIES = 6
+MOST_COMBINATIONS = 64**6
+"""Combinations of a joined batch that are compared unless `gather` says otherwise: seconds on a large GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,8 @@ class Clip6dConfig(BatchSettings):
     """Steps between two gradient summaries."""
     negatives: str = "all"
     """What an anchor is compared with: all, fibre, sampled or permuted."""
+    gather: bool | None = None
+    """Whether, under torchrun, samples are compared with those of all ranks; none: if that is at most 64^6 sums."""
     label_smoothing: float = 0.0
     """Share of the label that is spread over all combinations; versions 0 and 2 only."""
 
@@ -133,11 +137,20 @@ class Clip6dConfig(BatchSettings):
         _require(self, "val_share", 0 < self.val_share < 1, "lie between 0 and 1")
         _require(self, "stable_loss_version", self.stable_loss_version in range(4), "be 0, 1, 2 or 3")
         require_choice(self, "negatives", NEGATIVES)
+        require_shared(self)
         require_below_1(self, "label_smoothing")
         smooth = self.label_smoothing == 0 or self.stable_loss_version in (0, 2)
         _require(self, "label_smoothing", smooth, "be 0 with stable_loss_version 1 and 3")
         require_choice(self, "precision", PRECISIONS)
         require_choice(self, "device", ("auto", "cpu", "cuda"))
+
+
+def choose_gather(config: Clip6dConfig, num_ranks: int) -> bool:
+    """Return whether each sample is compared with those of all ranks: as asked for, else where it stays affordable."""
+    if config.gather is not None or config.negatives != "all":
+        return config.gather is not False
+    num_combinations: int = (config.batch_size * num_ranks) ** len(config.modalities)
+    return num_combinations <= MOST_COMBINATIONS
 
 
 def split_modality(name: str) -> tuple[str, int | None]:

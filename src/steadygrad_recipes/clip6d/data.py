@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad.trainer.ranks import count_ranks, find_rank
 from steadygrad.view.progress import track
 from steadygrad_recipes.clip6d.captions import LeftOut, Sample, read_samples
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, list_languages, split_modality
@@ -64,10 +65,11 @@ def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
             reason = f"it has {' and '.join(having) or 'none'} of the modalities; at least two are needed"
             left_out.append(LeftOut("sample", f"image id {sample.id}", reason))
     train, val = _split(kept, config.val_share, config.seed)
-    if len(train) < config.batch_size or len(val) < 2:
+    needed = config.batch_size * count_ranks()
+    if len(train) < needed or len(val) < 2:
         raise UsageError(
             f"{folder} has {len(train)} samples for training and {len(val)} for validation that can be used "
-            f"({len(left_out)} rows were left out); a batch needs {config.batch_size}. "
+            f"({len(left_out)} rows were left out); a step needs {needed}. "
             "Lower batch_size, change val_share, or look at the rows that were left out."
         )
     return Corpus(train, val, vectors, left_out)
@@ -198,7 +200,10 @@ def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim
 
 
 class CaptionLoader:
-    """Whole batches, in a different order each epoch, from where `load_state_dict` says. Lightning uses it directly."""
+    """Whole batches, in a different order each epoch, from where `load_state_dict` says. Lightning uses it directly.
+
+    With several ranks a step takes a batch for each of them, and this one gets its own.
+    """
 
     def __init__(self, corpus: Corpus, config: Clip6dConfig) -> None:
         self._data, self._config = CaptionDataset(corpus.train, corpus, config), config
@@ -208,7 +213,7 @@ class CaptionLoader:
         """Returns the text shown next to the progress bar."""
 
     def __len__(self) -> int:
-        return len(self._data) // self._config.batch_size
+        return len(self._data) // (self._config.batch_size * count_ranks())
 
     def __iter__(self) -> Iterator[Batch]:
         return track(self._iterate(), describe=lambda: self.describe(), total=len(self))
@@ -219,7 +224,8 @@ class CaptionLoader:
         order = list(range(len(self._data)))
         random.Random(f"order {self._config.seed} {self._epoch}").shuffle(order)
         size = self._config.batch_size
-        starts = range(self._position * size, len(self) * size, size)
+        joined, own = size * count_ranks(), size * find_rank()
+        starts = range(self._position * joined + own, len(self) * joined, joined)
         keys = [[(self._epoch, index) for index in order[start : start + size]] for start in starts]
         for batch in _load(self._data, keys, self._collate, self._config.workers):
             self._position += 1

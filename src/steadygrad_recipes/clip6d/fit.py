@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +16,21 @@ import torch
 from steadygrad.adapters.lightning import GuardCallback
 from steadygrad.checkpoint import CheckpointStore
 from steadygrad.checkpoint.run import FOLDER
-from steadygrad.config import FixedNorm, GuardConfig, Policy
+from steadygrad.config import GuardConfig
 from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
+from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
 from steadygrad.trainer.progress import Progress
+from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
 from steadygrad_recipes.clip6d.captions import tell_left_out
-from steadygrad_recipes.clip6d.config import PRECISIONS, Clip6dConfig
+from steadygrad_recipes.clip6d.config import PRECISIONS, Clip6dConfig, choose_gather
 from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus, read_corpus
 from steadygrad_recipes.clip6d.encoders import count_parameters
 from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
 from steadygrad_recipes.clip6d.retrieval import RANKS, expect_by_chance, list_pairs
 from steadygrad_recipes.clip6d.saving import RunSaver
-from steadygrad_recipes.clip6d.storing import StoreIO, find_checkpoint
+from steadygrad_recipes.clip6d.storing import StoreIO, find_start
 from steadygrad_recipes.clip6d.synthetic import write_synthetic
 
 LEFT_OUT = "left_out.jsonl"
@@ -35,6 +39,7 @@ LEFT_OUT = "left_out.jsonl"
 
 def train_clip6d(config: Clip6dConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
     """Train, report on the console, and return the exit code."""
+    join_ranks()
     with _use_threads(config.threads):
         return _train(config, run_dir, resume, console)
 
@@ -46,6 +51,9 @@ def _train(config: Clip6dConfig, run_dir: Path, resume: str | None, console: Any
         f"{' + '.join(config.modalities)}: {len(corpus.train)} samples to train, {len(corpus.val)} to validate, "
         f"{count_parameters(module):,} parameters"
     )
+    if count_ranks() > 1:
+        which = "all ranks" if module.gather else "its own rank"
+        console.say(f"{count_ranks()} ranks; each sample is compared with those of {which}")
     saver = fit(module, corpus, config, run_dir=run_dir, resume=resume, console=console)
     tell_retrieval(saver.metrics, corpus, config, console)
     return 0
@@ -57,7 +65,7 @@ def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
     if config.data is None:
         console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
     corpus = read_corpus(config, folder)
-    num = tell_left_out(corpus.left_out, run_dir / LEFT_OUT)
+    num = tell_left_out(corpus.left_out, run_dir / LEFT_OUT) if is_first() else 0
     if num:
         first = corpus.left_out[0]
         console.say(f"{num} rows were left out, each with its reason in {run_dir / LEFT_OUT}", "yellow")
@@ -69,7 +77,8 @@ def find_folder(config: Clip6dConfig, run_dir: Path) -> Path:
     """Return the folder of the data; without one, make it, unless the run has already done so."""
     if config.data is not None:
         return Path(config.data)
-    return write_synthetic(run_dir / "data", num=config.num_synthetic, seed=config.seed)
+    with first_rank_first():
+        return write_synthetic(run_dir / "data", num=config.num_synthetic, seed=config.seed)
 
 
 def build_module(config: Clip6dConfig, corpus: Corpus) -> EnhancedLightningCLIPModule:
@@ -91,6 +100,7 @@ def build_module(config: Clip6dConfig, corpus: Corpus) -> EnhancedLightningCLIPM
         warmup_steps=config.warmup_steps,
         max_steps=config.max_steps,
         log_frequency=config.log_frequency,
+        gather=choose_gather(config, count_ranks()),
     )
 
 
@@ -107,24 +117,24 @@ def fit(
     run_dir.mkdir(parents=True, exist_ok=True)
     loader, progress = CaptionLoader(corpus, config), Progress()
     guards = build_guards(config, run_dir, progress) if config.protect and not is_switched_off() else None
-    start = find_checkpoint(resume, run_dir)
+    start = share_from_first(lambda: find_start(resume, run_dir))
     if resume is not None:
-        console.say("There is no checkpoint yet: starting anew" if start is None else f"Going on at step {start.step}")
+        console.say("There is no checkpoint yet: starting anew" if start is None else f"Going on at step {start[1]}")
     with CheckpointStore(run_dir / FOLDER, keep_last=config.keep_last) as store, _quiet_lightning():
         io = StoreIO(store)
         saver = RunSaver(
             config, corpus, loader, guards=guards, progress=progress, io=io, run_dir=run_dir, console=console
         )
         trainer = build_trainer(config, [saver] if guards is None else [guards, saver], io, run_dir)
-        trainer.fit(module, loader, ckpt_path=None if start is None else start.info.path)
+        trainer.fit(module, loader, ckpt_path=None if start is None else start[0])
     return saver
 
 
 def build_guards(config: Clip6dConfig, run_dir: Path, progress: Progress) -> GuardCallback:
     """Build the Guard of this training, which clips at `gradient_clip_value`, skips, decides and records."""
-    policy = Policy(early_stopping_patience=config.patience)
-    guard = GuardConfig(clip=FixedNorm(max_norm=config.gradient_clip_value), policy=policy)
-    return GuardCallback(guard, run_dir=run_dir, sinks=[progress])
+    policy = dataclasses.replace(choose_policy(config.policy), early_stopping_patience=config.patience)
+    guard = GuardConfig(clip=choose_clip(config.clip, config.gradient_clip_value), policy=policy)
+    return GuardCallback(guard, run_dir=run_dir, sinks=[progress, *open_trackers(config, run_dir)])
 
 
 def build_trainer(config: Clip6dConfig, callbacks: list[Any], io: StoreIO, run_dir: Path) -> Any:
@@ -138,7 +148,7 @@ def build_trainer(config: Clip6dConfig, callbacks: list[Any], io: StoreIO, run_d
     return lightning.Trainer(
         max_epochs=config.epochs,
         accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
+        **spread(config),
         precision=PRECISIONS[config.precision],
         accumulate_grad_batches=config.accumulation_steps,
         callbacks=callbacks,
@@ -150,6 +160,20 @@ def build_trainer(config: Clip6dConfig, callbacks: list[Any], io: StoreIO, run_d
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
+
+
+def spread(config: Clip6dConfig) -> dict[str, Any]:
+    """Return Lightning's settings for the processes that torchrun has started; one device without it."""
+    num = count_ranks()
+    if num == 1:
+        return {"devices": 1}
+    if config.strategy != "ddp":
+        raise UsageError(
+            f"--strategy {config.strategy}: clip6d trains by Lightning's DistributedDataParallel. Use ddp; if memory "
+            "is short, --model.gradient-checkpointing, or a smaller batch_size."
+        )
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", num))
+    return {"devices": local, "num_nodes": num // local, "strategy": "ddp", "use_distributed_sampler": False}
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from steadygrad.adapters.lightning import EnhancedTrainingMixin, GuardCallback
 from steadygrad.extras import import_extra
 from steadygrad.losses import MultiwayScale, get_stable_loss_function, multiway_contrastive, safe_normalize
 from steadygrad.nn import add_gradient_checkpointing
+from steadygrad.trainer.ranks import count_ranks, is_first
 from steadygrad.trainer.stages import shape_rate
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, ModelConfig
 from steadygrad_recipes.clip6d.encoders import ImageEncoder, TextEncoder, VectorEncoder, pad_tokens
@@ -58,13 +59,15 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         warmup_steps: int = 20,
         max_steps: int | None = None,
         log_frequency: int = 100,
+        gather: bool = False,
     ) -> None:
+        """`gather`: compare each sample with those of all ranks while training."""
         super().__init__()
         self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self.max_steps = max_steps
         self.use_stable_loss, self.stable_loss_version = use_stable_loss, stable_loss_version
         self.gradient_clip_value, self.log_frequency = gradient_clip_value, log_frequency
-        self.negatives, self.label_smoothing = negatives, label_smoothing
+        self.negatives, self.label_smoothing, self.gather = negatives, label_smoothing, gather
         self.modalities = tuple(modalities)
         model = ModelConfig() if model is None else model
         self._make_encoders(model, vector_dim)
@@ -129,6 +132,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             negatives=cast(Any, self.negatives),
             label_smoothing=self.label_smoothing,
             present=present,
+            gather=self.gather and self.training and count_ranks() > 1,
         )
 
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
@@ -148,6 +152,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         guarded = any(isinstance(c, GuardCallback) and c.guards for c in trainer.callbacks)
         # Each inspection waits for the device; a Guard measures every step without waiting.
         is_due = not (guarded and self.device.type == "cuda") or self.global_step % self.log_frequency == 0
+        is_due = is_due and (is_first() or not guarded)  # gradients are equal on all ranks
         if self.enable_gradient_monitoring and is_whole and is_due:
             stats = self.check_and_log_gradients(
                 step=self.global_step, apply_clipping=not guarded, max_grad_norm=self.gradient_clip_value

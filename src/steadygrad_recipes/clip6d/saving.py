@@ -8,6 +8,7 @@ so that a resumed run equals the uninterrupted one. It never steps or judges: th
 # ruff: noqa: ARG002 - the arguments of a hook are Lightning's
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.state.random_state import capture_random, restore_random
 from steadygrad.trainer.files import append_metrics
+from steadygrad.trainer.pace import Pace
 from steadygrad.trainer.progress import Progress
+from steadygrad.trainer.ranks import find_rank, gather_from_ranks, is_first
 from steadygrad.view.progress import describe_step
 from steadygrad_recipes.clip6d.config import Clip6dConfig
 from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus
@@ -49,6 +52,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress, self._io, self._run_dir, self._console = progress, io, run_dir, console
         self._random: dict[str, Any] | None = None
         self._devices: list[torch.device] = []
+        self._pace, self._num_planned = Pace(), 0
         loader.describe = self._describe
 
     @property
@@ -68,8 +72,12 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- Lightning's hooks ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the device, now that the module is on it."""
+        """Note the device, now that the module is on it, and start the clock."""
         self._devices = [pl_module.device]
+        self._pace.begin(trainer.global_step)
+        limit = self._config.max_steps
+        planned = int(trainer.estimated_stepping_batches)
+        self._num_planned = planned if limit is None else min(planned, limit)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Restore the random state at the first batch after a resume, undoing what was drawn during start-up."""
@@ -86,6 +94,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         if self.guard is None:
             self._count_unguarded(trainer)
         step, config = trainer.global_step, self._config
+        self._tell_progress(step)
         if config.max_steps is not None and step >= config.max_steps:
             trainer.should_stop = True
         if trainer.is_last_batch or trainer.should_stop:
@@ -109,6 +118,12 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._console.say(describe_epoch(epoch, self.metrics, self._config.epochs))
         self._save(trainer)
 
+    def _tell_progress(self, step: int) -> None:
+        """Print a line every `log_every` steps, where no bar on a terminal shows the same."""
+        last = None if self.guard is None else self.guard.last
+        if last is not None and step % self._config.log_every == 0 and not sys.stderr.isatty():
+            self._console.say(self._pace.describe(last, self._num_planned, self._progress.num_skipped))
+
     # --- the work ---------------------------------------------------------------------------------------------------
 
     def _count_unguarded(self, trainer: Any) -> None:
@@ -118,7 +133,7 @@ class RunSaver(Callback):  # type: ignore[misc]
 
     def _hear(self) -> None:
         """Report the judged steps to the store, which decides by them which checkpoints are good."""
-        for record in self._progress.take_heard():
+        for record in self._progress.take_heard() if is_first() else ():
             if record.skipped:
                 self._io.store.unhealthy_step(record.step, "it was skipped")
             else:
@@ -132,7 +147,8 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress.evaluated = step
         self._progress.last_metrics = evaluate(pl_module, self._corpus, self._config)
         line = {"step": step, "epoch": trainer.current_epoch, **self.metrics}
-        append_metrics(self._run_dir, line)
+        if is_first():
+            append_metrics(self._run_dir, line)
         if self.guard is not None:
             self.guard.validate(self.metrics["val_loss"])
             trainer.should_stop = trainer.should_stop or self.guard.should_stop
@@ -145,16 +161,19 @@ class RunSaver(Callback):  # type: ignore[misc]
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return progress, position in the data and random generators."""
+        """Return progress, position in the data and the random generators of every rank."""
         random = capture_random(self._devices)
         random["cuda"] = {str(device): state for device, state in random["cuda"].items()}
-        return {"progress": self._progress.state_dict(), "loader": self._loader.state_dict(), "random": random}
+        every = gather_from_ranks(random)
+        return {"progress": self._progress.state_dict(), "loader": self._loader.state_dict(), "random": every}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore progress and position now, and the random state before the first batch."""
         self._progress.load_state_dict(state["progress"])
         self._loader.load_state_dict(state["loader"])
-        self._random = dict(state["random"])
+        every = state["random"]
+        every = [every] if isinstance(every, Mapping) else every  # of a run that knew one process only
+        self._random = dict(every[find_rank() % len(every)])
 
 
 def describe_epoch(epoch: Mapping[str, Any], metrics: Mapping[str, float], num_epochs: int) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.checkpoint import CheckpointStore
-from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.errors import CheckpointError, NonFiniteStateError
 from steadygrad.extras import import_extra
 from steadygrad.trainer.files import read_checkpoint
@@ -57,9 +56,9 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
         """Do nothing: Lightning never calls it, and the store removes old checkpoints itself."""
 
 
-def find_checkpoint(resume: str | None, run_dir: Path) -> Checkpoint | None:
-    """Return the newest good checkpoint (`latest`) or the `best` of this or another run, or the one at `resume`."""
+def find_start(resume: str | None, run_dir: Path) -> tuple[Path, int] | None:
+    """Return path and step of a run's newest good checkpoint (`latest`), its `best`, or the one at `resume`."""
     found = None if resume is None else read_checkpoint(run_dir, resume)
     if found is not None and LIGHTNING not in found.state:
         raise CheckpointError(f"{found.info.path} was not saved by clip6d. Give a run directory of this recipe.")
-    return found
+    return None if found is None else (found.info.path, found.step)

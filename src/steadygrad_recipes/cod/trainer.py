@@ -20,12 +20,13 @@ from steadygrad.config.switch import is_switched_off
 from steadygrad.facts import StepRecord
 from steadygrad.losses import structure_loss
 from steadygrad.trainer import Stage, Trainer, TrainerConfig
+from steadygrad.trainer.ranks import is_first
 from steadygrad.trainer.stages import Optimizers
 from steadygrad_recipes.cod import words
 from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.data import Sample
 from steadygrad_recipes.cod.metrics import MaskScores
-from steadygrad_recipes.cod.model import CamouflageNet
+from steadygrad_recipes.cod.model import build_network, take_outputs
 from steadygrad_recipes.cod.pictures import write_pictures
 from steadygrad_recipes.cod.stages import make_stages
 
@@ -47,7 +48,7 @@ class CodTrainer(Trainer):
         self._stop = None if config.protect and not is_switched_off() else self._make_stop()
         torch.manual_seed(config.seed)  # the same initial weights, whatever the caller drew before
         super().__init__(
-            CamouflageNet(config.model_size, weights=config.backbone_weights),
+            build_network(config),
             make_trainer_config(config, device, precision),
             stages=make_stages(
                 config,
@@ -81,22 +82,29 @@ class CodTrainer(Trainer):
         if self._epoch_began is None:
             self._epoch_began = time.monotonic()
         images, masks = mirror(batch["image"], batch["mask"]) if self.cod.mirror else (batch["image"], batch["mask"])
-        fine, *coarse = (structure_loss(logits.float(), masks) for logits in self.model(images))
-        side = torch.stack(coarse).mean()
+        outputs = take_outputs(self.model(images), masks.shape[-2:])
+        fine, *coarse = (structure_loss(logits.float(), masks) for logits in outputs)
+        side = torch.stack(coarse).mean() if coarse else torch.zeros_like(fine)
         loss = fine + self.cod.side_weight * side
         if self._stop is not None:
             self._stop.check_loss(loss)
         return loss, {"mask": fine.detach(), "side": side.detach()}
 
     def evaluate(self, val_loader: Iterable[Sample]) -> dict[str, float]:
-        """Return structure loss, IoU, Dice, MAE and S-measure."""
+        """Return structure loss, IoU, Dice, MAE, S-measure, weighted F and E-measure."""
         scores, losses = MaskScores(), []
         for batch in val_loader:
             images, masks = batch["image"].to(self.device), batch["mask"].to(self.device)
-            logits = self.model(images).float()
+            logits = take_outputs(self.model(images), masks.shape[-2:])[0].float()
             losses += structure_loss(logits, masks, reduction="none").flatten().tolist()
             scores.add(logits.sigmoid(), masks)
         return {"loss": sum(losses) / max(1, len(losses)), **scores.mean()}
+
+    def guess_loss(self, val_loader: Iterable[Sample]) -> float:
+        """Return the structure loss of the same answer at every pixel: the share of objects in all masks."""
+        masks = torch.cat([batch["mask"] for batch in val_loader]).to(self.device)
+        odds = torch.logit(masks.mean().clamp(1e-3, 1 - 1e-3))
+        return float(structure_loss(odds.expand_as(masks), masks))
 
     def build_optimizer(self, stage: Stage) -> Optimizers:
         """Return the stage's optimizer; without protection and scaler, it checks the gradients before each step."""
@@ -168,9 +176,11 @@ class CodTrainer(Trainer):
         assert self.run_dir is not None
         images, masks = (torch.stack([sample[key] for _, sample in self._shown]) for key in ("image", "mask"))
         with self._as_evaluated(), torch.no_grad(), self.autocast():
-            found = torch.cat([self.model(image[None].to(self.device)).float().sigmoid() for image in images])
+            answers = (take_outputs(self.model(image[None].to(self.device)), image.shape[-2:]) for image in images)
+            found = torch.cat([answer[0].float().sigmoid() for answer in answers])
         names = [name for name, _ in self._shown]
-        write_pictures(self.run_dir, images, masks, found, names=names, when=when)
+        if is_first():
+            write_pictures(self.run_dir, images, masks, found, names=names, when=when)
 
 
 def make_trainer_config(config: CodConfig, device: str, precision: str) -> TrainerConfig:
@@ -188,6 +198,12 @@ def make_trainer_config(config: CodConfig, device: str, precision: str) -> Train
         ema_decay=config.ema_decay or None,
         seed=config.seed,
         device=device,
+        strategy=config.strategy,
+        clip=config.clip,
+        policy=config.policy,
+        log_every=config.log_every,
+        tensorboard=config.tensorboard,
+        wandb=config.wandb,
         protect=config.protect,
     )
 

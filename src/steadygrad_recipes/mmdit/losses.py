@@ -24,9 +24,15 @@ class JointLoss:
         scale = config.loss_scale
         self._sum = Loss(text_loss=scale * config.text_loss_weight, latent_loss=scale * config.latent_loss_weight)
 
-    def __call__(self, logits: Tensor, prediction: Tensor, hidden: Hidden) -> dict[str, Tensor]:
-        """Return `loss`, the weighted sum times `loss_scale`, and the two losses without their weights."""
+    def __call__(
+        self, logits: Tensor, prediction: Tensor, hidden: Hidden, *, text_share: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return `loss`, the weighted sum times `loss_scale`, and the two losses without their weights.
+
+        `text_share`: hidden words of this batch, relative to the mean over ranks.
+        """
         text = masked_cross_entropy(logits, hidden.words, mask=hidden.is_hidden, dim=-1, ceiling=self.config.ceiling)
+        text = text if text_share is None else text * text_share
         return self._sum(text_loss=text, latent_loss=self._compare(prediction, hidden.target))
 
     def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from steadygrad.act.precision import half_matmul_works
@@ -22,12 +23,14 @@ from steadygrad.config.plain import build, to_plain
 from steadygrad.errors import TrainingHalted, UsageError
 from steadygrad.trainer import load_trained
 from steadygrad.trainer.batches import count_steps
+from steadygrad.trainer.ranks import count_ranks, is_first, share_from_first
 from steadygrad.trainer.setup import choose_device
 from steadygrad_recipes.mmdit.config import MMDiTConfig, ModelConfig
 from steadygrad_recipes.mmdit.data import Corpus, Rows, make_corpus, measure_rows, read_corpus, write_rows
 from steadygrad_recipes.mmdit.metrics import Batch, measure_baseline
 from steadygrad_recipes.mmdit.model import MMDiT, Shapes
 from steadygrad_recipes.mmdit.sampling import draw_samples, spell
+from steadygrad_recipes.mmdit.texts import encode_texts, map_array, open_tokenizer
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
 VAL_BATCH = 64
@@ -49,14 +52,14 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
     corpus = load_corpus(config)
     for note in corpus.notes:
         console.say(note, "yellow")
-    if corpus.left_out:
+    if corpus.left_out and is_first():
         (run_dir / LEFT_OUT).write_text("\n".join(corpus.left_out) + "\n", encoding="utf-8")
         console.say(f"each is named in {run_dir / LEFT_OUT}", "yellow")
     config = check_precision(config, console)
     trainer = _start(config, corpus, run_dir, resume, console)
     loaders = make_loaders(config, corpus)
-    warn_of_warmup(config, len(loaders[0]), console)
-    baseline = measure_baseline(trainer.model, corpus.train, loaders[1], config)
+    warn_of_warmup(config, -(-len(loaders[0]) // count_ranks()), console)
+    baseline = trainer.guess = measure_baseline(trainer.model, corpus.train, loaders[1], config)
     trainer = train_with_recovery(trainer, corpus, loaders, console)
     tell_end(trainer, baseline, console)
     if trainer.monitor_training_health()["model_healthy"]:
@@ -66,11 +69,13 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
 
 def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | None, console: Teller) -> MMDiTTrainer:
     description = Description.of(config, corpus)
-    if resume is not None and (run_dir / NAME).is_file():
-        earlier = Description.read(run_dir)
-        if earlier.asked_lr == config.optimizer.lr:
-            config, description = _set_rate(config, earlier.lr), dataclasses.replace(description, lr=earlier.lr)
-    description.write(run_dir)
+    earlier = None
+    if resume is not None:
+        earlier = share_from_first(lambda: Description.read(run_dir) if (run_dir / NAME).is_file() else None)
+    if earlier is not None and earlier.asked_lr == config.optimizer.lr:
+        config, description = _set_rate(config, earlier.lr), dataclasses.replace(description, lr=earlier.lr)
+    if is_first():
+        description.write(run_dir)
     trainer = make_trainer(config, corpus, run_dir, console)
     num = sum(p.numel() for p in trainer.model.parameters())
     rows = f"{len(corpus.train):,} rows to train on, {len(corpus.val):,} to validate on"
@@ -105,10 +110,12 @@ def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrai
         return None
     rate = config.optimizer.lr * config.training.recovery_lr_factor
     trainer = make_trainer(_set_rate(config, rate), corpus, run_dir, console)
+    trainer.guess = halted.guess
     step = trainer.resume()
     if step is None:
         return None
-    dataclasses.replace(Description.read(run_dir), lr=rate).write(run_dir)
+    if is_first():
+        dataclasses.replace(Description.read(run_dir), lr=rate).write(run_dir)
     console.say(f"Recovering from the last good checkpoint, at step {step}, with lr {rate:.3g}", "yellow")
     return trainer
 
@@ -192,7 +199,10 @@ def write_samples(
     model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None, run_dir: Path, console: Teller
 ) -> Rows:
     """Write `samples/samples.safetensors`, which can be trained on again, and `samples/samples.txt`, for reading."""
-    rows = draw_samples(model, config.sampling, config.diffusion)
+    texts, latents = read_given(model, config, vocab)
+    rows = draw_samples(model, config.sampling, config.diffusion, texts=texts, latents=latents)
+    if not is_first():  # it took part: each rank has only a part of a sharded model
+        return rows
     folder = run_dir / "samples"
     write_rows(folder / "samples.safetensors", rows)
     lines = spell(rows, vocab)
@@ -201,6 +211,46 @@ def write_samples(
         console.say(f"  {line}", "dim")
     console.say(f"{len(rows)} samples are in {folder}")
     return rows
+
+
+def read_given(
+    model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None
+) -> tuple[Rows | None, torch.Tensor | None]:
+    """Return the text, or the latents, that the samples are to fit; None for what is sampled."""
+    sampling, shapes = config.sampling, model.shapes
+    if sampling.latents is not None:
+        given = map_array(Path(sampling.latents))
+        given = given[None] if given.dim() == 2 else given
+        wanted = (shapes.num_latents, shapes.latent_dim)
+        if tuple(given.shape[1:]) != wanted:
+            raise UsageError(
+                f"{sampling.latents} has {list(given.shape)}, and the model wants [N, {wanted[0]}, {wanted[1]}]."
+            )
+        return None, given.float()
+    if sampling.text is None:
+        return None, None
+    if config.data.tokenizer is not None:
+        tokens, mask = encode_texts([sampling.text], open_tokenizer(config.data.tokenizer), shapes.text_length)
+    else:
+        ids = find_words(sampling.text, vocab)[: shapes.text_length]
+        tokens, mask = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)
+    more = (0, shapes.text_length - tokens.shape[1])
+    num = sampling.num_samples
+    tokens, mask = F.pad(tokens.long(), more).expand(num, -1), F.pad(mask, more).expand(num, -1)
+    return Rows(tokens, mask, torch.empty(num, 0)), None
+
+
+def find_words(text: str, vocab: tuple[str, ...] | None) -> list[int]:
+    """Return the ids of a text's words; UsageError names a word that the model does not know."""
+    if vocab is None:
+        raise UsageError(
+            "sampling.text needs a vocab.json beside the data, or --data.tokenizer: ids have no words here."
+        )
+    unknown = [word for word in text.split() if word not in vocab]
+    if unknown or not text.split():
+        known = ", ".join(vocab[:12])
+        raise UsageError(f"sampling.text: {', '.join(unknown) or 'no word'} is not in the vocabulary ({known}, ...).")
+    return [vocab.index(word) for word in text.split()]
 
 
 # --- what the run is ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.nn.utils import clip_grad_norm_
 from steadygrad.config import GuardConfig
 from steadygrad.facts import StepRecord
 from steadygrad.trainer import Stage, Trainer, TrainerConfig
+from steadygrad.trainer.ranks import count_ranks, sum_over_ranks
 from steadygrad.trainer.stages import Optimizers
 from steadygrad_recipes.mmdit.config import MMDiTConfig, OptimizerConfig
+from steadygrad_recipes.mmdit.diffusion import Hidden
 from steadygrad_recipes.mmdit.losses import JointLoss
 from steadygrad_recipes.mmdit.metrics import Batch, ask, evaluate, hide_batch
 from steadygrad_recipes.mmdit.model import MMDiT, group_parameters
@@ -42,8 +44,10 @@ class MMDiTTrainer(Trainer):
         run_dir: str | Path | None = None,
         guard_config: GuardConfig | None = None,
         tell: Callable[[str], None] = print,
+        guess: Mapping[str, float] | None = None,
     ) -> None:
-        self.recipe = config
+        """`guess`: `text_loss` and `latent_loss` of a guess (`measure_baseline`)."""
+        self.recipe, self.guess = config, guess
         self._criterion = JointLoss(config.loss)
         settings = make_trainer_config(config)
         super().__init__(model, settings, run_dir=run_dir, guard_config=guard_config, tell=tell)
@@ -51,20 +55,40 @@ class MMDiTTrainer(Trainer):
             old = functools.partial(step_as_before, settings=config.optimizer, tell=self._tell_old)
             self.optimizer.register_step_pre_hook(old)  # type: ignore[union-attr]
 
-    def compute_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def hide(self, batch: Batch) -> Hidden:
+        """Hide words and latents of a batch at random."""
+        return hide_batch(self.model, batch, self.recipe)
+
+    def prepare_batch(self, batch: Batch) -> Any:
+        """With several ranks, hide the batch, and add this rank's share of all hidden words: words count alike."""
+        if count_ranks() == 1:
+            return batch
+        hidden = self.hide(batch)
+        num = hidden.is_hidden.sum()
+        return hidden, num * count_ranks() / sum_over_ranks(num).clamp_min(1)
+
+    def compute_loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum, and `text_loss` and `latent_loss` for the record."""
-        hidden = hide_batch(self.model, batch, self.recipe)
-        terms = self._criterion(*ask(self.model, hidden), hidden)
+        hidden, share = batch if isinstance(batch, tuple) else (self.hide(batch), None)
+        terms = self._criterion(*ask(self.model, hidden), hidden, text_share=share)
         return terms.pop("loss"), terms
 
     def evaluate(self, val_loader: Iterable[Batch]) -> dict[str, float]:
         """Return losses, word accuracy and latent cosine, on the same hidden positions every time."""
         return evaluate(self.model, val_loader, self.recipe)
 
+    def guess_loss(self, val_loader: Iterable[Batch]) -> float | None:  # noqa: ARG002
+        """Return the weighted sum of what a guess without a model gets."""
+        if self.guess is None:
+            return None
+        weights = self.recipe.loss
+        text, latent = self.guess["text_loss"], self.guess["latent_loss"]
+        return weights.loss_scale * (weights.text_loss_weight * text + weights.latent_loss_weight * latent)
+
     def build_optimizer(self, stage: Stage) -> Optimizers:  # noqa: ARG002
         """Return AdamW; decay for matrices only."""
         settings = self.recipe.optimizer
-        groups = group_parameters(self.model, settings.weight_decay)
+        groups = group_parameters(self.bare_model, settings.weight_decay)
         betas = (0.9, settings.beta2)
         return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=self.device.type == "cuda")
 
@@ -83,7 +107,7 @@ class MMDiTTrainer(Trainer):
     @property
     def trained(self) -> MMDiT:
         """The model to use afterwards: the averaged weights where there are any."""
-        model = self.model if self.ema is None else self.ema.module
+        model = self.bare_model if self.ema is None else self.ema.module
         assert isinstance(model, MMDiT)
         return model
 
@@ -111,6 +135,12 @@ def make_trainer_config(config: MMDiTConfig) -> TrainerConfig:
         ema_decay=training.ema_decay,
         seed=training.seed,
         device=training.device,
+        strategy=training.strategy,
+        clip=training.clip,
+        policy=training.policy,
+        log_every=training.log_every,
+        tensorboard=training.tensorboard,
+        wandb=training.wandb,
         protect=config.protect,
     )
 

@@ -46,8 +46,6 @@ class UltraOptimizedConfig(TrainerConfig):
     """Number of words of a page that are read."""
     dropout: float = 0.1
     """Dropout in the trunk."""
-    tensorboard: bool = False
-    """Whether to also log norms, losses, rates and actions to TensorBoard, in the run directory."""
 
     def __post_init__(self) -> None:
         if not self.use_amp:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from steadygrad.facts import Action, StepRecord
 from steadygrad.measure.check import check_nan_inf
 from steadygrad.trainer import Trainer
 from steadygrad.trainer.batches import move_batch
+from steadygrad.trainer.guessing import HARDLY, judge_start
+from steadygrad.trainer.ranks import count_ranks, sum_over_ranks
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
 
@@ -33,6 +34,10 @@ ANSWERS = {
     "overfitting": ("weight_decay", 1.5, "Increasing weight decay to handle overfitting"),
 }
 """The response to each kind of instability: which rate, the factor, and the line in the log."""
+GUESS = 1.0
+"""Loss of the mean score, in standardised units."""
+EPOCHS_TO_RECOVER = 2
+"""Epochs after which the rate is lowered because the first losses exploded: twice is a hundredth."""
 ERROR = "val_mae_"
 """Prefix of the errors of single metrics in an epoch's numbers."""
 LOWERS_RATE = (Action.SCALE_LR, Action.ROLLBACK)
@@ -54,17 +59,24 @@ class UltraOptimizedSEOTrainer(Trainer):
 
     # --- the training -----------------------------------------------------------------------------------------------
 
+    def prepare_batch(self, batch: Any) -> Any:
+        """Add how many scores of each metric all ranks have, so that their losses average to that of all pages."""
+        if count_ranks() == 1:
+            return batch
+        features, words, scores, given, _ = _split_batch(batch)
+        return features, words, scores, given, sum_over_ranks(given.sum(0)).clamp_min(1) / count_ranks()
+
     def compute_loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean over the metrics of the squared error in standardised units, and each metric's own."""
-        features, words, scores, given = _split_batch(batch)
-        losses = score_losses(self.model(features, words), self.model.standardise(scores), given)
+        features, words, scores, given, num = _split_batch(batch)
+        losses = score_losses(self.model(features, words), self.model.standardise(scores), given, num)
         return losses.mean(), dict(zip(self.model.metrics, losses))
 
     def evaluate(self, val_loader: Iterable[Any]) -> dict[str, float]:
         """Return the loss, R², and each metric's mean absolute error in its own units."""
         predicted, wanted, known = [], [], []
         for batch in val_loader:
-            features, words, scores, given = _split_batch(move_batch(batch, self.device))
+            features, words, scores, given, _ = _split_batch(move_batch(batch, self.device))
             predicted.append(self.model(features, words).float())
             wanted.append(scores)
             known.append(given)
@@ -72,6 +84,13 @@ class UltraOptimizedSEOTrainer(Trainer):
         loss = float(score_losses(made, self.model.standardise(scores), given).mean())
         errors = measure_errors(made * self.model.score_std + self.model.score_mean, scores, given, self.model.metrics)
         return {"loss": loss, "r2": errors.pop("r2"), **errors}
+
+    def guess_loss(self, val_loader: Iterable[Any]) -> float:
+        """Return the loss of the mean of the training pages' scores, about 1."""
+        rows = [_split_batch(move_batch(batch, self.device)) for batch in val_loader]
+        scores, given = torch.cat([row[2] for row in rows]), torch.cat([row[3] for row in rows])
+        wanted = self.model.standardise(scores)
+        return float(score_losses(torch.zeros_like(wanted), wanted, given).mean())
 
     def end_step(self, record: StepRecord) -> None:
         """Return gradient norms before and after clipping, from what the Guard has measured anyway."""
@@ -90,8 +109,15 @@ class UltraOptimizedSEOTrainer(Trainer):
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
         """Compare this epoch with the previous one."""
-        if self.is_protected:
-            self._check_training_stability(metrics["loss"], metrics.get("val_loss", metrics["loss"]))
+        if not self.is_protected:
+            return
+        val_loss = metrics.get("val_loss", metrics["loss"])
+        self._check_training_stability(metrics["loss"], val_loss)
+        progress = self._progress
+        early = len(self.train_history) <= EPOCHS_TO_RECOVER
+        if early and val_loss > HARDLY * GUESS and judge_start(progress.first_loss, progress.peak, GUESS) is not None:
+            logger.warning("The first losses exploded, and the validation is no better than the mean of the scores")
+            self._handle_training_instability("loss_explosion")
 
     # --- building blocks --------------------------------------------------------------------------------------------
 
@@ -210,36 +236,27 @@ class UltraOptimizedSEOTrainer(Trainer):
         return {**stats, "current_weight_decay": self._weight_decay}
 
 
-def make_trainer(
-    model: UltraOptimizedSEOMetricsModule, config: UltraOptimizedConfig, *, run_dir: Path, **options: Any
-) -> UltraOptimizedSEOTrainer:
-    """Build a trainer that writes to `run_dir`, and to TensorBoard if the config asks for it."""
-    sinks = []
-    if config.tensorboard:
-        from steadygrad.record.tensorboard import TensorBoardSink
-
-        sinks.append(TensorBoardSink(run_dir / "tensorboard"))
-    return UltraOptimizedSEOTrainer(model, config, run_dir=run_dir, sinks=sinks, **options)
-
-
-def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return features, words, scores and which were given; a batch of two is features and scores, all of them given."""
-    if len(batch) == 4:
-        features, words, scores, given = batch
-        return features, words, scores, given
+def _split_batch(batch: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Return features, words, scores, which were given, and how many; of two, features and scores, all are given."""
+    if len(batch) >= 4:
+        features, words, scores, given, *num = batch
+        return features, words, scores, given, num[0] if num else None
     features, *words, scores = batch
-    return features, words[0] if words else None, scores, torch.ones_like(scores, dtype=torch.bool)
+    return features, words[0] if words else None, scores, torch.ones_like(scores, dtype=torch.bool), None
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
 # Predicted and given scores -> losses and errors, metric by metric. A missing score counts for nothing.
 
 
-def score_losses(predicted: Tensor, wanted: Tensor, given: Tensor) -> Tensor:  # three [B, M] -> [M]
-    """Return the mean squared error of each metric, in standardised units; 0 where no score was given."""
+def score_losses(predicted: Tensor, wanted: Tensor, given: Tensor, num: Tensor | None = None) -> Tensor:
+    """Return the mean squared error of each metric [M] from [B, M], in standardised units; 0 where none was given.
+
+    `num` [M]: the number to divide by, where it is not that of this batch.
+    """
     # Missing scores are removed before the difference: a mask after it could leave 0 * Inf in the gradient.
     errors = (predicted.float() - torch.where(given, wanted, predicted.detach().float())).square()
-    return errors.sum(0) / given.sum(0).clamp_min(1)
+    return errors.sum(0) / (given.sum(0).clamp_min(1) if num is None else num)
 
 
 def measure_errors(predicted: Tensor, wanted: Tensor, given: Tensor, metrics: Sequence[str]) -> dict[str, float]:

@@ -6,6 +6,7 @@ Follows a training whose log read `{'loss': 0.0, 'grad_norm': nan}`. `steadygrad
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ LOOP = "transformers' Trainer"
 
 def train(config: SftConfig, *, run_dir: Path, resume: str | None = None, console: Console) -> int:
     """Train; returns 0 when the model was trained, saved and scored."""
+    if config.hub:
+        os.environ["HF_HUB_OFFLINE"] = "0"  # read when the libraries are imported
     from steadygrad_recipes.sft.fine_tune import MODEL, train_model
 
     trained = train_model(config, run_dir=run_dir, resume=resume, console=console)
@@ -59,8 +62,8 @@ def predict(config: SftConfig, path: str | Path, *, run_dir: Path, console: Cons
 
 
 def read_prompts(path: Path) -> list[Example]:
-    """Return the prompts of a .jsonl file, or the lines of any other file."""
-    if path.suffix == ".jsonl":
+    """Return the prompts of a table (.jsonl, .json, .csv, .parquet), or the lines of any other file."""
+    if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
         return read_file(path)
     if not path.is_file():
         raise ConfigError(f"{path} is no file. Give a .jsonl file with prompts, or a text file with a prompt a line.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from steadygrad.config import Precision
 from steadygrad.config.checks import as_enum, require, require_whole, set_names
 from steadygrad.errors import ConfigError
-from steadygrad_recipes.settings import BatchSettings, require_below_1, require_numbers
+from steadygrad_recipes.settings import BatchSettings, require_below_1, require_numbers, require_shared
 
 LEARNING_RATE = 2e-4
 """For a model that is already trained."""
@@ -54,13 +54,15 @@ class SftConfig(BatchSettings):
     """Supervised fine-tuning of a causal language model on prompts and completions."""
 
     data: str | None = None
-    """File of JSON lines with `prompt` and `completion`; None: questions about units are generated."""
+    """Rows: .jsonl, .json, .csv, .tsv, .txt, .parquet, or a folder of datasets; None: questions are generated."""
     validation: str | None = None
     """The same, for validation; None: a share of `data` is held out."""
     validation_share: float = 0.1
     """Share of the rows to hold out when `validation` is None."""
     skip_bad_rows: bool = False
     """Leave out rows that cannot be used, and report them; False: they are an error."""
+    hub: bool = False
+    """Whether data and model may be names on the Hugging Face hub, which are then downloaded."""
     num_synthetic: int = 4000
     """Number of questions to generate when `data` is None."""
     largest_amount: int = 999
@@ -84,6 +86,11 @@ class SftConfig(BatchSettings):
     """Share of their inputs that is dropped during training."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Names of the layers that get LoRA; "all-linear": every linear layer except the head."""
+
+    load_in_4bit: bool = False
+    """Store the frozen model in 4 bits (QLoRA); needs bitsandbytes and a GPU."""
+    merge: bool = False
+    """Also save the model with the LoRA matrices merged into it, in RUN/merged."""
 
     epochs: int = 3
     """Passes over the rows."""
@@ -120,6 +127,8 @@ class SftConfig(BatchSettings):
     """Maximum number of tokens in an answer."""
     tolerance: float = 0.05
     """How far from the right number an answer may be, as a share of it."""
+    checker: str | None = None
+    """Function of an answer and its completion, whether it is right: module:function or file.py:function."""
     protect: bool = True
     """False: transformers' plain Trainer, without the callback and the safe loss."""
     safe_loss: bool = True
@@ -131,8 +140,11 @@ class SftConfig(BatchSettings):
         require_below_1(self, "lora_dropout", "weight_decay")
         require_whole(self, "keep_last", least=2, hint="The newest may be cut short by a crash.")
         require_whole(self, "max_length", least=8, hint="Prompt and completion must fit.")
+        require_shared(self)
         require(self.validation_share < 1, self, "validation_share", "be below 1", "Use 0.1.")
         self._set_enums()
+        fits = not (self.load_in_4bit and self.lora_rank == 0)
+        require(fits, self, "load_in_4bit", "be false without LoRA (lora_rank 0)", "Weights in 4 bits stay frozen.")
         if self.lora_rank == 0 and self.base_precision is Precision.FP16:
             raise ConfigError.about(
                 "SftConfig",

@@ -1,21 +1,21 @@
-"""A file of JSON lines, or questions generated here -> Examples: prompts and the completions to learn.
+"""A file of rows (`formats.py`), or questions generated here -> Examples: prompts and the completions to learn.
 
-A row is `{"prompt": ..., "completion": ...}`, both text, or the prompt a list of chat messages (`role`, `content`) and
-the completion text or one message. No row is lost silently: those that cannot be used are named, all in one error, or
-left out and counted on request. Imports no torch.
+Prompts are text or chat messages (`role`, `content`), completions text or one message. No row is lost silently: those
+that cannot be used are named, all in one error, or left out and counted on request. Imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import ConfigError
 from steadygrad.words import spell_count
+from steadygrad_recipes.sft.formats import KNOWN, find_parts, read_rows
 
 Message = Mapping[str, str]
 
@@ -62,15 +62,16 @@ def read_examples(
     largest_amount: int = 999,
     seed: int = 0,
     skip_bad_rows: bool = False,
+    hub: bool = False,
 ) -> Examples:
     """Return rows for training and validation; without a validation file, a `share` of them is held out."""
     left_out: list[str] = []
     if data is None:
         rows = make_examples(num_synthetic, largest_amount, seed)
     else:
-        rows = read_file(Path(data), left_out if skip_bad_rows else None)
+        rows = read_file(Path(data), left_out if skip_bad_rows else None, hub=hub)
     if validation is not None:
-        held_out = read_file(Path(validation), left_out if skip_bad_rows else None)
+        held_out = read_file(Path(validation), left_out if skip_bad_rows else None, hub=hub)
         return Examples(rows, held_out, tuple(left_out))
     num_held_out = round(len(rows) * share)
     if not 0 < num_held_out < len(rows):
@@ -85,17 +86,14 @@ def read_examples(
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path, left_out: list[str] | None = None) -> list[Example]:
+def read_file(path: Path, left_out: list[str] | None = None, *, hub: bool = False) -> list[Example]:
     """Read the rows of one file. Unusable rows raise an error, or are added to `left_out` where that is a list."""
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{path} {what}. Give a file of JSON lines, each with `prompt` and `completion`.")
     rows, bad = [], []
-    for number, line in _read_lines(path):
+    for place, row in read_rows(path, hub=hub):
         try:
-            rows.append(parse_row(line))
+            rows.append(parse_row(row))
         except ValueError as error:
-            bad.append(f"{path}:{number}: {error}")
+            bad.append(f"{place}: {error}")
     if bad and left_out is None:
         named = "\n  ".join(bad[:NUM_NAMED])
         more = f"\n  and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
@@ -104,37 +102,33 @@ def read_file(path: Path, left_out: list[str] | None = None) -> list[Example]:
             "Mend them, or leave them out with skip_bad_rows=True."
         )
     if not rows:
-        raise ConfigError(
-            f"{path} has no row that can be used. Each line is a JSON object with `prompt` and `completion`."
-        )
+        raise ConfigError(f"{path} has no row that can be used. Each line is a JSON object with {KNOWN}.")
     if left_out is not None:
         left_out += bad
     return rows
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of non-empty lines, as bytes, so that one that is not UTF-8 does not affect the others."""
-    with path.open("rb") as file:
-        yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+def parse_row(row: Any) -> Example:
+    """Parse one row, a mapping or a line of JSON; raises ValueError, with the reason, for one that cannot be used."""
+    if isinstance(row, ValueError):
+        raise row
+    row = _parse_line(row) if isinstance(row, bytes) else row
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a JSON object is needed, found {type(row).__name__}")
+    prompt, given = find_parts(row)
+    completion = _parse_completion(given)
+    if not completion.strip():
+        raise ValueError("the completion is empty: there is nothing to learn")
+    return Example("" if prompt is None else _parse_prompt(prompt), completion)
 
 
-def parse_row(line: bytes) -> Example:
-    """Parse one row; raises ValueError, with the reason, for a line that is not a row."""
+def _parse_line(line: bytes) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except UnicodeDecodeError:
         raise ValueError("no UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is needed, found {type(row).__name__}")
-    missing = [name for name in ("prompt", "completion") if name not in row]
-    if missing:
-        raise ValueError(f"no `{'` and no `'.join(missing)}`; it has {', '.join(map(str, row)) or 'nothing'}")
-    completion = _parse_completion(row["completion"])
-    if not completion.strip():
-        raise ValueError("the completion is empty: there is nothing to learn")
-    return Example(_parse_prompt(row["prompt"]), completion)
 
 
 def _parse_prompt(value: Any) -> str | tuple[Message, ...]:

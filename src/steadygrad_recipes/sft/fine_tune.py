@@ -1,6 +1,6 @@
 """SftConfig -> a fine-tuned model in the run directory, trained by transformers' Trainer under our callback.
 
-`train_model` combines what exists: `stable_training_arguments`, `GradientMonitoringCallback`, `safe_compute_loss`,
+`train_model` combines what exists: `stable_training_arguments`, `GuardCallback`, `safe_compute_loss`,
 sealed checkpoints, and a Trainer whose row order depends only on seed and epoch. `protect=False` and STEADYGRAD=off
 give the plain Trainer. Nothing is written outside the run directory.
 """
@@ -8,6 +8,7 @@ give the plain Trainer. Nothing is written outside the run directory.
 # ruff: noqa: ARG002 - the arguments of an event are the Trainer's
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,20 +18,23 @@ from typing import Any
 import torch
 
 from steadygrad.adapters.transformers import (
-    GradientMonitoringCallback,
+    GuardCallback,
     SafeLoss,
     safe_compute_loss,
     stable_training_arguments,
 )
-from steadygrad.config import FixedNorm, GuardConfig, Policy, Precision
+from steadygrad.config import GuardConfig, Precision
 from steadygrad.config.switch import is_switched_off
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.extras import import_extra
+from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
+from steadygrad.trainer.files import append_metrics
+from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
 from steadygrad.words import spell_count
 from steadygrad_recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.data import Examples, read_examples
-from steadygrad_recipes.sft.metrics import Scores, answer, score, score_commonest
+from steadygrad_recipes.sft.metrics import Checker, Scores, answer, load_checker, score, score_commonest
 from steadygrad_recipes.sft.model import add_lora, open_model
 from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
@@ -40,6 +44,8 @@ _transformers = import_extra("transformers", "transformers", what="the recipe sf
 _Trainer: Any = _transformers.Trainer
 _TrainerCallback: Any = _transformers.TrainerCallback
 
+MERGED = "merged"
+"""Folder of the model with the LoRA matrices merged into it."""
 MODEL = "model"
 """Folder of the trained weights, inside the run directory."""
 SCORES = "scores.json"
@@ -52,7 +58,7 @@ class Trained:
     trainer: Any
     scores: Scores
     baseline: Scores
-    callback: GradientMonitoringCallback | None
+    callback: GuardCallback | None
     safe_loss: SafeLoss | None
 
 
@@ -68,6 +74,19 @@ class SftTrainer(_Trainer):  # type: ignore[misc]
         lengths = [len(row["input_ids"]) for row in rows]
         step_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * max(1, self.args.world_size)
         return EpochSampler(lengths, self.args.seed, step_size if self._group_by_length else None)
+
+
+class MetricsFile(_TrainerCallback):  # type: ignore[misc]
+    """Append each validation to the run's `metrics.jsonl`, as the other recipes do."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Write one line, on the first process."""
+        if state.is_world_process_zero and metrics and "eval_loss" in metrics:
+            where = {"step": state.global_step, "epoch": state.epoch}
+            append_metrics(self._run_dir, where | {"val_loss": float(metrics["eval_loss"])})
 
 
 class EpochEvents(_TrainerCallback):  # type: ignore[misc]
@@ -92,6 +111,7 @@ class EpochEvents(_TrainerCallback):  # type: ignore[misc]
 
 def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: str | None = None) -> Trained:
     """Train, save, answer the held-out prompts. `resume`: 'latest', a run directory or one of its checkpoints."""
+    join_ranks()
     checkpoint = None
     if resume == "best":
         raise UsageError(
@@ -99,7 +119,8 @@ def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: s
             "one of the folders in RUN/checkpoints."
         )
     if resume is not None:
-        checkpoint = find_checkpoint(run_dir if resume == "latest" else Path(resume), console.say)
+        place = run_dir if resume == "latest" else Path(resume)
+        checkpoint = share_from_first(lambda: find_checkpoint(place, console.say))
         console.say(f"Goes on from {checkpoint}.")
     examples = read_examples(
         config.data,
@@ -109,16 +130,22 @@ def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: s
         largest_amount=config.largest_amount,
         seed=config.seed,
         skip_bad_rows=config.skip_bad_rows,
+        hub=config.hub,
     )
+    checker = load_checker(config.checker)
     with quiet_libraries(), use_few_threads(config):
-        trained = _train(config, examples, run_dir, console, checkpoint)
-    _write_scores(run_dir / SCORES, trained.scores, trained.baseline)
+        trained = _train(config, examples, run_dir, console, checkpoint, checker)
+    if is_first():
+        _write_scores(run_dir / SCORES, trained.scores, trained.baseline)
     return trained
 
 
-def _train(config: SftConfig, examples: Examples, run_dir: Path, console: Console, checkpoint: Path | None) -> Trained:
+def _train(
+    config: SftConfig, examples: Examples, run_dir: Path, console: Console, checkpoint: Path | None, checker: Checker
+) -> Trained:
     _transformers.set_seed(config.seed)
-    base, tokenizer = open_model(config, run_dir, examples.training)
+    with first_rank_first():
+        base, tokenizer = open_model(config, run_dir, examples.training)
     model = add_lora(base, config)
     training = encode_all(tokenizer, examples.training, config.max_length, config.long_prompts)
     validation = encode_all(tokenizer, examples.validation, config.max_length, config.long_prompts)
@@ -137,7 +164,9 @@ def _train(config: SftConfig, examples: Examples, run_dir: Path, console: Consol
     finally:
         voice.close()
     trainer.save_model(str(run_dir / MODEL))
-    scores, baseline = _score(config, trainer.model, tokenizer, examples)
+    scores, baseline = score_together(config, trainer.model, tokenizer, examples, checker)
+    if config.merge and config.lora_rank:
+        save_merged(trainer.model, tokenizer, run_dir / MERGED)
     return Trained(trainer, scores, baseline, callback, safe_loss)
 
 
@@ -149,14 +178,15 @@ def build_trainer(
     validation: Encoded,
     run_dir: Path,
     console: Console,
-) -> tuple[SftTrainer, GradientMonitoringCallback | None, SafeLoss | None, TrainingVoice]:
+) -> tuple[SftTrainer, GuardCallback | None, SafeLoss | None, TrainingVoice]:
     """Build a Trainer with everything attached that the config asks for."""
     protected = config.protect and not is_switched_off()
     norms = NormKeeper()
     voice = TrainingVoice(console, norms, guarded=protected)
     callback = None
     if protected:
-        callback = GradientMonitoringCallback(make_guard_config(config), run_dir=run_dir, sinks=[norms])
+        sinks = [norms, *open_trackers(config, run_dir)]
+        callback = GuardCallback(make_guard_config(config), run_dir=run_dir, sinks=sinks)
     held_out = validation.drop_unlabelled()
     trainer = SftTrainer(
         model=model,
@@ -165,7 +195,7 @@ def build_trainer(
         eval_dataset=held_out or None,
         data_collator=Padder(tokenizer.pad_token_id),
         processing_class=tokenizer,
-        callbacks=[*([callback] if callback else []), voice, EpochEvents(), SealCheckpoints()],
+        callbacks=[*([callback] if callback else []), voice, MetricsFile(run_dir), EpochEvents(), SealCheckpoints()],
         group_by_length=config.group_by_length,
     )
     trainer.remove_callback(_transformers.PrinterCallback)
@@ -174,9 +204,9 @@ def build_trainer(
 
 
 def make_guard_config(config: SftConfig) -> GuardConfig:
-    """Return the guard's settings: the same clipping as the plain Trainer's."""
-    policy = Policy(early_stopping_patience=config.patience or None)
-    return GuardConfig(clip=FixedNorm(max_norm=config.max_grad_norm), policy=policy)
+    """Return the guard's settings; by default the same clipping as the plain Trainer's."""
+    policy = dataclasses.replace(choose_policy(config.policy), early_stopping_patience=config.patience or None)
+    return GuardConfig(clip=choose_clip(config.clip, config.max_grad_norm), policy=policy)
 
 
 def make_arguments(config: SftConfig, run_dir: Path, *, validates: bool = True) -> Any:
@@ -203,7 +233,8 @@ def make_arguments(config: SftConfig, run_dir: Path, *, validates: bool = True) 
         seed=config.seed,
         report_to=[],
         disable_tqdm=True,
-        use_cpu=config.use_cpu,
+        use_cpu=config.use_cpu or (count_ranks() > 1 and not torch.cuda.is_available()),  # else each trains alone
+        **_choose_sharding(config),
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available() and not config.use_cpu,
         **_choose_formats(config),
@@ -223,6 +254,19 @@ def _choose_formats(config: SftConfig) -> dict[str, bool]:
     return {"bf16": config.precision is Precision.BF16, "fp16": config.precision is Precision.FP16}
 
 
+def _choose_sharding(config: SftConfig) -> dict[str, Any]:
+    """Return the Trainer's settings for several ranks: DDP, or FSDP2 with each transformer block sharded by itself."""
+    if count_ranks() == 1:
+        return {}
+    if config.strategy == "ddp":
+        return {"ddp_find_unused_parameters": False}
+    if config.use_cpu or not torch.cuda.is_available():
+        raise ConfigError(
+            "SftConfig.strategy is fsdp, and transformers' Trainer shards a model on GPUs only; here is a CPU. Use ddp."
+        )
+    return {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+
+
 def describe_data(examples: Examples, training: Encoded, validation: Encoded, config: SftConfig) -> Iterator[str]:
     """Yield lines on how much data there is, and on rows that were left out, were cut, or have no label."""
     yield f"{spell_count(len(training.rows), 'row')} to train on, {len(validation.rows)} to validate on."
@@ -240,10 +284,30 @@ def describe_data(examples: Examples, training: Encoded, validation: Encoded, co
         yield f"{spell_count(validation.num_unlabelled, 'row')} without a label left out of the validation loss."
 
 
-def _score(config: SftConfig, model: Any, tokenizer: Any, examples: Examples) -> tuple[Scores, Scores]:
-    asked = examples.validation[: config.num_answers]
+def score_together(
+    config: SftConfig, model: Any, tokenizer: Any, examples: Examples, checker: Checker
+) -> tuple[Scores, Scores]:
+    """Return the scores of the model and of the trivial baseline; rank 0 answers, unless every rank has only a part."""
+    if config.strategy == "fsdp":
+        return _score(config, model, tokenizer, examples, checker)
+    return share_from_first(lambda: _score(config, model, tokenizer, examples, checker))
+
+
+def _score(
+    config: SftConfig, model: Any, tokenizer: Any, examples: Examples, checker: Checker
+) -> tuple[Scores, Scores]:
+    asked = [example for example in examples.validation if example.prompt][: config.num_answers]
     texts = answer(model, tokenizer, asked, max_new_tokens=config.max_new_tokens)
-    return score(texts, asked, config.tolerance), score_commonest(examples.training, asked, config.tolerance)
+    found = score(texts, asked, config.tolerance, checker)
+    return found, score_commonest(examples.training, asked, config.tolerance, checker)
+
+
+def save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write one ordinary model, for programs that know nothing of LoRA."""
+    merged = model.merge_and_unload()
+    if is_first():
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _write_scores(path: Path, scores: Scores, baseline: Scores) -> None:

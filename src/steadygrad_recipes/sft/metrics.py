@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from steadygrad_recipes.loading import load_function
 from steadygrad_recipes.sft.data import Example
 from steadygrad_recipes.sft.rows import encode_prompt
 
@@ -54,22 +55,38 @@ def is_right(given: str | None, expected: str | None, tolerance: float = 0.05) -
     return math.isfinite(number) and abs(number - right) <= tolerance * abs(right)
 
 
-def score(texts: Sequence[str], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
+Checker = Callable[[str, str], Any] | None
+"""Whether an answer is right, given the completion of its row; None: `is_right` decides."""
+
+
+def load_checker(name: str | None) -> Checker:
+    """Return the function that `module:function` or `file.py:function` names."""
+    return None if name is None else load_function(name, "SftConfig.checker")
+
+
+def score(
+    texts: Sequence[str], examples: Sequence[Example], tolerance: float = 0.05, checker: Checker = None
+) -> Scores:
     """Score these answers to the examples, whatever produced them."""
     num_right = num_answered = 0
     for text, example in zip(texts, examples, strict=True):
         marked = OPEN in example.completion
         given = parse_answer(text, marked=marked)
         num_answered += given is not None
-        num_right += is_right(given, parse_answer(example.completion, marked=marked), tolerance)
+        if checker is None:
+            num_right += is_right(given, parse_answer(example.completion, marked=marked), tolerance)
+        else:
+            num_right += bool(checker(text, example.completion))
     count = len(examples)
-    return Scores(num_right / count, num_answered / count, count)
+    return Scores(num_right / max(1, count), num_answered / max(1, count), count)
 
 
-def score_commonest(training: Sequence[Example], examples: Sequence[Example], tolerance: float = 0.05) -> Scores:
+def score_commonest(
+    training: Sequence[Example], examples: Sequence[Example], tolerance: float = 0.05, checker: Checker = None
+) -> Scores:
     """Return the trivial baseline: the commonest training completion for every prompt."""
     ((commonest, _),) = Counter(example.completion for example in training).most_common(1)
-    return score([commonest] * len(examples), examples, tolerance)
+    return score([commonest] * len(examples), examples, tolerance, checker)
 
 
 @torch.no_grad()

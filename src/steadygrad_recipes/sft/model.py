@@ -34,7 +34,7 @@ TINY_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 def open_model(config: SftConfig, run_dir: Path, examples: Iterable[Example]) -> tuple[Any, Any]:
     """Return (model without LoRA, tokenizer): from the folder, from an earlier start of this run, or built now."""
     if config.model is not None:
-        return load_folder(Path(config.model), choose_base_dtype(config))
+        return load_folder(Path(config.model), choose_base_dtype(config), hub=config.hub, **_quantize(config))
     folder = run_dir / BASE
     if not (folder / "config.json").is_file():
         tokenizer = make_tokenizer(examples, config.tiny.vocab_size)
@@ -53,14 +53,32 @@ def choose_base_dtype(config: SftConfig) -> torch.dtype | str:
     return "auto" if config.lora_rank else DTYPES[Precision.FP32]
 
 
-def load_folder(folder: Path, dtype: torch.dtype | str = "auto") -> tuple[Any, Any]:
-    """Load model and tokenizer from a folder as transformers saves it."""
-    if not (folder / "config.json").is_file():
+def _quantize(config: SftConfig) -> dict[str, Any]:
+    """Return what `from_pretrained` needs for weights in 4 bits; empty without them."""
+    if not config.load_in_4bit:
+        return {}
+    import_extra("qlora", "bitsandbytes", what="load_in_4bit", error=ConfigError)
+    if not torch.cuda.is_available():
+        raise ConfigError("SftConfig.load_in_4bit needs a GPU, and torch sees none here. Leave it out.")
+    settings = _transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    return {"quantization_config": settings, "device_map": {"": torch.cuda.current_device()}}
+
+
+def load_folder(
+    folder: Path, dtype: torch.dtype | str = "auto", *, hub: bool = False, **settings: Any
+) -> tuple[Any, Any]:
+    """Load model and tokenizer from a folder as transformers saves it, or with `hub` by their name there."""
+    is_remote = hub and not folder.exists()
+    if not is_remote and not (folder / "config.json").is_file():
         what = "has no config.json" if folder.is_dir() else "is no folder"
         raise ConfigError(f"SftConfig.model: {folder} {what}. Give the folder of a model saved by save_pretrained.")
-    safely: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    safely: dict[str, Any] = {"local_files_only": not is_remote, "trust_remote_code": False}
     try:
-        model = _transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **safely)
+        model = _transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, **safely, **settings
+        )
         tokenizer = _transformers.AutoTokenizer.from_pretrained(folder, **safely)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -83,6 +101,8 @@ def add_lora(model: Any, config: SftConfig) -> Any:
     if config.lora_rank == 0:
         return model
     peft = import_extra("transformers", "peft", what="LoRA")
+    if config.load_in_4bit:
+        model = peft.prepare_model_for_kbit_training(model)
     targets: Any = config.lora_targets
     if targets == ("all-linear",):
         targets = "all-linear" if config.model is not None else list(TINY_TARGETS)
@@ -110,7 +130,7 @@ def load_trained(folder: Path, config: SftConfig, run_dir: Path) -> tuple[Any, A
     if not (folder / "adapter_config.json").is_file():
         return load_folder(folder)
     base = Path(config.model) if config.model is not None else run_dir / BASE
-    model, tokenizer = load_folder(base, choose_base_dtype(config))
+    model, tokenizer = load_folder(base, choose_base_dtype(config), hub=config.hub)
     peft = import_extra("transformers", "peft", what="LoRA")
     return peft.PeftModel.from_pretrained(model, folder), tokenizer
 

@@ -1,0 +1,49 @@
+"""Losses of a run beside the loss of a guess -> findings about a run that has not learned, or began by exploding.
+
+A guess knows the targets' distribution and nothing of the input: the mean score, the commonest word, the empty mask.
+Falling from an explosion back to it looks like learning in a loss curve; these findings say that it is none.
+"""
+
+from __future__ import annotations
+
+import math
+
+from steadygrad.facts import Finding, Severity
+
+HARDLY = 0.95
+"""Share of the guess's loss from which a validation loss is hardly better: seeds and noise explain the rest."""
+EXPLODED = 10.0
+"""Multiple of the guess's loss, and of the first loss, that no healthy start reaches."""
+FIRST_STEPS = 100
+"""Steps that count as the start."""
+
+
+def judge_learning(best: float | None, guess: float | None, step: int) -> Finding | None:
+    """Return a finding if the best validation loss is hardly below that of a guess."""
+    if best is None or guess is None or not 0 < guess < math.inf or best <= HARDLY * guess:
+        return None
+    return Finding(
+        kind="no_better_than_guessing",
+        severity=Severity.WARNING,
+        step=max(0, step),
+        message=f"the best validation loss is {best:.4g}, and a guess without looking at the input gets {guess:.4g}",
+        advice="Lower the learning rate, train for longer, and check that inputs and targets belong together.",
+        evidence={"best_validation_loss": best, "guess": guess},
+    )
+
+
+def judge_start(first: float | None, peak: tuple[int, float] | None, guess: float | None) -> Finding | None:
+    """Return a finding if the loss rose to a multiple of both its first value and a guess's, in the first steps."""
+    if first is None or peak is None or guess is None or not 0 < guess < math.inf:
+        return None
+    step, value = peak
+    if value <= EXPLODED * max(first, guess):
+        return None
+    return Finding(
+        kind="exploded_start",
+        severity=Severity.WARNING,
+        step=step,
+        message=f"the loss began at {first:.4g} and rose to {value:.4g} at step {step}; a guess gets {guess:.4g}",
+        advice="Lower the learning rate, or warm it up over the first hundreds of steps.",
+        evidence={"first_loss": first, "largest_loss": value, "guess": guess},
+    )
