@@ -62,7 +62,7 @@ class PendingLabels:
 
     def read(self, step: int) -> LabelScan:
         """Return the numbers as a scan of `step`."""
-        row = self._rows.read()["labels"]
+        row = [*self._rows.read()["labels"], *[0.0] * 16]  # without tokens, the row ends early
         counted, lowest, highest, rows, causal = (int(number) for number in row[:5])
         pairs = zip(OFFSETS, row[5:11:2], row[6:11:2])
         padded, at_padding, ends, swapped, hidden = (int(number) for number in row[11:16])
@@ -107,15 +107,13 @@ def scan_labels(
     tokens = call.tokens
     fits = tokens is not None and tokens.device == target.device and is_readable(tokens)
     length = target.numel() // len(tokens) if tokens is not None and fits and target.numel() % len(tokens) == 0 else 0
-    if tokens is None or not length or not tokens.shape[1] - len(OFFSETS) <= length <= tokens.shape[1]:
-        numbers += [_number(target, 0)] * 11
-    else:
+    if tokens is not None and length and tokens.shape[1] - len(OFFSETS) <= length <= tokens.shape[1]:
         numbers[3] = _number(target, len(tokens))
         rows, counted = target.reshape(-1, length), counted.reshape(-1, length)
         numbers += _match(rows, counted, tokens.to(torch.int64))
         numbers += _look_at_padding(counted, tokens.to(torch.int64), call.mask)
         numbers.append(_count_hidden(tokens, masks))
-    row = torch.stack([number.double() for number in numbers])
+    row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
     return PendingLabels(
         send_rows({"labels": row}, transfer), labels=labels, call=call, is_causal=is_causal, where=where

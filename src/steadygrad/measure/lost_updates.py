@@ -36,6 +36,16 @@ class LostUpdatesWatch:
         self._first_rate = 0.0
         self._pending: list[tuple[int, int, int, bool, PendingRows]] = []
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is something to compare."""
+        return bool(self._start)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` may return something."""
+        return bool(self._pending)
+
     def begin(self) -> None:
         """Copy the samples."""
         self._start = [_take(p).clone() for p in self._parameters]

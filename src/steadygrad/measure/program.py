@@ -40,7 +40,7 @@ NUM_DIVISORS = 64
 """Divisions of the first graph that are looked at."""
 PENDING = (PendingLabels, PendingDivisions)
 NUM_LABELS = 64
-"""Backwards whose labels are looked at; later ones with the periodic scans."""
+"""Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
 
 
 class ProgramWatch:
@@ -60,7 +60,7 @@ class ProgramWatch:
         self._facts: list[tuple[int, Fact | PendingLabels | PendingDivisions]] = []
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
-        self._is_inside = self._has_batch = False
+        self._is_inside = self._has_batch = self._has_sample_labels = False
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
@@ -89,8 +89,8 @@ class ProgramWatch:
             return
         self._try(self._modes.note_training, self._next_step)
         self._call = (args, kwargs)
-        if not self._has_batch:
-            self._note_batch(args, kwargs, is_given=False)
+        if not self._has_batch and self._wants_batch(self._next_step):
+            self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
         self._num_calls += 1
         if self._num_calls == 1 and may_enter(self._model):
             self._time_first = TimeFirstWatch(self._model)
@@ -102,9 +102,12 @@ class ProgramWatch:
         if not self._every:
             return
         self._next_step, self._is_inside = step, True
-        if not self._has_batch and next(find_tensors(args, kwargs), None) is not None:
+        if self._has_batch or not self._wants_batch(step):
+            return
+        tensors = list(find_tensors(args, kwargs))
+        if tensors:
             is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
-            self._note_batch(args, kwargs, is_given=not is_loose)
+            self._note_batch(tensors, is_given=not is_loose)
 
     def end_function(self) -> None:
         """The step function has returned or raised."""
@@ -120,8 +123,10 @@ class ProgramWatch:
         if reshapes is not None:
             self._reshapes = reshapes
         is_scan = step % self._every == 0
-        if number < NUM_LABELS or is_scan or any(0 <= step - start <= 64 for start in STARTS):
-            self._try(self._look, step, loss, number, number < NUM_FULL or is_scan)
+        if number < NUM_FULL or is_scan:
+            self._try(self._look, step, loss, number, True)
+        elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
+            self._try(self._look, step, loss, number, False)
         self._call = None
 
     def after_optimizer(self, step: int) -> None:
@@ -133,9 +138,10 @@ class ProgramWatch:
         if self._time_first is not None:  # a backward of the program's own: no loss was seen
             self._time_first.close()
             self._time_first = None
-        rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
-        rate = max((rate for rate in rates if isinstance(rate, float | int)), default=0.0)
-        self._try(self._lost_updates.after_optimizer, step, rate)
+        if self._lost_updates.is_on:
+            rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
+            rate = max((rate for rate in rates if isinstance(rate, float | int)), default=0.0)
+            self._try(self._lost_updates.after_optimizer, step, rate)
 
     def read(self, reading: Reading) -> list[Fact]:
         """Return what is known by the time that a step is judged."""
@@ -143,19 +149,26 @@ class ProgramWatch:
             return []
         step = reading.step
         self._last_loss = reading.loss
-        waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
-        known = [fact for when, fact in waiting if when <= step]
-        facts: list[Fact] = [one.read(step) if isinstance(one, PENDING) else one for one in known]
+        facts: list[Fact] = list(self._modes.take())
+        if self._facts:
+            waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
+            known = [fact for when, fact in waiting if when <= step]
+            facts += [one.read(step) if isinstance(one, PENDING) else one for one in known]
         for watch in (self._stream, self._stored, self._dependence, self._lost_updates):
-            facts += self._try(watch.take, step) or []
-        return [*facts, *self._modes.take()]
+            if watch.has_news:
+                facts += self._try(watch.take, step) or []
+        return facts
 
     # --- looks --------------------------------------------------------------------------------------------------------
 
-    def _note_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_given: bool) -> None:
+    def _wants_batch(self, step: int) -> bool:
+        return self._stream.is_on or self._stored.is_due(step)
+
+    def _note_batch(self, tensors: Sequence[tuple[str, Tensor]], *, is_given: bool) -> None:
         self._has_batch = True
-        self._stream.note_batch(self._next_step, args, kwargs, is_given=is_given)
-        self._stored.note_batch(self._next_step, args, kwargs)
+        self._stream.note_batch(self._next_step, tensors, is_given=is_given)
+        if self._stored.is_due(self._next_step):
+            self._stored.note_batch(self._next_step, tensors)
 
     def _look(self, step: int, loss: Tensor, number: int, is_full: bool) -> None:
         look = look_at_loss(loss)
@@ -166,6 +179,7 @@ class ProgramWatch:
             self._facts.append((step, scan))
             self._facts += [(step, fact) for fact in self._find_mixed(step, look.labels, args, kwargs)]
             self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
+        self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
             masks = list(find_masks(loss)) if is_full and call.tokens is not None else []
@@ -211,6 +225,12 @@ class ProgramWatch:
             return call(*args)
         except Exception:
             return None
+
+
+def _are_of_samples(labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether some loss has one label for each sample that the model was called with."""
+    rows = [len(tensor) for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
+    return any(one.target.dim() == 1 and one.target.numel() in (rows or [one.target.numel()]) for one in labels)
 
 
 def _place(call: LossCall, places: Mapping[str, str]) -> LossCall:
