@@ -55,10 +55,12 @@ def read_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 class PendingLabels:
     """A scan of labels whose numbers are still being copied."""
 
-    def __init__(self, rows: PendingRows, *, labels: Labels, call: ModelCall, is_causal: bool, where: str) -> None:
+    def __init__(
+        self, rows: PendingRows, *, labels: Labels, call: ModelCall, is_causal: bool, is_given: bool, where: str
+    ) -> None:
         self._rows, self._num_classes, self._is_reduced = rows, labels.num_classes, labels.is_reduced
         self._keeps = any(word in call.mask_name for word in KEEPING)
-        self._is_causal, self._where = is_causal, where
+        self._is_causal, self._is_given, self._where = is_causal, is_given, where
 
     def read(self, step: int) -> LabelScan:
         """Return the numbers as a scan of `step`."""
@@ -73,6 +75,7 @@ class PendingLabels:
             lowest=lowest,
             highest=highest,
             num_rows=rows,
+            is_given=self._is_given,
             is_reduced=self._is_reduced,
             matches={offset: same / total for offset, same, total in pairs if total >= 16},
             is_causal=self._is_causal or bool(causal),
@@ -91,6 +94,7 @@ def scan_labels(
     *,
     masks: Sequence[Tensor | bool] = (),
     is_recurrent: bool = False,
+    is_given: bool = False,
     where: str = "",
     transfer: Transfer | None = None,
 ) -> PendingLabels:
@@ -115,9 +119,8 @@ def scan_labels(
         numbers.append(_count_hidden(tokens, masks))
     row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
-    return PendingLabels(
-        send_rows({"labels": row}, transfer), labels=labels, call=call, is_causal=is_causal, where=where
-    )
+    rows = send_rows({"labels": row}, transfer)
+    return PendingLabels(rows, labels=labels, call=call, is_causal=is_causal, is_given=is_given, where=where)
 
 
 def _match(rows: Tensor, counted: Tensor, tokens: Tensor) -> list[Tensor]:

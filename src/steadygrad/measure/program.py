@@ -27,6 +27,7 @@ from steadygrad.measure.lost_updates import LostUpdatesWatch
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.rows import is_readable
 from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
@@ -61,6 +62,7 @@ class ProgramWatch:
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
         self._is_inside = self._has_batch = self._has_sample_labels = False
+        self._given: frozenset[int] = frozenset()
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
@@ -101,11 +103,12 @@ class ProgramWatch:
         """The program's step function is about to run."""
         if not self._every:
             return
-        self._next_step, self._is_inside = step, True
+        self._next_step, self._is_inside, self._given = step, True, frozenset()
         if self._has_batch or not self._wants_batch(step):
             return
         tensors = list(find_tensors(args, kwargs))
         if tensors:
+            self._given = frozenset(t.data_ptr() for _, t in tensors if is_readable(t) and not t.is_floating_point())
             is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
             self._note_batch(tensors, is_given=not is_loose)
 
@@ -187,6 +190,7 @@ class ProgramWatch:
                 labels,
                 call,
                 masks=masks,
+                is_given=labels.target.data_ptr() in self._given,
                 is_recurrent=is_full and self._is_recurrent(),
                 where=self.loss_places.get("cross_entropy") or self.loss_places.get("nll_loss") or find_caller(),
                 transfer=self._transfer,
