@@ -76,6 +76,8 @@ class PeriodicScans:
         self._activations = ActivationWatch(trained.model, transfer=transfer)
         self._transfer = transfer
         self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
+        self._opening: PendingParameterScan | None = None
+        self._is_ranked = ranks is not None and ranks.many
         self._program = program if program is not None else ProgramWatch(trained, every=self._every)
         self._first: list[Fact] = []
         self._has_begun = False
@@ -107,10 +109,22 @@ class PeriodicScans:
             self._has_begun = True
             self._program.begin()
             if self._every:
-                scan = self._weights.scan(-1)
-                self._first.append(scan)
-                self.born_nonfinite = frozenset(scan.nonfinite_buffers)
-                self.given_nonfinite = frozenset(scan.nonfinite_parameters)
+                self._opening = self._weights.begin(shares_later=self._is_ranked)
+                if not self._is_ranked:
+                    self._read_opening()
+
+    def begin_ranked(self) -> None:
+        """Scan the weights at the latest before the first measurement: other ranks may have done so in a forward."""
+        if self._is_ranked:
+            self.begin()
+
+    def _read_opening(self) -> None:
+        """Read the scan from before the first step; several ranks do so when they judge it, all at the same point."""
+        if self._opening is not None:
+            scan, self._opening = self._opening.read(-1), None
+            self._first.append(scan)
+            self.born_nonfinite = frozenset(scan.nonfinite_buffers)
+            self.given_nonfinite = frozenset(scan.nonfinite_parameters)
 
     @contextlib.contextmanager
     def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -149,6 +163,7 @@ class PeriodicScans:
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
+        self._read_opening()
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step

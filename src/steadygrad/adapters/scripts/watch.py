@@ -397,7 +397,10 @@ def _add_up(around: Circumstances) -> Tensor | None:
     """Return the loss of the step, without its scale, on the device where it was computed."""
     if not around.losses:
         return None
-    device = around.losses[-1].value.device
+    last = around.losses[-1].value
+    if len(around.losses) == 1 and around.loss_scale is None:
+        return last.float()
+    device = last.device
     scale = 1.0 if around.loss_scale is None else around.loss_scale.to(device)
     values = [(loss.value.to(device).float(), loss.is_scaled) for loss in around.losses]
     return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()

@@ -61,6 +61,14 @@ class _Column:
         self.lows = list(map(min, self.lows, other.lows))
         self.highs = list(map(max, self.highs, other.highs))
 
+    def move(self, places: list[int], size: int) -> _Column:
+        """Return a column whose cells stand at other positions."""
+        moved = _Column(size)
+        for name in self.__slots__:
+            for value, place in zip(getattr(self, name), places):
+                getattr(moved, name)[place] = value
+        return moved
+
     def show(self, positions: list[int]) -> float | None:
         """Return the number of one cell, or of several folded into one; None if no value was finite."""
         known = [i for i in positions if i < len(self.sums) and self.counts[i]]
@@ -110,6 +118,19 @@ class LayerMap:
                 other.join(column)
         self._columns = joined
         self.width *= 2
+
+    def join(self, other: LayerMap) -> None:
+        """Add all that another map holds, whatever the order of its names."""
+        while self.width != other.width:
+            (self if self.width < other.width else other)._widen()
+        places = [self._positions.setdefault(name, len(self._positions)) for name in other.names]
+        for key, column in other._columns.items():
+            moved = column if places == list(range(len(places))) else column.move(places, len(self._positions))
+            mine = self._columns.setdefault(key, moved)
+            if mine is not moved:
+                mine.join(moved)
+        while len(self._columns) > self._max_columns:
+            self._widen()
 
     @property
     def names(self) -> list[str]:
