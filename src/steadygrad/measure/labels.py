@@ -119,8 +119,8 @@ def scan_labels(
         numbers.append(_count_hidden(tokens, masks))
     row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
-    rows = send_rows({"labels": row}, transfer)
-    return PendingLabels(rows, labels=labels, call=call, is_causal=is_causal, is_given=is_given, where=where)
+    sent = send_rows({"labels": row}, transfer)
+    return PendingLabels(sent, labels=labels, call=call, is_causal=is_causal, is_given=is_given, where=where)
 
 
 def _match(rows: Tensor, counted: Tensor, tokens: Tensor) -> list[Tensor]:
