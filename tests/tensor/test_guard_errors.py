@@ -461,3 +461,13 @@ def test_a_process_group_of_one_is_fine_and_so_is_a_model_in_one_shard(tmp_path:
     alone, sharded = run_ranks(SHARD, 1, tmp_path / "meeting")[0].splitlines()
     assert alone == "alone: False"
     assert sharded == "accepted"
+
+
+def test_a_scaler_that_is_given_the_guard_says_what_to_write() -> None:
+    model, _, guard = make_guard()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(make_batches(1)[0][0]).square().mean()).backward()
+
+    with pytest.raises(AttributeError, match=r"Guard\(model, optimizer, scaler=scaler\).*guard\.step\(loss\)"):
+        scaler.step(guard)  # type: ignore[arg-type]
+    assert not hasattr(guard, "param_groups")

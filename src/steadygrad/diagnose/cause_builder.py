@@ -24,6 +24,9 @@ from steadygrad.facts import Cause
 MAX_NEIGHBOURS = 6
 """Ops before and after the culprit that an explanation can use."""
 
+OUTSIDE_OF_STEP = "made outside of the step"
+"""Name of a tensor that is neither of the batch nor of the model."""
+
 
 @dataclass(slots=True)
 class CauseBuilder:
@@ -226,7 +229,7 @@ def tell_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tenso
     """The Cause of a value that was bad before the step began. `owners`: storage -> phase, name, tensor."""
     origin = builder.origin
     key = builder.find_given_key()
-    phase, name, tensor = owners.get(key or 0, ("input", "made outside of the step", None))
+    phase, name, tensor = owners.get(key or 0, ("input", OUTSIDE_OF_STEP, None))
     operand = None if tensor is None else measure_operand(name, tensor)
     situation = Situation(
         op=phase, phase=phase, kind=builder.born, operands=() if operand is None else (operand,), output=operand

@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -363,6 +363,15 @@ class Guard:
     def checkpoints(self) -> CheckpointStore | ShardedStore:
         """The checkpoints of the run directory: `list()`, `best`, `load()`."""
         return self._saver.checkpoints.store
+
+    @property
+    def param_groups(self) -> NoReturn:
+        """Not there: only `scaler.step(guard)` looks for it, and this error says what to write instead."""
+        raise AttributeError(
+            "a Guard is not an optimizer. Give it the scaler, Guard(model, optimizer, scaler=scaler), and call "
+            "guard.step(loss): it scales, unscales, steps and updates the scaler. Call neither scaler.step nor "
+            "scaler.update yourself."
+        )
 
     def close(self) -> None:
         """Judge pending steps and close the record. A closed guard refuses to step."""

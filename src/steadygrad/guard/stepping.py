@@ -72,6 +72,7 @@ class Stepper:
             return
         if batches.num_dropped:
             watched.gate.average_the_kept(batches)
+        watched.periodic_scans.begin_ranked()
         scale = self._optimizers.scaler.factor
         measurement = watched.measure(batches.loss, step=context.step, scale=scale)
         if measurement is None:

@@ -22,6 +22,8 @@ from steadygrad.diagnose.frames import LIBRARIES, MAX_DEPTH, OURS, RECIPES, TORC
 from steadygrad.diagnose.step_arguments import name_inputs
 
 ASK_FOR_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
+MOST_MISSES = 64
+"""Backwards in a row without a loss that could be run again, after which no more is noted."""
 MOST_NOTED = 16
 """Functions of the user's that are noted at one call, innermost first."""
 
@@ -46,36 +48,43 @@ class Callers:
         """Code and the instructions that call model and backward -> what computes the loss between them."""
         self._needed: dict[CodeType, set[str]] = {}
         """Code -> names that its losses need, as far as known."""
+        self._is_learning = True
+        """Whether every function is noted, since it is not known yet which one calls backward."""
+        self._num_misses = 0
         self._user_code: dict[CodeType, bool] = {}
 
     def note_call(self, capture: Capture) -> None:
         """The model is called; `capture` is of this call. The first call since the last backward counts."""
         frame: FrameType | None = sys._getframe(1)
         num_noted = 0
-        for _ in range(MAX_DEPTH):
+        for _ in range(MAX_DEPTH if self._num_misses < MOST_MISSES else 0):
             if frame is None or num_noted == MOST_NOTED:
                 return
-            if self._is_users(frame.f_code):
+            code = frame.f_code
+            if code in self._needed or (self._is_learning and self._is_users(code)):
                 num_noted += 1
                 if id(frame) not in self._noted:
-                    values = _read_values(frame, self._needed.get(frame.f_code))
-                    self._noted[id(frame)] = _Noted(
-                        frame.f_code, frame.f_lasti, values, capture.random, capture.autocast
-                    )
+                    values = _read_values(frame, self._needed.get(code))
+                    self._noted[id(frame)] = _Noted(code, frame.f_lasti, values, capture.random, capture.autocast)
+                if not self._is_learning:
+                    return
             frame = frame.f_back
 
     def note_backward(self, model: nn.Module) -> Capture | None:
         """Backward is called: return a Capture of the loss, if its code can be found. Later calls begin anew."""
         noted, self._noted = self._noted, {}
-        frame: FrameType | None = sys._getframe(1)
-        for _ in range(MAX_DEPTH):
-            if frame is None or not noted:
-                return None
+        frame: FrameType | None = sys._getframe(1) if noted else None
+        capture = None
+        while frame is not None:
             then = noted.get(id(frame))
             if then is not None and then.code is frame.f_code:
-                return self._capture(then, frame, model)
+                capture = self._capture(then, frame, model)
+                break
             frame = frame.f_back
-        return None
+        if noted:
+            self._is_learning = capture is None
+            self._num_misses = 0 if capture is not None else self._num_misses + 1
+        return capture
 
     def forget(self) -> None:
         """A step is over."""

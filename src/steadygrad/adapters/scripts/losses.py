@@ -33,7 +33,8 @@ class Losses:
             self._losses, self._is_spent = [], False
         true_loss = vars(loss).get(LOSS)
         value = loss.detach() if true_loss is None else true_loss
-        self._losses.append(Loss(value.reshape(()), is_scaled=true_loss is None))
+        value = value.reshape(()) if value.dim() else value
+        self._losses.append(Loss(value, is_scaled=true_loss is None))
 
     def spend(self) -> None:
         """An optimizer has stepped."""

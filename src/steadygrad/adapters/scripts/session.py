@@ -281,6 +281,8 @@ class Session:
 
     def hear(self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when a model is called."""
+        if self._is_here:
+            self._ours(watch.hear_call, module, args, kwargs)
         if self._is_here and module.training and torch.is_grad_enabled():
             self._ours(watch.begin, module, args, kwargs)
 

@@ -30,7 +30,12 @@ from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
 from steadygrad.adapters.scripts.record import Record
-from steadygrad.adapters.scripts.trained import describe_unreached, list_parameters, name_trained
+from steadygrad.adapters.scripts.trained import (
+    describe_unreached,
+    list_parameters,
+    list_trained_parameters,
+    name_trained,
+)
 from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.diagnose.capture import Capture
@@ -43,6 +48,7 @@ from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
+from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
 LIVE_STEPS = 32
@@ -114,6 +120,9 @@ class Watch:
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(list_parameters(optimizer))
+        self._program = ProgramWatch(
+            list_trained_parameters(self.owner, optimizer), every=options.config.measure.scan_every
+        )
         self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
         settings = self._config.diagnose
         self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=options.run_dir)
@@ -163,11 +172,17 @@ class Watch:
     def note_backward(self, loss: Tensor) -> None:
         """Called when the script calls backward, in the script's own stack."""
         self._clipped = None  # new gradients are added
+        if self._program.has_call:
+            self._program.before_backward(self._step, loss)
         if self._forward_scans is not None:
             self._forward_scans.note_loss(loss)
         capture = self._callers.note_backward(self.owner)
         if capture is not None:
             self._losses = [*self._losses[-MOST_CAPTURES + 1 :], capture]
+
+    def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Called when the model, or a part of it, is called for anything."""
+        self._program.hear_call(module, args, kwargs)
 
     def is_about(self, parameters: set[int]) -> bool:
         """Whether these ids are all of this optimizer's parameters that have a gradient."""
@@ -340,7 +355,7 @@ class Watch:
         trained = name_trained(self.owner, self.optimizer, named, beside=self._list_optimizers())
         self._named = named
         self._meter = Meter(named, self._config.measure.implementation)
-        self._periodic_scans = PeriodicScans(trained, self._config.measure)
+        self._periodic_scans = PeriodicScans(trained, self._config.measure, program=self._program)
         self._periodic_scans.begin()
         self._forward_scans = ForwardScans(self._periodic_scans)
         self._uncleared = UnclearedGradientsWatch(named)
@@ -382,7 +397,10 @@ def _add_up(around: Circumstances) -> Tensor | None:
     """Return the loss of the step, without its scale, on the device where it was computed."""
     if not around.losses:
         return None
-    device = around.losses[-1].value.device
+    last = around.losses[-1].value
+    if len(around.losses) == 1 and around.loss_scale is None:
+        return last.float()
+    device = last.device
     scale = 1.0 if around.loss_scale is None else around.loss_scale.to(device)
     values = [(loss.value.to(device).float(), loss.is_scaled) for loss in around.losses]
     return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()
