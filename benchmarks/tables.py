@@ -1,5 +1,5 @@
-"""Results files -> the table of README.md and the claims of docs/benchmarks.md. Imports nothing but Python's own, so that
-a test can load it alone.
+"""Results files -> the table of README.md and the claims of docs/benchmarks.md. Imports nothing but Python's own, so
+that a test can load it alone.
 
 Reads benchmarks/results/*.json and rounds; it computes nothing that a benchmark has not written, except counts and
 ratios of what is there. A file that is missing leaves its rows out. `publish.py` puts the text where it belongs;

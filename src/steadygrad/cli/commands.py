@@ -12,6 +12,7 @@ from steadygrad.cli.clean import clean
 from steadygrad.cli.console import Console
 from steadygrad.cli.diagnose import diagnose
 from steadygrad.cli.ls import ls
+from steadygrad.cli.new import new
 from steadygrad.cli.plot import plot
 from steadygrad.cli.report import report
 from steadygrad.cli.run import run
@@ -30,6 +31,7 @@ SECTIONS = {
         "run": "run any training script, and keep bad steps from its weights",
         "train": "run one of the five recipes: data, model, record, report",
         "tune": "choose settings by how stable training is with them",
+        "new": "write a small training project of your own",
     },
     "Look": {
         "ls": "list the runs of a folder: state, last step, loss, incidents",
@@ -154,6 +156,7 @@ steadygrad.add_command(run)
 steadygrad.add_command(train)
 steadygrad.add_command(tune)
 steadygrad.add_command(ls)
+steadygrad.add_command(new)
 steadygrad.add_command(report)
 steadygrad.add_command(plot)
 steadygrad.add_command(watch)

@@ -88,7 +88,8 @@ class Request:
 class RecipeCommand(FieldCommand):
     """One recipe as a command."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, program: str | None = None) -> None:
+        """`program`: how it is called, where that is not `steadygrad train NAME`."""
         self.recipe, self.package = recipe, recipe.load()
         self.own = make_options(recipe.name, self.package)
         super().__init__(
@@ -97,7 +98,7 @@ class RecipeCommand(FieldCommand):
             aliases=getattr(self.package, "ALIASES", {}),
             options=self.own,
             help=self.package.SUMMARY,
-            epilog=f"\b\nExample:\n  steadygrad train {recipe.name} --quick",
+            epilog=f"\b\nExample:\n  {program or f'steadygrad train {recipe.name}'} --quick",
         )
 
     def invoke(self, ctx: click.Context) -> None:
