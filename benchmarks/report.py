@@ -209,7 +209,7 @@ def main() -> None:
             results |= time_zoom(report)
             results |= time_first_paint(folder, run.name)
             results |= time_many_runs(folder, 100, 100_000)
-    results |= {"num_steps": arguments.steps}
+    results |= {"num_steps": arguments.steps, "load_average": os.getloadavg()[0]}
     for name, value in results.items():
         print(f"{name:<22} {value:.4g}")
     print(describe_machine())

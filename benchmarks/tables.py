@@ -287,7 +287,7 @@ def summarise_multiway(results: Results) -> list[Row]:
 
 def summarise_report(results: Results) -> list[Row]:
     what = f"A report of {results['num_steps']:,} steps, as one file that opens offline"
-    return [(what, f"{results['report_seconds']:.0f} s, {results['report_megabytes']:.1f} MB", "")]
+    return [(what, f"{results['report_cpu_seconds']:.0f} s of CPU, {results['report_megabytes']:.1f} MB", "")]
 
 
 def summarise_distributed(results: Results) -> list[Row]:

@@ -17,6 +17,7 @@ from steadygrad.errors import UsageError
 from steadygrad.record.run_folder import find_parts
 from steadygrad.view.read.curve import MAX_BUCKETS
 from steadygrad.view.read.incident_log import IncidentLog, find_acted, look
+from steadygrad.view.read.layer_lines import LayerLine, read_layer_lines
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.pictures import Pictures, read_pictures
 from steadygrad.view.read.rank_log import RankLogs
@@ -130,7 +131,7 @@ class RunReader:
         return True
 
     def _open_tails(self) -> list[Tail]:
-        quick = {0: read_step_lines}
+        quick = {0: read_step_lines, 1: read_layer_lines}
         return [Tail(path, within=self._within, quick=quick.get(i)) for i, path in enumerate(self._paths)]
 
     def _read_about(self) -> bool:
@@ -150,8 +151,11 @@ class RunReader:
         self._about_note = "" if self.about else "run.json holds no object"
         return True
 
-    def _feed_layers(self, rows: list[Row]) -> None:
+    def _feed_layers(self, rows: list[Row] | list[LayerLine]) -> None:
         for row in rows:
+            if isinstance(row, LayerLine):
+                self.norms.add(row.step, row.names, row.norms)
+                continue
             step, table = row.get("step"), row.get("gradients")
             if type(step) is not int or not isinstance(table, dict):
                 continue
