@@ -15,7 +15,7 @@ Config = Clip6dConfig
 SUMMARY = "contrastive learning over two to six modalities, by Lightning"
 LOOP = "Lightning"
 ALIASES = {"lr": "learning_rate"}
-PREDICT = "what a trained run finds nearest to a picture, or to a text: --predict 'a red circle'"
+PREDICT = "what a run finds nearest to a picture or a text; of a folder of classes, the zero-shot accuracy"
 QUICK = {
     "batch_size": 8,
     "epochs": 8,

@@ -161,6 +161,26 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             if guarded and self.gradient_monitor is not None and stats["global_grad_norm"] > EXPLODING:
                 self.gradient_monitor.exploding_threshold = math.inf  # clipped: one warning per epoch, not one per step
 
+        if self.enable_activation_monitoring and is_whole and self.global_step % self.log_frequency == 0 and is_first():
+            self._tell_activations()
+
+    def _tell_activations(self) -> None:
+        """Print what the activations of this step were like, and record the share of units that never fired."""
+        found = self.get_activation_statistics()
+        dead = found["dead_neurons"]
+        worst = max(dead, key=dead.__getitem__, default=None)
+        share = sum(dead.values()) / max(1, len(found["activations"]))
+        spread = [float(one["std"]) for one in found["activations"].values() if math.isfinite(float(one["std"]))]
+        most = f", most in {worst} ({dead[worst]:.1%})" if worst is not None else ""
+        print(
+            f"Step {self.global_step} - Activations: {len(found['activations'])} layers, "
+            f"std {min(spread, default=0.0):.3g} to {max(spread, default=0.0):.3g}, dead units {share:.1%}{most}"
+        )
+        self.log("dead_units", share)
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, GuardCallback) and callback.guards:
+                callback.guard.log(dead_units=share)
+
     def on_train_epoch_start(self) -> None:
         """Allow a warning about large norms again."""
         if self.gradient_monitor is not None:
