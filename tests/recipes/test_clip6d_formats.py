@@ -101,3 +101,37 @@ def test_what_cannot_be_used_is_named_with_file_and_row(tmp_path: Path) -> None:
     (tmp_path / "002.tar").write_text(json.dumps({"no": "tar"}))
     with pytest.raises(UsageError, match=r"002\.tar is no \.tar file"):
         read_corpus(config, tmp_path)
+
+
+def write_clip(folder: Path) -> None:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["<end>", "<unk>", "a", "red", "green", "blue", "card"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="<end>", model_max_length=8
+    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": len(words), "max_position_embeddings": 8, "eos_token_id": 0, "bos_token_id": 0}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    config = transformers.CLIPConfig(
+        text_config={**text, "projection_dim": 12}, vision_config={**vision, "projection_dim": 12}, projection_dim=12
+    )
+    transformers.CLIPModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_trained_clip_and_its_tokenizer_come_from_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_clip(tmp_path / "clip")
+    (tmp_path / "data").mkdir()
+    write_tar(tmp_path / "data" / "000.tar")
+    flags = ["--data", str(tmp_path / "data"), "--model.pretrained", str(tmp_path / "clip"), "--model.image-size", "16"]
+    run = ["--run-dir", str(tmp_path / "run")]
+
+    assert main(["train", "clip6d", *TINY, *flags, "--model.embed-dim", "64", *run]) == 2
+    assert "has other sizes than the settings. Give --model.embed-dim 12" in capsys.readouterr().err
+    assert main(["train", "clip6d", *TINY, *flags, "--model.embed-dim", "12", *run]) == 0
+    assert main(["train", "clip6d", "--predict", "a red card", *run]) == 0
+    assert "Nearest to the text a red card" in capsys.readouterr().out

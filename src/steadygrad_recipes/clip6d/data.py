@@ -25,7 +25,15 @@ from steadygrad.extras import import_extra
 from steadygrad.trainer.ranks import count_ranks, find_rank
 from steadygrad.view.progress import track
 from steadygrad_recipes.clip6d.captions import LeftOut, Sample, read_samples
-from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, list_languages, split_modality
+from steadygrad_recipes.clip6d.config import (
+    IMAGE,
+    VECTOR,
+    Clip6dConfig,
+    ModelConfig,
+    list_languages,
+    split_modality,
+)
+from steadygrad_recipes.clip6d.pretrained import encode_texts
 from steadygrad_recipes.clip6d.shards import Place, find_shards, read_shards
 from steadygrad_recipes.clip6d.tokens import encode_batch
 
@@ -190,6 +198,13 @@ def _tell_unreadable(path: str, reason: str) -> None:
     logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
 
 
+def encode_captions(texts: Sequence[str], model: ModelConfig) -> Tensor:
+    """Return the tokens of captions: bytes, or those of the tokenizer that comes with a trained model."""
+    if model.pretrained is None:
+        return encode_batch(texts, model.context)
+    return encode_texts(texts, model.pretrained, model.context)
+
+
 def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim: int) -> Batch:
     """Collate one batch. What a sample lacks is padded and marked in `present`; the loss never reads the padding."""
     side, batch = config.model.image_size, {}
@@ -201,7 +216,7 @@ def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim
         elif name == VECTOR:
             batch[name] = torch.stack([torch.zeros(vector_dim) if value is None else value for value in values])
         else:
-            batch[name] = encode_batch([value or "" for value in values], config.model.context)
+            batch[name] = encode_captions([value or "" for value in values], config.model)
     batch["present"] = torch.tensor([[item[name] is not None for name in config.modalities] for item in items])
     return batch
 

@@ -23,7 +23,9 @@ from steadygrad.trainer.ranks import count_ranks, is_first
 from steadygrad.trainer.stages import shape_rate
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, ModelConfig
 from steadygrad_recipes.clip6d.encoders import ImageEncoder, TextEncoder, VectorEncoder, pad_tokens
+from steadygrad_recipes.clip6d.pretrained import GAP, open_encoders
 from steadygrad_recipes.clip6d.retrieval import measure_recall
+from steadygrad_recipes.clip6d.tokens import FILL
 
 LightningModule: Any = import_extra(
     "lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d"
@@ -90,10 +92,12 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
 
     def _make_encoders(self, model: ModelConfig, vector_dim: int) -> None:
         self.texts = tuple(name for name in self.modalities if name not in (IMAGE, VECTOR))
+        self.fill = FILL if model.pretrained is None else GAP
+        trained = None if model.pretrained is None else open_encoders(model)
         if IMAGE in self.modalities:
-            self.image_encoder = ImageEncoder(model)
+            self.image_encoder = ImageEncoder(model) if trained is None else trained[0]
         if self.texts:
-            self.text_encoder = TextEncoder(model)
+            self.text_encoder = TextEncoder(model) if trained is None else trained[1]
         if VECTOR in self.modalities:
             self.vector_encoder = VectorEncoder(vector_dim, model)
 
@@ -108,7 +112,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         """Return modality -> [B, D], not normalised, in the order of `modalities`. One pass serves all languages."""
         features: dict[str, Tensor] = {}
         if self.texts:
-            rows = self.text_encoder(pad_tokens([batch[name] for name in self.texts]))
+            rows = self.text_encoder(pad_tokens([batch[name] for name in self.texts], self.fill))
             features |= dict(zip(self.texts, rows.chunk(len(self.texts))))
         if IMAGE in self.modalities:
             features[IMAGE] = self.image_encoder(batch[IMAGE])

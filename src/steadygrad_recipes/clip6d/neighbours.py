@@ -14,10 +14,17 @@ from steadygrad.errors import UsageError
 from steadygrad.trainer.files import load_trained
 from steadygrad_recipes.clip6d.captions import Sample
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, split_modality
-from steadygrad_recipes.clip6d.data import CaptionDataset, Corpus, collate, has_modality, read_corpus, read_image
+from steadygrad_recipes.clip6d.data import (
+    CaptionDataset,
+    Corpus,
+    collate,
+    encode_captions,
+    has_modality,
+    read_corpus,
+    read_image,
+)
 from steadygrad_recipes.clip6d.fit import build_module, find_folder
 from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
-from steadygrad_recipes.clip6d.tokens import encode_batch
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 """A query with one of these suffixes is a file, not a text."""
@@ -62,7 +69,7 @@ def tell_zero_shot(module: EnhancedLightningCLIPModule, folder: Path, config: Cl
             f"{folder} has {len(classes)} folders of pictures. Give one folder for each class, two or more."
         )
     names = [name.replace("_", " ") for name in classes]
-    texts = F.normalize(module.text_encoder(encode_batch(names, config.model.context)), dim=-1)
+    texts = F.normalize(module.text_encoder(encode_captions(names, config.model)), dim=-1)
     right = total = 0
     for index, (name, files) in enumerate(classes.items()):
         pixels = [read_image(file, config.model.image_size) for file in files]
@@ -94,7 +101,7 @@ def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6d
         raise UsageError(f"there is no picture {path}. Give the path of an image, or a text.")
     if not module.texts:
         raise UsageError(f"{path} is no file, and this model knows no language. Give the path of an image.")
-    return "text", module.text_encoder(encode_batch([query], config.model.context))[0]
+    return "text", module.text_encoder(encode_captions([query], config.model))[0]
 
 
 def encode_samples(
