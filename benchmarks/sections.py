@@ -109,6 +109,37 @@ def render_harm(results: Results) -> str:
     return render_table([f"of {told[0]['summary']['num_runs']} healthy runs", *ways.values()], rows)
 
 
+def render_any_script(results: Results) -> str:
+    """A row for each program."""
+    header = [
+        "program",
+        "version",
+        "started by",
+        "guarded",
+        "equal bits",
+        "mean step, plain → guarded",
+        "survived",
+        "line",
+    ]
+    rows = [
+        [
+            name,
+            ", ".join(f"{package} {version}" for package, version in told["versions"].items()),
+            told["started"] or "python",
+            *(show_answer(told[key]) for key in ("guarded", "equal_bits")),
+            f"{told['plain_ms']:.2f} → {told['guarded_ms']:.2f} ms" if "cost" in told else "",
+            *(show_answer(told[key]) for key in ("survived", "line_named")),
+        ]
+        for name, told in results.items()
+    ]
+    return render_table(header, rows, left=range(len(header)))
+
+
+def show_answer(answer: bool | None) -> str:
+    """A yes or a no; a dash where it could not be found out."""
+    return "–" if answer is None else "yes" if answer else "**no**"
+
+
 HARMS = ("harmed", "halted", "warned")
 
 
@@ -329,6 +360,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     ),
     "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
     "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
+    "Any script": ("any_script.py", {"any_script": render_any_script}),
     "Rescue": ("rescue.py", {"rescue": render_rescue}),
     "Damage that stays finite": ("finite_damage.py", {"finite_damage": render_damage}),
     "Healthy trainings, left alone": ("harm.py", {"harm": render_harm}),

@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from steadygrad.measure.check import check_nan_inf
     from steadygrad.monitor import ActivationMonitor, GradientHealthMonitor
     from steadygrad.record.logger import LoggerSink
+    from steadygrad.record.mlflow import MlflowSink
     from steadygrad.record.tensorboard import TensorBoardSink
+    from steadygrad.record.trackio import TrackioSink
     from steadygrad.record.wandb import WandbSink
     from steadygrad.scan.foreign import load_checkpoint
     from steadygrad.trainer import Trainer
@@ -78,6 +80,7 @@ __all__ = [
     "Incident",
     "LoggerSink",
     "MeasureConfig",
+    "MlflowSink",
     "NonFiniteError",
     "OutlierClip",
     "Policy",
@@ -90,6 +93,7 @@ __all__ = [
     "SteadygradError",
     "StepRecord",
     "TensorBoardSink",
+    "TrackioSink",
     "Trainer",
     "TrainerConfig",
     "TrainingHalted",
@@ -111,6 +115,8 @@ __all__ = [
 _LAZY = {
     "WandbSink": "steadygrad.record.wandb",
     "TensorBoardSink": "steadygrad.record.tensorboard",
+    "TrackioSink": "steadygrad.record.trackio",
+    "MlflowSink": "steadygrad.record.mlflow",
     "LoggerSink": "steadygrad.record.logger",
     "CheckpointStore": "steadygrad.checkpoint",
     "ActivationMonitor": "steadygrad.monitor",

@@ -1,4 +1,4 @@
-"""GradientMonitoringCallback with LoRA and with trl's SFTTrainer, on a model and a tokenizer made here."""
+"""GuardCallback with LoRA and with trl's SFTTrainer, on a model and a tokenizer made here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer_trainings import (
     train,
 )
 
-from steadygrad.adapters.transformers import GradientMonitoringCallback, safe_compute_loss, stable_training_arguments
+from steadygrad.adapters.transformers import GuardCallback, safe_compute_loss, stable_training_arguments
 from steadygrad.testing import poison_gradient
 
 
@@ -31,7 +31,7 @@ def with_lora(model: Any) -> Any:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_quiet_lora_run_is_bit_identical(checkpointing: bool, tmp_path: Path) -> None:
     options = {"gradient_checkpointing": checkpointing, "gradient_accumulation_steps": 2, "label_names": ["labels"]}
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     plain = train(with_lora(make_language_model()), make_texts(), tmp_path, **options)
     guarded = train(with_lora(make_language_model()), make_texts(), tmp_path, callback, **options)
 
@@ -49,7 +49,7 @@ def test_a_bad_lora_gradient_is_skipped_and_named(tmp_path: Path) -> None:
     plain = train(with_lora(make_language_model()), make_texts(), tmp_path, prepare=poison)
     assert not is_finite(plain.model)
 
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     guarded = train(with_lora(make_language_model()), make_texts(), tmp_path, callback, prepare=poison)
 
     assert is_finite(guarded.model)
@@ -122,7 +122,7 @@ def fine_tune(folder: Path, rows: Any, *callbacks: Any, prepare: Any = None, pef
 
 
 def test_a_quiet_sft_run_is_bit_identical(tmp_path: Path) -> None:
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     plain = fine_tune(tmp_path, make_dialogues())
     guarded = fine_tune(tmp_path, make_dialogues(), callback)
 
@@ -142,7 +142,7 @@ def test_a_bad_gradient_in_sft_with_lora_is_skipped(tmp_path: Path) -> None:
     lora = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"]), "prepare": poison}
     assert not is_finite(fine_tune(tmp_path, make_dialogues(), **lora).model)
 
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     trainer = fine_tune(tmp_path, make_dialogues(), callback, **lora)
 
     assert is_finite(trainer.model)
@@ -166,10 +166,20 @@ def test_a_masked_batch_in_sft_is_a_silent_zero_and_is_told_here(tmp_path: Path)
     rows = make_dialogues()
     assert steps_of(fine_tune(tmp_path, rows, prepare=mask_a_batch))[4]["loss"] == 0.0
 
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     fine_tune(tmp_path, rows, callback, prepare=mask_a_batch)
 
     assert ("zero_loss", 4) in [(f.kind, i.step) for i in callback.guard.incidents for f in i.findings]
+
+
+def test_an_sft_run_without_any_label_brings_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def mask_all(trainer: Any) -> None:
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows: {**(batch := collate(rows)), "labels": batch["labels"] * 0 - 100}
+
+    with caplog.at_level("WARNING", logger="steadygrad"):
+        fine_tune(tmp_path, make_dialogues(), GuardCallback(), prepare=mask_all)
+    assert sum("loss and gradient are exactly 0" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_masked_batch_in_sft_gets_the_small_loss(tmp_path: Path) -> None:
@@ -178,7 +188,7 @@ def test_a_masked_batch_in_sft_gets_the_small_loss(tmp_path: Path) -> None:
         safe.append(safe_compute_loss(trainer))
 
     safe: list[Any] = []
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     trainer = fine_tune(tmp_path, make_dialogues(), callback, prepare=prepare)
 
     assert safe[0].counts == {"every label is masked": 1}

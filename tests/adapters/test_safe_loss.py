@@ -25,7 +25,7 @@ from trainer_trainings import (
 )
 
 from steadygrad.adapters.transformers import (
-    GradientMonitoringCallback,
+    GuardCallback,
     SafeLoss,
     safe_compute_loss,
     stable_training_arguments,
@@ -101,7 +101,7 @@ def test_the_other_microbatches_of_the_step_still_count(tmp_path: Path) -> None:
 
 
 def test_the_callback_writes_each_replacement_into_its_record(tmp_path: Path) -> None:
-    callback = GradientMonitoringCallback(run_dir=tmp_path / "run")
+    callback = GuardCallback(run_dir=tmp_path / "run")
     train(Scripted(LOSSES["the loss is not finite"]), make_rows(), tmp_path, callback, prepare=safe_compute_loss)
 
     (finding,) = [f for f in callback.guard.findings if f.kind == "replaced_loss"]
@@ -115,7 +115,7 @@ def test_an_exception_is_let_through_and_told_once(tmp_path: Path) -> None:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             raise KeyError("mine")
 
-    callback, safe = GradientMonitoringCallback(), []
+    callback, safe = GuardCallback(), []
     with pytest.raises(KeyError, match="mine"):
         train(
             Regression(),
@@ -127,6 +127,50 @@ def test_an_exception_is_let_through_and_told_once(tmp_path: Path) -> None:
         )
     assert safe[0].num_errors == 1
     assert [f.kind for f in callback.guard.findings] == ["exception"]
+
+
+class Failing(InOrder):
+    """Raises at some calls of `compute_loss`."""
+
+    at: tuple[int, ...] = ()
+    num_calls = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls in self.at:
+            raise IndexError("a bad sample")
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_an_exception_of_one_batch_becomes_a_finding_and_training_goes_on(tmp_path: Path) -> None:
+    callback = GuardCallback()
+    safe: list[SafeLoss] = []
+
+    def prepare(trainer: Any) -> None:
+        trainer.at = (3, 4, 6)
+        safe.append(safe_compute_loss(trainer))
+
+    trainer = train(Regression(), make_rows(), tmp_path, callback, kind=Failing, prepare=prepare)
+
+    assert trainer.state.global_step == NUM_STEPS
+    assert is_finite(trainer.model)
+    assert safe[0].num_errors == 3
+    assert [(f.kind, f.step) for f in callback.guard.findings if f.kind == "exception"] == [
+        ("exception", 2),
+        ("exception", 3),
+        ("exception", 5),
+    ]
+
+
+def test_an_exception_that_comes_again_and_again_is_let_through(tmp_path: Path) -> None:
+    def prepare(trainer: Any) -> None:
+        trainer.at = (3, 4, 5)
+        safe_compute_loss(trainer)
+
+    callback = GuardCallback()
+    with pytest.raises(IndexError, match="a bad sample"):
+        train(Regression(), make_rows(), tmp_path, callback, kind=Failing, prepare=prepare)
+    assert [f.kind for f in callback.guard.findings].count("exception") == 3
 
 
 def test_a_healthy_run_is_bit_identical_and_evaluation_is_left_alone(tmp_path: Path) -> None:

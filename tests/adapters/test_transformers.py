@@ -1,4 +1,4 @@
-"""GradientMonitoringCallback in real trainings of transformers: faults, clipping, logs, resume, and a quiet run."""
+"""GuardCallback in real trainings of transformers: faults, clipping, logs, resume, and a quiet run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer_trainings import (
 )
 
 from steadygrad import Action, FixedNorm, GuardConfig, NonFiniteError, Policy, SnapshotConfig, UsageError, ZClip
-from steadygrad.adapters.transformers import GradientMonitoringCallback
+from steadygrad.adapters.transformers import GradientMonitoringCallback, GuardCallback
 from steadygrad.testing import poison_gradient
 
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
@@ -43,7 +43,7 @@ TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
     ids=lambda options: "-".join(options) or "plain",
 )
 def test_a_quiet_run_is_bit_identical(options: dict[str, Any], tmp_path: Path) -> None:
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     plain = train(Regression(), make_rows(), tmp_path, **options)
     guarded = train(Regression(), make_rows(), tmp_path, callback, **options)
 
@@ -64,7 +64,7 @@ def test_gradient_checkpointing_is_bit_identical(use_reentrant: bool, tmp_path: 
         "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant},
         "gradient_accumulation_steps": 2,
     }
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     plain = train(make_language_model(), make_texts(), tmp_path, **options)
     guarded = train(make_language_model(), make_texts(), tmp_path, callback, **options)
 
@@ -74,7 +74,7 @@ def test_gradient_checkpointing_is_bit_identical(use_reentrant: bool, tmp_path: 
 
 def test_the_trainer_is_as_it_was_when_training_is_over(tmp_path: Path) -> None:
     plain = train(Regression(), make_rows(), tmp_path)
-    trainer = train(Regression(), make_rows(), tmp_path, GradientMonitoringCallback())
+    trainer = train(Regression(), make_rows(), tmp_path, GuardCallback())
     assert vars(trainer).keys() == vars(plain).keys()
     assert vars(trainer.accelerator).keys() == vars(plain.accelerator).keys()
     assert vars(trainer.optimizer).keys() == vars(plain.optimizer).keys()
@@ -94,7 +94,7 @@ def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(
     plain = train(Regression(), spoiled, tmp_path)
     assert not is_finite(plain.model)
 
-    callback = GradientMonitoringCallback(run_dir=tmp_path / "run")
+    callback = GuardCallback(run_dir=tmp_path / "run")
     guarded = train(Regression(), spoiled, tmp_path, callback, lr_scheduler_type="constant")
     del rows[3 * BATCH : 4 * BATCH]
     without = train(Regression(), rows, tmp_path, lr_scheduler_type="constant")
@@ -111,14 +111,14 @@ def test_a_bad_batch_ruins_the_plain_run_and_leaves_no_trace_in_the_guarded_one(
 
 
 def test_the_learning_rate_holds_at_a_skipped_step(tmp_path: Path) -> None:
-    trainer = train(Regression(), spoil(make_rows(), 3, "nan"), tmp_path, GradientMonitoringCallback())
+    trainer = train(Regression(), spoil(make_rows(), 3, "nan"), tmp_path, GuardCallback())
     rates = [line["learning_rate"] for line in steps_of(trainer)]
     assert rates[3] == rates[4]
     assert len(set(rates)) == NUM_STEPS - 1
 
 
 def test_a_bad_first_step_brings_no_warning_of_the_scheduler(tmp_path: Path) -> None:
-    trainer = train(Regression(), spoil(make_rows(), 0, "nan"), tmp_path, GradientMonitoringCallback())
+    trainer = train(Regression(), spoil(make_rows(), 0, "nan"), tmp_path, GuardCallback())
     assert is_finite(trainer.model)
 
 
@@ -126,7 +126,7 @@ def test_a_lowered_learning_rate_is_logged_and_follows_the_schedule(tmp_path: Pa
     rows = make_rows()
     for step in (2, 3, 4):
         rows = spoil(rows, step, "nan")
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     trainer = train(Regression(), rows, tmp_path, callback)
 
     assert [i.step for i in callback.guard.incidents if i.outcome.action is Action.SCALE_LR] == [4]
@@ -142,7 +142,7 @@ def test_a_bad_gradient_behind_a_good_loss_is_caught_before_the_trainer_clips(tm
     plain = train(Regression(), make_rows(), tmp_path, prepare=poison)
     assert not any(p.isfinite().all() for p in plain.model.parameters()), "clipping has spread one NaN to all"
 
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     guarded = train(Regression(), make_rows(), tmp_path, callback, prepare=poison)
 
     assert is_finite(guarded.model)
@@ -153,7 +153,7 @@ def test_a_bad_gradient_behind_a_good_loss_is_caught_before_the_trainer_clips(tm
 
 
 def test_sanitizing_repairs_the_gradient_and_makes_the_step(tmp_path: Path) -> None:
-    callback = GradientMonitoringCallback(GuardConfig(on_nonfinite=Action.SANITIZE))
+    callback = GuardCallback(GuardConfig(on_nonfinite=Action.SANITIZE))
     trainer = train(
         Regression(),
         make_rows(),
@@ -170,7 +170,7 @@ def test_sanitizing_repairs_the_gradient_and_makes_the_step(tmp_path: Path) -> N
 def test_one_bad_microbatch_skips_its_step(tmp_path: Path) -> None:
     rows = make_rows()
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     guarded = train(Regression(), spoil(rows, 3, "nan"), tmp_path, callback, **options)
     del rows[2 * BATCH : 4 * BATCH]
     without = train(Regression(), rows, tmp_path, **options)
@@ -184,7 +184,7 @@ def test_a_batch_without_labels_is_hidden_by_the_trainer_and_reported_here(tmp_p
     plain = train(make_language_model(), texts, tmp_path)
     assert steps_of(plain)[2]["loss"] == 0.0, "a NaN, which the Trainer leaves out of its log"
 
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     guarded = train(make_language_model(), texts, tmp_path, callback)
 
     assert math.isnan(steps_of(guarded)[2]["loss"])
@@ -198,7 +198,7 @@ def test_many_bad_batches_in_a_row_roll_back_and_the_run_finishes(tmp_path: Path
         rows = spoil(rows, step, "nan")
     policy = Policy(nonfinite_steps_to_scale_lr=2, nonfinite_steps_to_rollback=5, change_hyperparameters=False)
     snapshots = SnapshotConfig(every=10, good_after=5, skip_batches=3)
-    callback = GradientMonitoringCallback(GuardConfig(policy=policy, snapshots=snapshots))
+    callback = GuardCallback(GuardConfig(policy=policy, snapshots=snapshots))
 
     trainer = train(Regression(), rows, tmp_path, callback)
 
@@ -208,7 +208,7 @@ def test_many_bad_batches_in_a_row_roll_back_and_the_run_finishes(tmp_path: Path
 
 
 def test_raising_ends_the_training(tmp_path: Path) -> None:
-    callback = GradientMonitoringCallback(GuardConfig(on_nonfinite=Action.RAISE))
+    callback = GuardCallback(GuardConfig(on_nonfinite=Action.RAISE))
     with pytest.raises(NonFiniteError):
         train(Regression(), spoil(make_rows(), 3, "nan"), tmp_path, callback)
     assert callback.guard.last is not None
@@ -224,7 +224,7 @@ def test_an_exception_in_compute_loss_is_let_through_and_recorded_and_one_can_tr
                 raise KeyError("mine")
             return super().compute_loss(*args, **kwargs)
 
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     trainers: list[Any] = []
     with pytest.raises(KeyError, match="mine"):
         train(Regression(), make_rows(), tmp_path, callback, kind=Broken, prepare=trainers.append)
@@ -242,7 +242,7 @@ def test_an_exception_in_compute_loss_is_let_through_and_recorded_and_one_can_tr
 
 
 def test_max_grad_norm_is_taken_over_and_numbers_are_those_of_a_plain_torch_loop(tmp_path: Path) -> None:
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     trainer = train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=0.5, lr_scheduler_type="constant")
 
     losses, norms, model = train_plainly(make_rows(), max_norm=0.5)
@@ -269,7 +269,7 @@ def train_plainly(rows: list[dict[str, Tensor]], *, max_norm: float) -> tuple[li
 
 
 def test_a_strategy_of_the_config_goes_before_max_grad_norm(tmp_path: Path) -> None:
-    callback = GradientMonitoringCallback(GuardConfig(clip=ZClip()))
+    callback = GuardCallback(GuardConfig(clip=ZClip()))
     train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=1.0)
     assert callback.guard.config.clip == ZClip()
 
@@ -286,7 +286,7 @@ def test_true_losses_reach_other_callbacks_too_and_the_mean_recovers(tmp_path: P
 
     listener = Listener()
     rows = spoil(make_rows(), 3, "nan")
-    trainer = train(Regression(), rows, tmp_path, listener, GradientMonitoringCallback(), logging_steps=2)
+    trainer = train(Regression(), rows, tmp_path, listener, GuardCallback(), logging_steps=2)
 
     assert [math.isfinite(loss) for loss in listener.heard] == [True, False, True, True]
     assert [line["loss"] for line in steps_of(trainer)][2:] == listener.heard[2:]
@@ -299,7 +299,7 @@ def test_evaluation_reaches_the_guard_and_early_stopping_stops_the_trainer(tmp_p
             result = super().forward(x, labels)
             return result if self.training else {**result, "loss": torch.ones(())}
 
-    callback = GradientMonitoringCallback(GuardConfig(policy=Policy(early_stopping_patience=2)))
+    callback = GuardCallback(GuardConfig(policy=Policy(early_stopping_patience=2)))
     trainer = train(
         Flat(),
         make_rows(),
@@ -322,15 +322,15 @@ def test_a_resumed_training_goes_on_with_the_state_of_the_guard(tmp_path: Path) 
     config = GuardConfig(clip=ZClip())
     rows = spoil(make_rows(), 1, "nan")
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
-    straight = GradientMonitoringCallback(config)
+    straight = GuardCallback(config)
     whole = train(Regression(), rows, tmp_path / "whole", straight, **options)
 
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 4
 
-    train(Regression(), rows, tmp_path / "parts", GradientMonitoringCallback(config), Stop(), **options)
-    resumed = GradientMonitoringCallback(config)
+    train(Regression(), rows, tmp_path / "parts", GuardCallback(config), Stop(), **options)
+    resumed = GuardCallback(config)
     rest = train(Regression(), rows, tmp_path / "parts", resumed, resume=True, **options)
 
     assert_equal(state_of(rest), state_of(whole))
@@ -345,7 +345,7 @@ def test_a_resumed_training_goes_on_with_the_state_of_the_guard(tmp_path: Path) 
 
 def test_steadygrad_off_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = train(Regression(), make_rows(), tmp_path, max_grad_norm=0.1)
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     train(Regression(), make_rows(), tmp_path, callback)
     monkeypatch.setenv("STEADYGRAD", "off")
     off = train(Regression(), make_rows(), tmp_path, callback, max_grad_norm=0.1)
@@ -354,10 +354,37 @@ def test_steadygrad_off_leaves_the_trainer_alone(tmp_path: Path, monkeypatch: py
 
 def test_asking_for_the_guard_too_early_says_so() -> None:
     with pytest.raises(UsageError, match=r"during or after train\(\)"):
-        _ = GradientMonitoringCallback().guard
+        _ = GuardCallback().guard
 
 
 def test_outside_of_a_trainer_the_callback_says_what_it_needs() -> None:
     control = transformers.TrainerControl()
     with pytest.raises(UsageError, match=r"transformers\.Trainer"):
-        GradientMonitoringCallback().on_train_begin(None, transformers.TrainerState(), control)
+        GuardCallback().on_train_begin(None, transformers.TrainerState(), control)
+
+
+# --- warnings -------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_of_zero_at_every_step_brings_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Silent(Regression):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {**super().forward(x, labels), "loss": self.net(x).sum() * 0.0}
+
+    with caplog.at_level("WARNING", logger="steadygrad"):
+        train(Silent(), make_rows(), tmp_path, GuardCallback(), logging_steps=100)
+    (message,) = [record.getMessage() for record in caplog.records if "exactly 0" in record.getMessage()]
+    assert "labels that are not masked (-100)" in message
+
+
+def test_a_norm_in_the_log_that_is_not_finite_brings_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    callback = GuardCallback()
+    with caplog.at_level("WARNING", logger="steadygrad"):
+        for _ in range(2):
+            logs = {"loss": 0.7, "grad_norm": float("nan")}
+            callback.on_log(None, transformers.TrainerState(global_step=7), None, logs=logs)
+    assert [record.getMessage().partition(".")[0] for record in caplog.records] == ["step 7: grad_norm is nan"]
+
+
+def test_the_older_name_is_the_same_class() -> None:
+    assert GradientMonitoringCallback is GuardCallback

@@ -31,8 +31,8 @@ rank = trainer.global_rank
 """
 TRANSFORMERS = """
 from trainer_trainings import *
-from steadygrad.adapters.transformers import GradientMonitoringCallback
-callback = GradientMonitoringCallback()
+from steadygrad.adapters.transformers import GuardCallback
+callback = GuardCallback()
 trainer = train(Regression(), spoil(make_rows(24), 4, "nan"), out / "trainer", callback)
 module, rank = trainer.model, trainer.args.process_index
 """

@@ -24,7 +24,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """Chromium, once for all tests."""
-    pytest.importorskip("plotly", reason="pages need plotly: pip install 'steadygrad[view]'")
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:

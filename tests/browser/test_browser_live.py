@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,12 +12,14 @@ from view_runs import make_incident, make_step, open_directory, write_run
 from watched_page import Watched
 
 from steadygrad.record.encode import to_json
+from steadygrad.record.run_folder import RunFolder
 
 pytest.importorskip("uvicorn", reason="the live page needs uvicorn: pip install 'steadygrad[view]'")
 
 from steadygrad.view.serve.listen import PageServer, serve_in_thread
 
-LAST = "document.querySelector(\"[data-chart='loss'] .plot\").data[0].x.slice(-1)[0]"
+PLOT = "document.querySelector(\"[data-chart='loss'] .plot\")"
+LAST = f"Math.max(...({PLOT}.state?.spec.lines[0].series.x.slice(-1) ?? [-1]))"
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def test_the_list_leads_to_a_run_and_back(watched: Watched, address: str) -> Non
     assert sorted(page.locator("tbody a").all_inner_texts()) == ["calm", "faulty"]
     watched.keep_picture("live-list")
     page.click("text=faulty")
-    page.wait_for_selector("[data-chart='loss'] .main-svg")
+    page.wait_for_selector("[data-chart='loss'] .plot > svg")
     assert "Survived." in page.inner_text("[data-part='headline']")
     page.click("text=all runs")
     page.wait_for_selector("tbody a")
@@ -45,17 +48,17 @@ def test_new_steps_and_incidents_appear_and_what_is_open_stays_open(
 ) -> None:
     page = watched.open(f"{address}/runs/faulty")
     watched.wait_for(f"{LAST} === 599")
-    assert page.locator("[data-chart='loss'] .scatterlayer .trace").count() == 5
+    assert page.locator("[data-chart='loss'] .legend .item").count() == 5
     page.locator("details.incident summary").first.click()
 
     directory = open_directory(tmp_path / "runs" / "faulty")
     for step in range(600, 700):
         directory.write_step(make_step(step))
-    directory.write_incident(make_incident(699, kind="a_new_kind"))
+    directory.write_incident(make_incident(699, kind="a_new_kind", message="a new message"))
     directory.close()
 
     watched.wait_for(f"{LAST} === 699")
-    page.wait_for_selector("text=a_new_kind")
+    page.wait_for_selector("details.incident .what:text('a new message')")
     assert "700" in page.inner_text("[data-part='tiles']")
     assert page.locator("details.incident[open]").count() == 1
     watched.keep_picture("live-run", full_page=True)
@@ -68,7 +71,7 @@ def test_a_zoom_survives_new_steps(watched: Watched, address: str, tmp_path: Pat
     watched.wait_for(f"{LAST} === 79")
     page.locator("[data-chart='loss'] .plot").focus()
     page.keyboard.press("+")
-    zoomed = "document.querySelector(\"[data-chart='loss'] .plot\").layout.xaxis.range[0]"
+    zoomed = f"{PLOT}.state.from"
     watched.wait_for(f"{zoomed} > 5")
     before = page.evaluate(zoomed)
     directory = open_directory(tmp_path / "runs" / "calm")
@@ -77,6 +80,45 @@ def test_a_zoom_survives_new_steps(watched: Watched, address: str, tmp_path: Pat
     directory.close()
     watched.wait_for(f"{LAST} === 139")
     assert page.evaluate(zoomed) == before
+
+
+def test_ticked_runs_are_compared_and_followed(watched: Watched, address: str, tmp_path: Path) -> None:
+    page = watched.page
+    page.goto(address)
+    page.get_by_label("Find a run").fill("cal")
+    assert page.locator("tbody tr:visible").count() == 1
+    page.get_by_label("Find a run").fill("")
+    for name in ("calm", "faulty"):
+        page.get_by_label(f"Compare {name}").check()
+    watched.keep_picture("live-list-ticked")
+    page.get_by_role("button", name="Compare the ticked runs").click()
+    page.wait_for_selector("[data-chart='compare_loss'] .plot > svg")
+    assert sorted(page.locator("[data-chart='compare_loss'] .legend .item").all_text_contents()) == ["calm", "faulty"]
+    directory = open_directory(tmp_path / "runs" / "calm")
+    for step in range(80, 900):
+        directory.write_step(make_step(step))
+    directory.close()
+    watched.wait_for("document.querySelector(\"[data-chart='compare_loss'] .plot\").state.to > 890")
+    page.get_by_label("Show calm in the charts").uncheck()
+    assert page.locator("[data-chart='compare_loss'] .legend .item").count() == 0  # one line needs no legend
+    watched.keep_picture("live-comparison", full_page=True)
+    assert watched.complaints == []
+
+
+def test_a_run_that_is_killed_says_so_without_writing_a_line(watched: Watched, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "job"
+    folder = RunFolder(run)
+    directory = open_directory(run)
+    directory.write_step(make_step(0))
+    directory.flush()
+    with serve_in_thread(tmp_path / "runs") as address:
+        page = watched.open(f"{address}/runs/job")
+        assert "Running." in page.inner_text("[data-part='headline']")
+        lock = json.loads((run / "run.lock").read_text())
+        (run / "run.lock").write_text(json.dumps({**lock, "process": 2**22 + 5}))  # as if that one had held it
+        watched.wait_for("document.querySelector(\"[data-part='headline']\").textContent.includes('Killed.')")
+    directory.close()
+    folder.release()
 
 
 def test_a_long_run_is_read_to_its_end_while_the_page_is_there(watched: Watched, tmp_path: Path) -> None:
@@ -102,7 +144,7 @@ def test_with_a_token_the_link_is_enough(watched: Watched, tmp_path: Path) -> No
         watched.page.goto(server.link)
         assert "token" not in watched.page.url
         watched.page.click("text=calm")
-        watched.page.wait_for_selector("[data-chart='loss'] .main-svg")
+        watched.page.wait_for_selector("[data-chart='loss'] .plot > svg")
     finally:
         server.stop()
         thread.join(timeout=10)

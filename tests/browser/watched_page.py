@@ -25,7 +25,7 @@ class Watched:
     def open(self, address: str) -> Any:
         """Go there and wait for the first chart."""
         self.page.goto(address)
-        self.page.wait_for_selector("figure.chart:not([hidden]) .main-svg")
+        self.page.wait_for_selector("figure.chart:not([hidden]) .plot > svg")
         return self.page
 
     def leave(self) -> None:

@@ -91,10 +91,10 @@ def test_a_quiet_training_of_transformers_is_bit_identical(optim: str, precision
     pytest.importorskip("transformers")
     import trainer_trainings as trainings
 
-    from steadygrad.adapters.transformers import GradientMonitoringCallback
+    from steadygrad.adapters.transformers import GuardCallback
 
     options = {"use_cpu": False, "optim": optim, "bf16": precision == "bf16"}
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     plain = trainings.train(trainings.make_language_model(), trainings.make_texts(), tmp_path, **options)
     guarded = trainings.train(trainings.make_language_model(), trainings.make_texts(), tmp_path, callback, **options)
 
@@ -107,11 +107,11 @@ def test_a_bad_batch_leaves_no_trace_in_transformers_and_holds_the_rate(optim: s
     pytest.importorskip("transformers")
     import trainer_trainings as trainings
 
-    from steadygrad.adapters.transformers import GradientMonitoringCallback
+    from steadygrad.adapters.transformers import GuardCallback
 
     options = {"use_cpu": False, "optim": optim}
     rows = trainings.spoil(trainings.make_rows(), 3, "nan")
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     guarded = trainings.train(trainings.Regression(), rows, tmp_path, callback, **options)
 
     assert trainings.is_finite(guarded.model)
@@ -127,12 +127,12 @@ def test_fp16_in_transformers_survives_overflow_and_the_rate_holds(optim: str, t
     pytest.importorskip("transformers")
     import trainer_trainings as trainings
 
-    from steadygrad.adapters.transformers import GradientMonitoringCallback
+    from steadygrad.adapters.transformers import GuardCallback
 
     def poison(trainer: Any) -> None:
         poison_gradient(next(trainer.model.parameters()), at={4}, value=math.inf)
 
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     texts = trainings.make_texts(32)
     trainer = trainings.train(
         trainings.make_language_model(),
@@ -156,14 +156,14 @@ def test_lora_on_cuda_skips_a_bad_gradient(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import trainer_trainings as trainings
 
-    from steadygrad.adapters.transformers import GradientMonitoringCallback
+    from steadygrad.adapters.transformers import GuardCallback
 
     def poison(trainer: Any) -> None:
         poison_gradient(next(p for p in trainer.model.parameters() if p.requires_grad), at={2})
 
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     model = peft.get_peft_model(trainings.make_language_model(), lora)
-    callback = GradientMonitoringCallback()
+    callback = GuardCallback()
     trainer = trainings.train(model, trainings.make_texts(), tmp_path, callback, prepare=poison, use_cpu=False)
 
     assert trainings.is_finite(trainer.model)

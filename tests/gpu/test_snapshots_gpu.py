@@ -243,7 +243,7 @@ def test_a_copy_that_is_staged_on_the_device_holds_the_state_as_it_was() -> None
     training.train(make_batches(3))
     before = training.look()
     assert training.snapshots.take(3)
-    assert not training.snapshots._under_way, "the optimizer need not wait"
+    assert not training.snapshots._copier._under_way, "the optimizer need not wait"
     training.train(make_batches(5))
     training.snapshots.healthy_step(3)
     torch.cuda.synchronize()

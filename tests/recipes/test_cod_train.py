@@ -332,7 +332,6 @@ def test_the_record_has_the_terms_of_the_loss(finished: tuple[Path, list[str]]) 
 
 
 def test_predictions_are_pictures_in_the_run_and_in_its_report(finished: tuple[Path, list[str]]) -> None:
-    pytest.importorskip("plotly")
     pillow = pytest.importorskip("PIL.Image")
     from steadygrad.view.render.report import write_report
 

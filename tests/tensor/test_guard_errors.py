@@ -117,14 +117,13 @@ def pretend(name: str, module: str, *bases: type) -> type:
 @pytest.mark.parametrize(
     ("name", "module", "told"),
     [
-        ("DeepSpeedEngine", "deepspeed.runtime.engine", ("gradient_clipping", "DistributedDataParallel")),
-        ("PipelineEngine", "deepspeed.runtime.pipe.engine", ("gradient_clipping", "DistributedDataParallel")),
-        ("GPTModel", "megatron.core.models.gpt", ("--check-for-nan-in-loss-and-grad", "DistributedDataParallel")),
+        ("DeepSpeedEngine", "deepspeed.runtime.engine", ("Guard.from_deepspeed(engine)", "DistributedDataParallel")),
         (
-            "FullyShardedDataParallel",
-            "torch.distributed.fsdp.fully_sharded_data_parallel",
-            ("FSDP1", "DistributedDataParallel"),
+            "PipelineEngine",
+            "deepspeed.runtime.pipe.engine",
+            ("Guard.from_deepspeed(engine)", "DistributedDataParallel"),
         ),
+        ("GPTModel", "megatron.core.models.gpt", ("--check-for-nan-in-loss-and-grad", "DistributedDataParallel")),
     ],
 )
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
@@ -152,22 +151,8 @@ def test_an_engines_optimizer_is_refused_by_name(name: str, module: str) -> None
         Guard(make_model(), pretend(name, module)())
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda m: torch.compile(m, backend="eager"), lambda m: nn.Sequential(nn.ReLU(), m), nn.DataParallel],
-    ids=["compiled", "inside", "wrapped"],
-)
-def test_fsdp_is_refused_wherever_it_sits(wrap: Any) -> None:
-    kind = pretend("FullyShardedDataParallel", "torch.distributed.fsdp.fully_sharded_data_parallel", nn.Linear)
-    model = wrap(kind(3, 2))
-    with pytest.raises(UnsupportedError) as caught:
-        Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert_told(caught.value, "FullyShardedDataParallel cannot be guarded", "FSDP1", "DistributedDataParallel")
-    assert ("The model holds it as '1'" in str(caught.value)) == isinstance(model, nn.Sequential)
-
-
 def test_a_class_that_only_shares_a_name_is_not_refused() -> None:
-    kind = pretend("FullyShardedDataParallel", "my.experiments", nn.Linear)
+    kind = pretend("DeepSpeedEngine", "my.experiments", nn.Linear)
     model = kind(3, 2)
     Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -476,3 +461,13 @@ def test_a_process_group_of_one_is_fine_and_so_is_a_model_in_one_shard(tmp_path:
     alone, sharded = run_ranks(SHARD, 1, tmp_path / "meeting")[0].splitlines()
     assert alone == "alone: False"
     assert sharded == "accepted"
+
+
+def test_a_scaler_that_is_given_the_guard_says_what_to_write() -> None:
+    model, _, guard = make_guard()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(make_batches(1)[0][0]).square().mean()).backward()
+
+    with pytest.raises(AttributeError, match=r"Guard\(model, optimizer, scaler=scaler\).*guard\.step\(loss\)"):
+        scaler.step(guard)  # type: ignore[arg-type]
+    assert not hasattr(guard, "param_groups")

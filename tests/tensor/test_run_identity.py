@@ -266,7 +266,6 @@ def test_a_save_of_one_is_a_save_of_both_and_asking_twice_saves_once(tmp_path: P
 
 
 def test_a_report_of_the_directory_shows_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
     models, guards = make_pair(tmp_path / "gan")
     train_in_turn(models, guards, 3)
     for guard in guards:

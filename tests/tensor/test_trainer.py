@@ -552,7 +552,6 @@ def test_an_empty_validation_loader_is_told() -> None:
 
 
 def test_the_report_of_a_training_draws_its_validation_curve(tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason="the report needs plotly: pip install 'steadygrad[view]'")
     trainer = make_trainer(dataclasses.replace(CONFIG, eval_every=3), run_dir=tmp_path / "run")
     trainer.train(*make_loaders())
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0

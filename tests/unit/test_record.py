@@ -128,7 +128,7 @@ def test_run_json_tells_config_versions_machine_and_parameters(tmp_path: Path) -
     _, guard = train(0, run_dir=tmp_path, config=config)
     guard.close()
     run = read_json((tmp_path / "run.json").read_text(encoding="utf-8"))
-    assert set(run) == {"id", "started", "process", "config", "versions", "machine", "parameters"}
+    assert set(run) == {"id", "started", "ended", "process", "config", "versions", "machine", "parameters"}
     assert GuardConfig.from_dict(run["config"]) == config
     assert run["versions"]["steadygrad"] == __version__
     assert run["versions"]["torch"] == torch.__version__

@@ -10,7 +10,7 @@ import pytest
 from view_page import read_drawn, read_report
 from view_runs import make_incident, make_step, open_directory
 
-from steadygrad.facts import Action, GradientTable
+from steadygrad.facts import Action, GradientTable, Severity
 
 HELP = " Arrow keys move, plus and minus zoom, 0 shows all."
 NAN = math.nan
@@ -24,8 +24,7 @@ def make_table(norms: dict[str, float]) -> GradientTable:
 def describe_chart(page: Element, chart: str) -> str:
     """What a chart is called for those who do not see it, without the help on keys."""
     (figure,) = page.findall(f".//figure[@data-chart='{chart}']")
-    plot = figure.find("div")
-    assert plot is not None
+    (plot,) = figure.findall("div[@class='plot']")
     label = plot.get("aria-label", "")
     assert label.endswith(HELP)
     return label.removesuffix(HELP)
@@ -83,7 +82,7 @@ def test_the_words_of_a_run_without_a_measured_norm_name_none(tmp_path: Path) ->
 # --- the marks under the loss ---------------------------------------------------------------------------------------
 
 
-def test_marks_stand_in_one_order_whatever_came_first_and_an_action_of_a_later_version_last(tmp_path: Path) -> None:
+def test_marks_stand_in_the_order_of_their_steps_and_an_action_of_a_later_version_among_them(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(8):
         bad = step == 6
@@ -97,14 +96,25 @@ def test_marks_stand_in_one_order_whatever_came_first_and_an_action_of_a_later_v
     marks = read_drawn(read_report(tmp_path))["marks"]
 
     assert [(mark["name"], mark["x"], mark["counts"]) for mark in marks] == [
-        ("not finite", [6], [1]),
-        ("skipped", [6], [1]),
-        ("sanitised", [3], [1]),
-        ("learning rate changed", [2], [1]),
-        ("rolled back", [1], [1]),
         ("halted", [0], [1]),
         ("pray", [0], [1]),
+        ("rolled back", [1], [1]),
+        ("learning rate changed", [2], [1]),
+        ("sanitised", [3], [1]),
+        ("not finite", [6], [1]),
+        ("skipped", [6], [1]),
     ]
+
+
+def test_a_loss_that_jumped_and_a_rate_that_changed_are_marked_where_it_happened(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path)
+    for step in range(60):
+        rate = 1e-3 * min(1.0, (step + 1) / 10) * (30 if 20 <= step < 25 else 1)
+        directory.write_step(make_step(step, learning_rates=(rate,)))
+    directory.write_incident(make_incident(21, kind="loss_spike", severity=Severity.WARNING, action=Action.NONE))
+    directory.close()
+    marks = read_drawn(read_report(tmp_path))["marks"]
+    assert [(mark["name"], mark["x"]) for mark in marks] == [("learning rate changed", [20, 25]), ("jumped", [21])]
 
 
 def test_a_skip_is_marked_once_from_its_step_and_a_clip_not_at_all(tmp_path: Path) -> None:
@@ -130,9 +140,9 @@ def test_a_cell_that_was_not_finite_is_marked_and_one_that_was_not_there_is_left
     norms = read_drawn(read_report(tmp_path))["norms"]
     assert norms == {
         "x": [0, 10],
-        "names": ["late", "second", "first"],  # an axis counts upwards, and the input belongs on top
-        "z": [[None, 1.09], [-2, -1], [0, None]],
-        "bad": [[1, 2]],
+        "names": ["first", "second", "late"],
+        "z": [[0, None], [-20, -10], [None, 11]],  # tenths
+        "bad": [[1], [], []],
     }
 
 
@@ -147,13 +157,13 @@ def test_a_run_that_wrote_no_parameters_has_no_map(tmp_path: Path) -> None:
 # --- the curves -----------------------------------------------------------------------------------------------------
 
 
-def test_curves_hold_six_digits_of_each_number_at_its_step(tmp_path: Path) -> None:
+def test_curves_hold_five_digits_of_each_number_at_its_step(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step, loss in ((3, 1 / 3), (4, 123456.789), (5, NAN), (6, 1e-9)):
         directory.write_step(make_step(step, loss=loss))
     directory.close()
     drawn = read_drawn(read_report(tmp_path))
-    assert drawn["curves"]["loss"] == {"x": [3, 4, 6], "y": [0.333333, 123457, 1e-9]}
+    assert drawn["curves"]["loss"] == {"x": [3, 4, 6], "y": [0.33333, 123460, 1e-9]}
     assert drawn["last_step"] == 6
     assert "loss_scale" not in drawn["curves"]
 

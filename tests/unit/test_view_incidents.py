@@ -1,4 +1,4 @@
-"""Incidents in the report: what a reader is told of each, once, in its place, also where a record says less or more."""
+"""Problems in the report: what a reader is told of each, once, in its place, also where a record says less or more."""
 
 from __future__ import annotations
 
@@ -50,17 +50,21 @@ def find_one(page: Element) -> Element:
 # --- the closed line ------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_incident_tells_severity_step_kind_message_and_what_was_done(tmp_path: Path) -> None:
+def test_a_closed_incident_tells_severity_step_message_and_what_was_done(tmp_path: Path) -> None:
     incident = find_one(report(tmp_path, make_incident(1200, message="the loss is NaN")))
-    assert list_texts(incident, "summary/*") == ["error", "step 1,200", "nonfinite_loss", "the loss is NaN", "skipped"]
+    assert list_texts(incident, "summary/*") == ["error", "step 1,200", "the loss is NaN", "the step was skipped"]
     assert incident.get("data-step") == "1200"
     assert incident.get("open") is None
 
 
-def test_where_nothing_was_done_the_line_says_nothing_of_it(tmp_path: Path) -> None:
+def test_a_closed_incident_with_a_known_cause_names_it_and_its_line(tmp_path: Path) -> None:
+    incident = find_one(report(tmp_path, make_incident(7, cause=CAUSE)))
+    assert list_texts(incident, "summary/*")[2:4] == ["NaN gradient, born in the backward of aten.sqrt", "model.py:41"]
+
+
+def test_where_nothing_was_done_the_line_says_so(tmp_path: Path) -> None:
     page = report(tmp_path, make_incident(4, action=Action.NONE))
-    assert list_texts(page, ".//summary/span[@class='did']") == []
-    assert read_table(page, "kind") == [["nonfinite_loss", "error", "1", "4", "told only"]]
+    assert list_texts(page, ".//summary/span[@class='did']") == ["reported only"]
 
 
 def test_the_rank_is_named_where_it_alone_has_told_it_and_only_there(tmp_path: Path) -> None:
@@ -73,17 +77,18 @@ def test_the_rank_is_named_where_it_alone_has_told_it_and_only_there(tmp_path: P
     for sink in (directory, *files):
         sink.close()
 
-    shown = read_report(tmp_path).findall(".//details[@class='incident']/summary")
+    shown = read_report(tmp_path).findall(".//details[@class='incident']")
 
-    ranks = {read_text(one.find("strong")): list_texts(one, "span[@class='badge rank']") for one in shown}
+    ranks = {
+        dict(read_pairs(one, "div/dl"))["kind"]: list_texts(one, "summary/span[@class='badge rank']") for one in shown
+    }
     assert ranks == {"nonfinite_loss": [], "nonfinite_input": ["rank 1"]}
 
 
 def test_a_line_of_the_record_that_says_little_is_shown_with_what_it_says(tmp_path: Path) -> None:
     page = report_row(tmp_path, {"step": 4})
-    assert list_texts(find_one(page), "summary/*") == ["unknown", "step 4", "unknown", ""]
+    assert list_texts(find_one(page), "summary/*") == ["unknown", "step 4", "unknown", "reported only"]
     assert find_one(page).findall(".//section") == []
-    assert read_table(page, "kind") == [["unknown", "unknown", "1", "4", "told only"]]
 
 
 @pytest.mark.parametrize("severity", [*Severity, "catastrophic"])
@@ -93,51 +98,60 @@ def test_a_severity_has_its_colour_and_one_that_is_not_known_has_none_of_theirs(
     badge = find_one(page).find("summary/span")
     assert badge is not None
     assert (badge.text, badge.get("class")) == (severity, f"badge {severity if known else 'unknown'}")
-    (in_table,) = page.findall(".//tbody//span")
-    shown = str(severity) if known else "unknown"
-    assert (in_table.text, in_table.get("class")) == (shown, f"badge {shown}")
 
 
-# --- the table of kinds ---------------------------------------------------------------------------------------------
+# --- one problem, many times ----------------------------------------------------------------------------------------
 
 
-def test_the_table_counts_each_kind_and_says_between_which_steps(tmp_path: Path) -> None:
-    page = report(
-        tmp_path,
-        make_incident(9, kind="dead_layer", severity=Severity.WARNING, action=Action.NONE),
-        make_incident(5, kind="loss_spike", severity=Severity.WARNING),
-        make_incident(1005, kind="loss_spike", severity=Severity.CRITICAL, action=Action.ROLLBACK),
-        make_incident(1005, kind="loss_spike", severity=Severity.INFO, action=Action.NONE),
-        make_incident(12, kind="loss_spike"),
-    )
-    assert read_table(page, "kind") == [
-        ["loss_spike", "critical", "4", "5 to 1,005", "skipped 2×, rolled back 1×"],
-        ["dead_layer", "warning", "1", "9", "told only"],
+def test_the_same_cause_is_one_problem_however_often_it_strikes(tmp_path: Path) -> None:
+    often = [make_incident(step, cause=dataclasses.replace(CAUSE, step=step)) for step in range(10, 310, 3)]
+    page = report(tmp_path, *often, make_incident(400, cause=dataclasses.replace(CAUSE, line=99)))
+    shown = page.findall(".//details[@class='incident']")
+    assert [list_texts(one, "summary/*")[1:] for one in shown] == [
+        [
+            "100 times, steps 10 to 307",
+            "NaN gradient, born in the backward of aten.sqrt",
+            "model.py:41",
+            "skipped 100×",
+        ],
+        ["step 400", "NaN gradient, born in the backward of aten.sqrt", "model.py:99", "the step was skipped"],
     ]
+    assert list_texts(page, ".//div[@data-part='incidents']/p") == ["101 incidents, 2 problems."]
+    assert len(page.findall(".//section[@class='cause']")) == 2
 
 
-def test_incidents_are_in_the_order_of_their_steps_and_each_has_an_address_of_its_own(tmp_path: Path) -> None:
+def test_its_first_and_newest_steps_are_listed_with_all_that_was_found_there(tmp_path: Path) -> None:
+    other = make_incident(0, kind="nonfinite_input").finding
+    page = report(tmp_path, *(dataclasses.replace(make_incident(step), also=(other,)) for step in range(20)))
+    rows = read_table(find_one(page), "step")
+    assert [row[0] for row in rows] == [*map(str, range(12)), "16", "17", "18", "19"]
+    assert rows[0][1:4] == ["nonfinite_loss, nonfinite_input", "the step was skipped", "the loss is NaN"]
+
+
+def test_problems_are_in_the_order_of_their_steps_and_each_has_an_address_of_its_own(tmp_path: Path) -> None:
     page = report(tmp_path, *(make_incident(step, kind=kind) for step, kind in ((7, "a"), (2, "b"), (9, "a"))))
     shown = page.findall(".//details[@class='incident']")
-    assert [(one.get("id"), one.get("data-step")) for one in shown] == [
-        ("incident-0", "2"),
-        ("incident-1", "7"),
-        ("incident-2", "9"),
+    assert [(one.get("id"), one.get("data-step"), one.get("data-steps")) for one in shown] == [
+        ("run0-incident-0", "2", "2"),
+        ("run0-incident-1", "7", "7 9"),
     ]
-    assert page.findall(".//div[@data-part='incidents']/p") == []  # all are there: no word about others
 
 
-def test_of_very_many_incidents_some_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
+def test_two_runs_on_a_page_share_no_address(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        report(tmp_path / name, make_incident(3))
+    ids = [one.get("id") for one in read_report(tmp_path / "a", tmp_path / "b").iter() if one.get("id")]
+    assert len(set(ids)) == len(ids)
+
+
+def test_of_very_many_problems_the_first_are_open_to_the_eye_and_the_rest_counted(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
-    lines = (to_json(make_incident(step, kind=f"kind{step % 25}")) + "\n" for step in range(1400))
+    lines = (to_json(make_incident(step, kind=f"kind{step % 120}")) + "\n" for step in range(1440))
     (tmp_path / "incidents.jsonl").write_text("".join(lines))
     (part,) = read_report(tmp_path).findall(".//div[@data-part='incidents']")
-    steps = [int(one.get("data-step") or -1) for one in part.findall("div/details")]
-    assert len(steps) == 300
-    assert steps == sorted(steps)
-    assert (steps[0], steps[-1]) == (0, 1399)  # how it began, and how it ended
-    assert len(read_table(part, "kind")) == 25
-    assert read_text(part.find("p")).startswith("1,100 more are in incidents.jsonl")
+    assert len(part.findall("div/details[@class='incident']")) == 12
+    assert read_text(part.find("div/details[@class='more']/summary")) == "88 more problems"
+    assert list_texts(part, "p") == ["1,440 incidents, 100 problems.", "240 more incidents are in incidents.jsonl."]
 
 
 def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
@@ -154,6 +168,7 @@ def test_an_opened_incident_tells_what_was_done_why_and_what_to_change(tmp_path:
     finding = dataclasses.replace(told.finding, evidence={"loss": 9.25, "worst_layers": ["a", "b"]})
     incident = find_one(report(tmp_path, dataclasses.replace(told, finding=finding, outcome=outcome)))
     assert read_pairs(incident, "div/dl") == [
+        ("kind", "nonfinite_loss"),
         ("what was done", "halved"),
         ("why that", "it must not reach a weight"),
         ("before", "lr 0.0003"),
@@ -173,7 +188,7 @@ def test_what_is_not_known_of_an_incident_has_no_line(tmp_path: Path) -> None:
         "cause": None,
     }
     incident = find_one(report_row(tmp_path, row))
-    assert read_pairs(incident, "div/dl") == []
+    assert read_pairs(incident, "div/dl") == [("kind", "own_rule")]
     assert incident.findall("div/section") == []
 
 
@@ -189,7 +204,7 @@ def test_each_field_of_a_cause_is_told_once_under_a_name_that_a_reader_knows(tmp
         ("module", "blocks.1.attention"),
         ("autograd node", "SqrtBackward0"),
         ("called from", "train.py:12 loss = model(x)"),
-        ("explanation", "sqrt_at_zero"),
+        ("known as", "sqrt_at_zero"),
         ("samples of the batch", "3, 7"),
         ("about the samples", "2 of 8: the constant ones"),
         ("second replay", "the same NaN again"),

@@ -55,10 +55,10 @@ def test_what_is_drawn_unasked_is_what_there_is(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 20)
     log = tmp_path / "log.jsonl"
     log.write_text('{"loss": 1.0}\n')
-    assert choose_panels(tmp_path / "run") == ["loss", "norm"]
-    assert choose_panels(log) == ["loss"]
+    assert choose_panels([tmp_path / "run"]) == ["loss", "norm"]
+    assert choose_panels([log]) == ["loss"]
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 10, "val_loss": 3.0}\n')
-    assert choose_panels(tmp_path / "run") == ["loss", "validation", "norm"]
+    assert choose_panels([tmp_path / "run"]) == ["loss", "validation", "norm"]
 
 
 def test_a_rate_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
@@ -95,3 +95,13 @@ def test_what_cannot_be_drawn_is_said(tmp_path: Path, what: list[str], target: s
     with pytest.raises(UsageError, match=message):
         plot_run(tmp_path / "run", what, tmp_path / target)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_several_runs_are_drawn_into_the_same_panels(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_run(tmp_path / "runs" / name, 60)
+    target = tmp_path / "compared.svg"
+    assert main(["plot", str(tmp_path / "runs" / "a"), str(tmp_path / "runs" / "b"), "-o", str(target)]) == 0
+    assert main(["plot", str(tmp_path / "runs"), "--what", "loss,rate", "-o", str(tmp_path / "all.png")]) == 0
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["plot", str(tmp_path / "runs"), "--what", "layers", "-o", str(tmp_path / "no.png")]) == 2

@@ -83,7 +83,7 @@ def test_a_run_has_its_page_and_its_assets(address: str) -> None:
     page = ask(address, "/runs/deep/second")
     assert page.status == 200
     assert "Healthy." in page.text
-    for name, kind in (("plotly.js", "text/javascript"), ("page.js", "text/javascript"), ("page.css", "text/css")):
+    for name, kind in (("chart.js", "text/javascript"), ("page.js", "text/javascript"), ("page.css", "text/css")):
         answer = ask(address, f"/assets/{name}")
         assert (answer.status, answer.getheader("content-type").partition(";")[0]) == (200, kind)
 
@@ -91,7 +91,7 @@ def test_a_run_has_its_page_and_its_assets(address: str) -> None:
 def test_new_steps_come_as_events_and_old_ones_do_not_come_again(root: Path, address: str) -> None:
     events = read_events(address, "/events/first")
     first = next(events)
-    while first.get("chart:last_step") != 119:
+    while first.get("chart:run0:last_step") != 119:
         first |= next(events)
     assert "Incidents" not in first["part:headline"]
 
@@ -101,11 +101,11 @@ def test_new_steps_come_as_events_and_old_ones_do_not_come_again(root: Path, add
     directory.close()
 
     later: dict[str, Any] = {}
-    while later.get("chart:last_step") != 199:
+    while later.get("chart:run0:last_step") != 199:
         later |= next(events)
-    assert later["chart:curves"]["loss"]["x"][-1] == 199
+    assert later["chart:run0:curves"]["loss"]["x"][-1] == 199
     assert "part:incidents" not in later
-    assert "chart:norms" not in later
+    assert "chart:run0:norms" not in later
 
 
 def test_a_long_run_is_shown_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +116,10 @@ def test_a_long_run_is_shown_before_it_is_read(tmp_path: Path, monkeypatch: pyte
     assert run is not None
     first = run.look()
     assert 0 < float(first["progress"]) < 0.5
-    assert 0 < int(first["chart:last_step"]) < 10_000
+    assert 0 < int(first["chart:run0:last_step"]) < 10_000
     while float(run.look()["progress"]) < 1:
         pass
-    assert run.look()["chart:last_step"] == "19999"
+    assert run.look()["chart:run0:last_step"] == "19999"
 
 
 def test_names_are_escaped_on_every_page(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from view_runs import make_incident
+from view_runs import CAUSE, make_incident
 
 from steadygrad.facts import Action, GradientTable, Incident, Outcome, Reading, Severity
 from steadygrad.record.tally import Tally
@@ -110,13 +110,21 @@ def test_lines_of_others_stand_before_the_incidents() -> None:
     assert lines[-3:] == ["rate       0.001", "snapshots  2", "incidents  none"]
 
 
-@pytest.mark.parametrize(("num", "rest"), [(8, []), (9, ["  and 1 before these"]), (20, ["  and 12 before these"])])
-def test_the_last_eight_incidents_are_listed_and_those_before_counted(num: int, rest: list[str]) -> None:
-    incidents = [make_incident(step, severity=Severity.WARNING, message=f"message {step}") for step in range(num)]
-    lines = summarise(Tally(), incidents).splitlines()
-    listed = lines[lines.index(f"incidents  {num}") + 1 :]
-    told = (
-        (f"  step {s}: nonfinite_loss (warning): message {s}", "    skip: the step was skipped")
-        for s in range(num - 8, num)
-    )
-    assert listed == [*(line for pair in told for line in pair), *rest]
+def test_a_problem_is_one_line_however_often_it_struck_and_the_fourth_is_only_counted() -> None:
+    often = [make_incident(step, cause=CAUSE) for step in range(30, 90)]
+    others = [make_incident(100 + i, kind=f"kind_{i}", severity=Severity.WARNING, message=f"no {i}") for i in range(5)]
+    lines = summarise(Tally(), [*often, *others]).splitlines()
+    assert lines[lines.index("incidents  65 in 6 problems") + 1 :] == [
+        "  60 times, steps 30 to 89: NaN gradient, born in the backward of aten.sqrt at model.py:41 (error); "
+        "skipped 60×",
+        "  step 100: no 0 (warning); the step was skipped",
+        "  step 101: no 1 (warning); the step was skipped",
+        "  and 3 other problems",
+    ]
+    assert len(lines) <= 10
+
+
+def test_a_notebook_keeps_the_lines_of_a_summary_and_escapes_them() -> None:
+    shown = summarise(Tally(), [make_incident(3, message="<b>bold</b>")])._repr_html_()
+    assert shown.startswith("<pre")
+    assert "&lt;b&gt;bold&lt;/b&gt;" in shown

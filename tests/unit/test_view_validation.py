@@ -59,7 +59,7 @@ def test_what_a_guard_was_told_is_drawn_where_nobody_wrote_more(tmp_path: Path) 
 
 def test_the_report_holds_the_curve_and_says_its_end(tmp_path: Path) -> None:
     run = RunReader(write_steps(tmp_path, told={9: 0.9, 19: 0.4, 29: 0.5})).read_all()
-    page = render_report([run], "/* charts */")
+    page = render_report([run])
     assert 'data-chart="validation"' in page
     assert '"validation":{"val_loss":{"x":[9,19,29],"y":[0.9,0.4,0.5]}}' in page
     assert summarise_chart(run, "validation") == "At the end: val_loss 0.5."
@@ -102,7 +102,7 @@ def test_spoilt_lines_odd_values_and_html_do_no_harm(tmp_path: Path) -> None:
     run = RunReader(tmp_path).read_all()
     assert describe_charts(run)["validation"] == {}
     assert list(describe_charts(run)["metrics"]) == [HOSTILE]
-    assert "<img" not in render_report([run], "/* charts */")
+    assert "<img" not in render_report([run])
     assert "1 line of metrics.jsonl cut short or spoilt, left out" in run.notes
 
 

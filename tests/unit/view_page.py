@@ -41,8 +41,8 @@ def parse_page(html: str) -> Element:
 
 
 def read_report(*runs: Path) -> Element:
-    """The report of some run directories, without plotly's script."""
-    return parse_page(render_report([open_run(run).read_all() for run in runs], "/* charts */"))
+    """The report of some run directories."""
+    return parse_page(render_report([open_run(run).read_all() for run in runs]))
 
 
 def read_text(element: Element | None) -> str:

@@ -82,6 +82,9 @@ class AcceleratorDrive:
         share = self._accelerator.gradient_accumulation_steps
         return loss if share == 1 else loss / share
 
+    def check_saving(self) -> None:
+        """Allow it: a Guard saves what accelerate has wrapped."""
+
     def attach(self, guard: Driven) -> None:
         """Connect accelerate's objects to `guard` until `detach()`."""
         if guard.config.drop_bad_microbatches:

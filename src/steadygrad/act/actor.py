@@ -8,6 +8,7 @@ are not seen again, and the next few are refused, because what broke the run is 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from steadygrad.act.rates import Rates
@@ -17,6 +18,9 @@ from steadygrad.clip import Clipper
 from steadygrad.clip.fixed_norm import FixedNormClipper
 from steadygrad.config import Policy
 from steadygrad.facts import Action, Outcome, Reading, Verdict
+
+RestoreCheckpoint = Callable[[], "tuple[int, list[str]] | None"]
+"""Restores the newest good checkpoint; returns its step and what did not fit, None if there is none."""
 
 
 class Actor:
@@ -30,8 +34,10 @@ class Actor:
         snapshots: Snapshots,
         clipper: Clipper | None = None,
         window: Window | None = None,
+        restore_checkpoint: RestoreCheckpoint = lambda: None,
     ) -> None:
-        """Store the parts. A rollback opens `window`."""
+        """Store the parts. A rollback opens `window`; without memory for snapshots it goes to a checkpoint."""
+        self._restore_checkpoint = restore_checkpoint
         self._rates, self._snapshots, self._clipper = rates, snapshots, clipper
         self._window = window if window is not None else Window()
         rates.ramp_back(policy.ramp_back_steps)
@@ -71,20 +77,20 @@ class Actor:
         if self._window.is_new:
             return Outcome(action=Action.NONE, message="this step has already been rolled back")
         lower = factor if factor is not None and factor < 1.0 else None
-        if not self._snapshots.can_restore:
+        # The schedule always goes back; rate changes made since then are undone only if they were part of the trouble.
+        with contextlib.nullcontext() if factor == 1.0 else self._rates.keep_factors():
+            restored = self._restore()
+        if restored is None:
             if lower is not None:
                 return self._rates.scale_lr(lower)  # the only thing left to try
             return Outcome(action=Action.NONE, message=f"could not roll back: {self._snapshots.describe()}")
-        # The schedule always goes back; rate changes made since then are undone only if they were part of the trouble.
-        with contextlib.nullcontext() if factor == 1.0 else self._rates.keep_factors():
-            then = self._snapshots.restore()
+        then, num_again, misfits = restored
         self._window.open(self._snapshots.effective_skip(now))
-        num_again = self._snapshots.num_again
         message = "; ".join(
             [
-                f"went back from step {now} to the state before step {then}",
+                f"went back from step {now} to the {self._name_source()} before step {then}",
                 *([f"made {num_again} of these steps again from there"] if num_again else []),
-                *(f"left as it is: {misfit}" for misfit in self._snapshots.misfits),
+                *(f"left as it is: {misfit}" for misfit in misfits),
                 self._window.describe(),
             ]
         )
@@ -99,6 +105,17 @@ class Actor:
                 **(scaled.after if scaled else {}),
             },
         )
+
+    def _restore(self) -> tuple[int, int, list[str]] | None:
+        """Restore an earlier state; return its step, the steps made again from there, and what did not fit."""
+        if self._snapshots.can_restore:
+            then = self._snapshots.restore()
+            return then, self._snapshots.num_again, self._snapshots.misfits
+        restored = self._restore_checkpoint() if self._snapshots.is_too_large else None
+        return None if restored is None else (restored[0], 0, restored[1])
+
+    def _name_source(self) -> str:
+        return "checkpoint" if self._snapshots.is_too_large else "state"
 
     def after_step(self, step: int, *, healthy: bool) -> list[str]:
         """Update rates and snapshots with how the step went; return why snapshots were dropped, if any were."""

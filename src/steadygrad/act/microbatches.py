@@ -17,7 +17,7 @@ from torch import Tensor
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.reflex import multiply
-from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.scaler import LossScale
 from steadygrad.measure import Measurement, Meter, Transfer
 from steadygrad.measure.meter import FOUND, LOSS
 
@@ -56,7 +56,7 @@ class MicrobatchGate:
         *,
         meter: Meter,
         transfer: Transfer,
-        scaler: ScalerDriver,
+        scaler: LossScale,
         buffers: BufferKeeper,
     ) -> None:
         self._parameters = list(parameters)

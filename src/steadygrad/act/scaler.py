@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,25 @@ from steadygrad.measure.uncleared_gradients import UsedMark
 _drivers: weakref.WeakKeyDictionary[torch.amp.GradScaler, weakref.WeakSet[ScalerDriver]] = weakref.WeakKeyDictionary()
 
 
+class LossScale(Protocol):
+    """The loss scale of a training: of a GradScaler that the guard drives, or of an engine that drives itself."""
+
+    unscales: bool
+    """Whether the guard divides the gradients by the scale."""
+
+    @property
+    def now(self) -> Tensor | None: ...
+    @property
+    def factor(self) -> Tensor | None: ...
+    def scale(self, loss: Tensor) -> Tensor: ...
+    def end_step(self) -> None: ...
+    def update(self, *, bad_gradient: Tensor, bad_loss: Tensor | None) -> None: ...
+
+
 class ScalerDriver:
     """What Guard needs from a GradScaler that may be None or disabled."""
+
+    unscales = True  # the step divides the gradients by the scale
 
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None

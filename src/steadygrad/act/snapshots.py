@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from steadygrad.act.host_memory import find_free_bytes
 from steadygrad.act.pinned_memory import PinnedMemory, count_bytes
 from steadygrad.act.restore import Restorer
-from steadygrad.act.snapshot import Snapshot, copy_and_look, look, stage_and_look
+from steadygrad.act.snapshot import Snapshot
+from steadygrad.act.snapshot_copier import Copier, look
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 from steadygrad.state.collect import Collector, Source, State, Template, collect_state, settle_shards, sign_state
@@ -93,11 +94,11 @@ class Snapshots:
         """Result of repeating the steps since the snapshot of the same step; restoring that one restores this."""
         self._were_finite: set[str] = set()
         self._told: set[str] = set()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._under_way: list[tuple[torch.device, torch.cuda.Event, list[Source]]] = []
-        self._staged: list[tuple[torch.cuda.Event, Any]] = []  # device copies not yet on the host
+        self._copier = Copier()
         self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
         """Why there are no snapshots; None when there are."""
+        self.is_too_large = False
+        """Whether they are off because one does not fit into the host's free memory."""
         self.misfits: list[str] = []
         """What the last restore had to leave unchanged."""
         self.num_again = 0
@@ -106,16 +107,23 @@ class Snapshots:
         if self.off is None and self._is_pinned:
             self._prepare()
 
+    def compile(self) -> None:
+        """On CUDA, load the kernels now, so that no step waits for them."""
+        device = next((p.device for p in self._model.parameters() if p.is_cuda), None)
+        if self.off is None and device is not None:
+            self._copier.compile(device)
+
     # --- when -------------------------------------------------------------------------------------------------------
 
     def effective_every(self, step: int) -> int:
         """Return the steps between snapshots at `step`: a fifth of the run so far, between 10 and `every`.
 
         A run of 200 steps thus takes about a dozen. Never so dense that the ring is full before its oldest is good. A
-        large state, whose copy slows a step measurably, is copied every `every` steps from the start.
+        large state, whose copy slows a step measurably, is copied every `every` steps, first after half of them.
         """
         if self._ring and self._ring[-1].pinned_memory.num_bytes > DENSE_BYTES:
-            return self._config.every
+            # From half a period on, so that a snapshot and the periodic scans do not fall on the same step.
+            return max(1, self._config.every // 2) if self._last_taken == 0 else self._config.every
         patience = -(-self._config.good_after // max(1, self._limit - 1))
         return max(min(self._config.every, max(MIN_EVERY, step // 5)), min(self._config.every, patience))
 
@@ -125,8 +133,7 @@ class Snapshots:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
-        if self._staged:
-            self._staged = [(event, held) for event, held in self._staged if not event.query()]
+        self._copier.advance()
         if self.off is not None or self._in_trouble or self.is_held or not self._has_place():
             return False
         if self._lacks_memory and self._is_pinned and step > 0:
@@ -155,7 +162,10 @@ class Snapshots:
         snapshot = Snapshot(
             step, state, pinned_memory, copies, [s.tensor.device for s in collector.sources], largest, settings=settings
         )
-        self._copy(snapshot, collector.sources)
+        pairs = list(zip(collector.sources, copies))
+        if self._is_pinned:
+            look(snapshot, [(s, host) for s, host in pairs if not s.tensor.is_cuda])
+        self._copier.copy(snapshot, [(s, host) for s, host in pairs if self._is_kept_in_blocks(s)])
         self._ring.append(snapshot)
         if step == 0:
             self.initial = snapshot
@@ -173,7 +183,10 @@ class Snapshots:
         sizes = self._sizes
         spare = PinnedMemory(pinned=True)
         if self.bytes_held + sum(spare.plan(sizes)[1]) <= self._max_bytes:
-            spare.prepare(sizes)
+            # Before the first step it is not known how much device memory training needs.
+            spare.prepare(
+                sizes, then=None if self._last_taken is None else self._copier.make_reserve(spare, self._model)
+            )
             self._spare.append(spare)
 
     def _collect(self) -> tuple[Collector, State]:
@@ -192,9 +205,7 @@ class Snapshots:
 
     def before_optimizer(self) -> None:
         """Make the device, not the host, wait for pending copies before it changes what is being copied."""
-        for device, event, _ in self._under_way:
-            torch.cuda.current_stream(device).wait_event(event)
-        self._under_way = []
+        self._copier.before_optimizer()
 
     def _make_hosts(self, sources: list[Source]) -> tuple[PinnedMemory, list[Tensor], Tensor] | None:
         """Return a host tensor for each source and one for the check's results; None if there is no memory."""
@@ -205,9 +216,7 @@ class Snapshots:
             return None
         try:
             room = iter(pinned_memory.make_room(wanted))
-            largest = torch.empty(
-                sum(source.is_looked_at for source in sources), dtype=torch.float64, pin_memory=self._is_pinned
-            )
+            largest = torch.empty(len(sources), dtype=torch.float64, pin_memory=self._is_pinned)
         except (RuntimeError, MemoryError) as error:
             self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
             return None
@@ -218,47 +227,6 @@ class Snapshots:
     def _is_kept_in_blocks(self, source: Source) -> bool:
         """Whether it goes into blocks. With state on CUDA, only CUDA tensors do: blocks are fetched as a whole."""
         return source.fits and (source.tensor.is_cuda or not self._is_pinned)
-
-    def _copy(self, snapshot: Snapshot, sources: list[Source]) -> None:
-        pairs = [(s, h) for s, h in zip(sources, snapshot.hosts) if self._is_kept_in_blocks(s)]
-        devices = list(dict.fromkeys(s.tensor.device for s, _ in pairs))
-        if self._is_pinned:
-            look(snapshot, [(s, h) for s, h in zip(sources, snapshot.hosts) if not s.tensor.is_cuda])
-        # At step 0 it is not known yet how much device memory training will need.
-        if snapshot.step > 0 and len(devices) == 1 and devices[0].type == "cuda":
-            staged = stage_and_look(snapshot, [s for s, _ in pairs], self._find_stream(devices[0]))
-            if staged is not None:
-                event = torch.cuda.Event()
-                event.record(self._find_stream(devices[0]))
-                snapshot.pinned_memory.events.append(event)
-                self._staged.append((event, staged))
-                return
-        copy_and_look(snapshot, [(s, h) for s, h in pairs if not (s.late and s.tensor.is_cuda)])
-        for device in devices:
-            if device.type == "cuda":
-                late = [(s, h) for s, h in pairs if s.late and s.tensor.device == device]
-                self._copy_beside(snapshot, late, device)
-
-    def _copy_beside(self, snapshot: Snapshot, late: list[tuple[Source, Tensor]], device: torch.device) -> None:
-        """Copy on a side stream what only an optimizer step can change; that step will wait for the copy."""
-        current, side = torch.cuda.current_stream(device), self._find_stream(device)
-        if late:
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                copy_and_look(snapshot, late)
-            event = torch.cuda.Event()
-            event.record(side)
-            # Held until the device is ordered after the copy: freed memory could be reused at once and overwritten.
-            self._under_way.append((device, event, [s for s, _ in late]))
-            snapshot.pinned_memory.events.append(event)
-        done = torch.cuda.Event()
-        done.record(current)
-        snapshot.pinned_memory.events.append(done)
-
-    def _find_stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -321,7 +289,9 @@ class Snapshots:
             self._restored = None
 
     def _switch_off(self, reason: str) -> None:
-        self.off = reason
+        """Do without snapshots, for lack of memory."""
+        self.off, self.is_too_large = reason, True
+        logger.warning("no snapshots: %s. A rollback goes to the newest good checkpoint, if there is one.", reason)
         self.before_optimizer()
         self._ring, self._spare, self._restored, self.initial = [], [], None, None
 
@@ -334,7 +304,7 @@ class Snapshots:
         for snapshot in [s for s in self._ring if not s.good]:
             snapshot.num_healthy += step >= snapshot.step
             enough = snapshot.num_healthy >= self._config.good_after
-            if snapshot.finite is None and (enough or snapshot.has_arrived):
+            if snapshot.finite is None and (enough or snapshot.has_been_checked):
                 bad = self._find_nonfinite(snapshot)
                 if bad:
                     reasons.append(_tell_dropped(snapshot.step, bad))

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+
 from steadygrad.facts import Finding, Severity
 from steadygrad.guard import Guard
+
+logger = logging.getLogger("steadygrad")
+
+
+class Warnings:
+    """Warnings of one training, each given once; what is in the record besides need not be read to notice them."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, kind: str, message: str, advice: str) -> None:
+        """Log a warning, the first of its kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("%s %s", message, advice)
+
+    def check(self, guard: Guard) -> None:
+        """Warn of a loss that stays exactly 0: to a Guard this may be healthy, in a fine-tuning it seldom is."""
+        found = next((finding for finding in guard.findings if finding.kind == "zero_loss"), None)
+        if found is not None:
+            self.tell(found.kind, f"step {found.step}: {found.message}.", found.advice)
 
 
 def describe_error(error: BaseException, guard: Guard) -> Finding:
@@ -15,6 +38,19 @@ def describe_error(error: BaseException, guard: Guard) -> Finding:
         message=f"the training step raised {type(error).__name__}: {error}",
         advice="It was let through: see its traceback.",
         evidence={"type": type(error).__name__},
+    )
+
+
+def describe_replaced_error(error: BaseException, *, step: int, count: int) -> Finding:
+    """Describe an exception of the loss in whose place `safe_compute_loss` returned a small loss."""
+    return Finding(
+        kind="exception",
+        severity=Severity.ERROR,
+        step=step,
+        message=f"computing the loss raised {type(error).__name__}: {error}; a small loss without gradient took its "
+        f"place ({count} so far)",
+        advice="Look at this batch. An exception that comes again at once is let through.",
+        evidence={"type": type(error).__name__, "num_errors": count},
     )
 
 

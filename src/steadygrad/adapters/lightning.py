@@ -24,7 +24,7 @@ from steadygrad.adapters.enhanced import (
     integrate_health_checks,
     replace_loss_function_with_stable_version,
 )
-from steadygrad.adapters.findings import describe_error
+from steadygrad.adapters.findings import Warnings, describe_error
 from steadygrad.adapters.settings import adopt_settings, read_clipping
 from steadygrad.config import ClipStrategy, GuardConfig
 from steadygrad.config.switch import is_switched_off
@@ -78,6 +78,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         self._losses: list[Tensor] = []
         self._batch: Any = None
         self._saved: list[Mapping[str, Any]] = []
+        self._warnings = Warnings()
 
     @property
     def guards(self) -> list[Guard]:
@@ -106,7 +107,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         """Create and connect the guards, now that everything is loaded and on its device."""
         if is_switched_off():
             return
-        config = adopt_settings(self._config, self._clip)
+        config, self._warnings = adopt_settings(self._config, self._clip), Warnings()
         self._seats = [
             self._seat(trainer, pl_module, number, config, alone=len(trainer.optimizers) == 1)
             for number in range(len(trainer.optimizers))
@@ -140,6 +141,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         """Judge the last step and close the record; what was found stays readable."""
         for guard in self.guards:
             guard.close()
+            self._warnings.check(guard)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave the trainer as it was."""
@@ -243,6 +245,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
             return
         for number, guard in enumerate(self.guards):
             guard.flush()
+            self._warnings.check(guard)
             suffix = f"/optimizer_{number}" if len(self._seats) > 1 else ""
             if guard.last is not None:
                 values = {

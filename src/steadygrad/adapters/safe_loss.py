@@ -2,8 +2,9 @@
 
 Where every label is masked, or the loss is None, NaN, Inf or 0, a small loss replaces it: connected to the trained
 parameters, with a gradient of zero, so that backward runs and other microbatches of the step still count. Each one is
-counted, logged and, if a GradientMonitoringCallback watches the same trainer, recorded. An exception is not a NaN: it
-is counted, logged and propagated. Costs one host read per microbatch.
+counted, logged and, if a GuardCallback watches the same trainer, recorded. So is an exception, if losses were computed
+before it and none failed just before: a bug that fails every time, a lack of memory, and an exception on one of several
+ranks are let through. Costs one host read per microbatch.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from steadygrad.adapters.findings import describe_error, describe_replaced_loss
+from steadygrad.adapters.findings import describe_error, describe_replaced_error, describe_replaced_loss
+from steadygrad.errors import TrainingHalted
+from steadygrad.facts import Finding
 from steadygrad.guard import Guard
 
 logger = logging.getLogger("steadygrad")
 
 SMALL_LOSS = 1e-6
 """Replaces a loss of zero or one that cannot be used."""
+MAX_ERRORS_IN_A_ROW = 2
+"""Exceptions one after the other that are replaced; the next one is let through."""
 IGNORE_INDEX = -100
 """The label that torch's losses ignore by default and transformers' collators write."""
 ADVICE = {
@@ -39,9 +45,10 @@ class SafeLoss:
     def __init__(self, trainer: Any, compute_loss: Callable[..., Any]) -> None:
         self._trainer, self._compute_loss = trainer, compute_loss
         self.counts: Counter[str] = Counter()
-        self.num_errors = 0
+        self.num_errors = self._num_errors_in_a_row = 0
+        self._has_computed = False
         self.guard: Guard | None = None
-        """Set by GradientMonitoringCallback while it watches the same trainer."""
+        """Set by GuardCallback while it watches the same trainer."""
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, **kwargs: Any) -> Any:
         if not model.training:  # evaluation reports the true loss
@@ -51,10 +58,15 @@ class SafeLoss:
             result = self._compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         except Exception as error:
             self.num_errors += 1
-            logger.error("compute_loss raised %r at step %d; it is let through.", error, self._step)
-            if self.guard is not None:
-                self.guard.note(describe_error(error, self.guard))
-            raise
+            self._num_errors_in_a_row += 1
+            if return_outputs or not self._may_replace(error):
+                logger.error("compute_loss raised %r at step %d; it is let through.", error, self._step)
+                if self.guard is not None:
+                    self.guard.note(describe_error(error, self.guard))
+                raise
+            self._report(describe_replaced_error(error, step=self._step, count=self.num_errors))
+            return SMALL_LOSS + _connect(model.parameters())
+        self._has_computed, self._num_errors_in_a_row = True, 0
         loss, outputs = result if return_outputs else (result, None)
         safe = self._replace_if_bad(loss, model, masked=masked)
         return (safe, outputs) if return_outputs else safe
@@ -67,14 +79,22 @@ class SafeLoss:
             return loss
         self.counts[reason] += 1
         total = self.counts.total()
-        finding = describe_replaced_loss(reason, ADVICE[reason], step=self._step, count=total)
+        self._report(describe_replaced_loss(reason, ADVICE[reason], step=self._step, count=total))
+        if loss is not None and value == 0.0 and loss.requires_grad:
+            return loss + SMALL_LOSS
+        return SMALL_LOSS + _connect(model.parameters())
+
+    def _report(self, finding: Finding) -> None:
         if self.guard is not None:
             self.guard.note(finding)
         else:
             logger.warning("step %d: %s. %s", finding.step, finding.message, finding.advice)
-        if loss is not None and value == 0.0 and loss.requires_grad:
-            return loss + SMALL_LOSS
-        return SMALL_LOSS + _connect(model.parameters())
+
+    def _may_replace(self, error: Exception) -> bool:
+        """Whether the exception is of this batch, and a small loss can take its place."""
+        if isinstance(error, TrainingHalted | MemoryError | torch.OutOfMemoryError) or not self._has_computed:
+            return False
+        return self._num_errors_in_a_row <= MAX_ERRORS_IN_A_ROW and not _has_many_ranks()
 
     @property
     def _step(self) -> int:
@@ -88,6 +108,11 @@ def safe_compute_loss(trainer: Any) -> SafeLoss:
     safe = SafeLoss(trainer, trainer.compute_loss)
     trainer.compute_loss = safe
     return safe
+
+
+def _has_many_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_all_masked(inputs: Mapping[str, Any], names: Iterable[str]) -> bool:

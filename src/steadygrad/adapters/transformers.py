@@ -1,4 +1,4 @@
-"""GradientMonitoringCallback: the events of transformers' Trainer -> the calls of a Guard.
+"""GuardCallback: the events of transformers' Trainer -> the calls of a Guard.
 
 The Trainer clips before any callback and shows callbacks no gradients, so the callback finds its trainer and ties a
 Guard to the trainer's accelerator: measuring, clipping, stepping and skipping happen in `optimizer.step()`. What is
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from steadygrad.act.patches import Patches
 from steadygrad.act.precision import choose_precision
-from steadygrad.adapters.findings import describe_error
+from steadygrad.adapters.findings import Warnings, describe_error
 from steadygrad.adapters.safe_loss import SafeLoss, safe_compute_loss
 from steadygrad.adapters.settings import adopt_settings, read_clipping
 from steadygrad.config import GuardConfig, Precision
@@ -30,17 +30,24 @@ from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.record import Sink
 
-__all__ = ["GradientMonitoringCallback", "SafeLoss", "safe_compute_loss", "stable_training_arguments"]
+__all__ = [
+    "GradientMonitoringCallback",
+    "GuardCallback",
+    "SafeLoss",
+    "safe_compute_loss",
+    "stable_training_arguments",
+]
 
 _transformers = import_extra("transformers", "transformers", what="this adapter")
 TrainerCallback: Any = _transformers.TrainerCallback
 
+NOT_FINITE = "Look at callback.guard.incidents for the step and its cause; safe_compute_loss(trainer) keeps it usable."
 STATE_FILE = "steadygrad.pt"
 """The file with the Guard's state, next to the Trainer's own files in each of its checkpoints."""
 
 
-class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
-    """`Trainer(..., callbacks=[GradientMonitoringCallback()])` guards every optimizer step of `train()`."""
+class GuardCallback(TrainerCallback):  # type: ignore[misc]
+    """`Trainer(..., callbacks=[GuardCallback()])` guards every optimizer step of `train()`."""
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
         self._guard: Guard | None = None
         self._window: Tensor | None = None
         self._num_skipped_logged = 0
+        self._warnings = Warnings()
 
     @property
     def guard(self) -> Guard:
@@ -79,7 +87,7 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
             run_dir=self._run_dir,
             sinks=self._sinks,
         )
-        self._window, self._num_skipped_logged = None, 0
+        self._window, self._num_skipped_logged, self._warnings = None, 0, Warnings()
         self._resume(checkpoint)
         self._tie(trainer)
 
@@ -110,6 +118,8 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step and close the record; what was found stays readable."""
         self._release()
+        if self._guard is not None:
+            self._warnings.check(self._guard)
 
     def _release(self) -> None:
         self._patches.undo()
@@ -169,6 +179,15 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
             logs["num_skipped_steps"] = num_skipped
         self._num_skipped_logged = num_skipped
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Warn of a gradient norm or a loss in the log that is not finite, and of a loss that stays exactly 0."""
+        for name in ("loss", "grad_norm"):
+            value = (logs or {}).get(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                self._warnings.tell(name, f"step {state.global_step}: {name} is {value}.", NOT_FINITE)
+        if self._guard is not None:
+            self._warnings.check(self._guard)
+
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -184,6 +203,10 @@ class GradientMonitoringCallback(TrainerCallback):  # type: ignore[misc]
             self._num_skipped_logged = int(self.guard.stats()["num_skipped"] or 0)
 
 
+GradientMonitoringCallback = GuardCallback
+"""Another name of GuardCallback, which stays."""
+
+
 def _find_trainer() -> tuple[Any, str | None]:
     """Return the Trainer whose training loop is calling, and the checkpoint that it resumes from.
 
@@ -197,8 +220,8 @@ def _find_trainer() -> tuple[Any, str | None]:
             return owner, str(checkpoint) if isinstance(checkpoint, str | Path) else None
         frame = frame.f_back
     raise UsageError(
-        "GradientMonitoringCallback was called outside of the training loop of a transformers.Trainer. Pass it as "
-        "Trainer(callbacks=[GradientMonitoringCallback()]) and call trainer.train()."
+        "GuardCallback was called outside of the training loop of a transformers.Trainer. Pass it as "
+        "Trainer(callbacks=[GuardCallback()]) and call trainer.train()."
     )
 
 

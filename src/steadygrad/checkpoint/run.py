@@ -8,7 +8,7 @@ of `Guard.state_dict()`. Without a run directory nothing is ever written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -333,6 +333,32 @@ class RunCheckpoints:
         if not checkpoint.info.run and self.is_own(checkpoint.info):
             self._adopted = {""}  # saved by a version without run ids: they are this run's
         return Resumed(checkpoint.step, checkpoint.info, state["guard"], accumulated, changes, problems)
+
+    def roll_back(self, owns_rate: Callable[[torch.optim.Optimizer], bool]) -> tuple[int, list[str]] | None:
+        """Restore the newest good checkpoint of this run, as a snapshot would be; return None if there is none.
+
+        Weights, optimizer state and what was handed to the Guard go back. Random generators, the data position,
+        gradients and the learning rates of the user's own scheduler stay. Returns the step, and what did not fit.
+        """
+        if self._run_dir is None:
+            return None
+        self.wait()
+        infos = [info for info in read_infos(self.store.directory) if info.good and info.run == self._run_id]
+        paths = [str(info.path) for info in sorted(infos, key=lambda info: info.serial, reverse=True)]
+        given = {name: extra for name, extra in self._extras.items() if name in GIVEN}
+        settings = {id(o) for o in self._optimizers if "scheduler" in given or owns_rate(o)}
+        for path in self._ranks.gather(paths)[0] if self._ranks.many else paths:
+            try:
+                checkpoint = self._load(path)
+            except CheckpointError as error:
+                logger.warning("the run does not go back to %s: %s", path, error)
+                continue
+            assert checkpoint is not None
+            problems = put_back(
+                checkpoint, self._model, self._optimizers, given, strict=False, settings=settings, gradients=False
+            )
+            return checkpoint.step, problems
+        return None
 
     def is_own(self, info: CheckpointInfo) -> bool:
         """Whether a checkpoint is in this run directory."""

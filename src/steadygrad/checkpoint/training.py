@@ -7,7 +7,7 @@ restored through `act.restore.Restorer`, in place and without the casts of `Opti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,9 +163,20 @@ class _Hosts:
 
 @torch.no_grad()
 def put_back(
-    checkpoint: Checkpoint, model: nn.Module, optimizers: Optimizers, extras: Mapping[str, Any], *, strict: bool = True
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizers: Optimizers,
+    extras: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    settings: Container[int] | None = None,
+    gradients: bool = True,
 ) -> list[str]:
-    """Write the state over the live training; return what did not fit, or raise MismatchError with `strict`."""
+    """Write the state over the live training; return what did not fit, or raise MismatchError with `strict`.
+
+    A rollback leaves some of it alone: `settings` are the ids of the optimizers whose learning rates and other settings
+    go back too (None: all), and without `gradients` the present ones stay.
+    """
     state = checkpoint.state
     problems = compare_training(state, model, optimizers, extras)
     if problems and strict:
@@ -178,13 +189,14 @@ def put_back(
     live = dict(each_parameter(model, optimizers))
     hosts = _Hosts(checkpoint.devices, [(loaded[name], p) for name, p in live.items() if name in loaded])
     made = _number_state(state, model, optimizers, extras, hosts)
-    restorer = Restorer(made, hosts.tensors, hosts.devices, shared=(), strict=strict)
+    restorer = Restorer(made, hosts.tensors, hosts.devices, shared=(), settings=settings, strict=strict)
     problems += restorer.restore(optimizers, extras)
     problems += list_left_out(state)
     for path, module in find_extra_state(model):
         if path in state["extra_state"]:
             module.set_extra_state(state["extra_state"][path])
-    _put_gradients(state["gradients"], model, optimizers)
+    if gradients:
+        _put_gradients(state["gradients"], model, optimizers)
     return problems
 
 

@@ -1,4 +1,4 @@
-"""`steadygrad plot`: a run, or a bare log, in; a picture out."""
+"""`steadygrad plot`: runs, or a bare log, in; a picture out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from steadygrad.cli.console import Console
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUN...")
 @click.option(
     "--what",
     metavar="LIST",
@@ -25,17 +25,19 @@ from steadygrad.cli.console import Console
     metavar="FILE",
     help="Where the picture is written; its ending says as what: .png, .svg or .pdf.",
 )
-def plot(run: Path, what: str | None, output: Path) -> None:
-    """Draw a run as a PNG, SVG or PDF picture.
+def plot(runs: tuple[Path, ...], what: str | None, output: Path) -> None:
+    """Draw a run, or several in the same panels, as a PNG, SVG or PDF picture.
 
-    RUN is a run directory, or a file of JSON lines with `loss` in each. Exit code 0: it is written; 2: it is not.
+    RUN is a run directory, a folder of them, or a file of JSON lines with `loss` in each. Several runs are compared by
+    loss, validation, norm and rate. Exit code 0: it is written; 2: it is not.
 
     \b
     Example:
       steadygrad plot runs/first --what loss,norm,layers -o first.png
+      steadygrad plot runs/first runs/second -o compared.png
       steadygrad plot training_log.jsonl -o loss.svg
     """
-    from steadygrad.view.plot import choose_panels, plot_run
+    from steadygrad.view.plot import choose_panels, plot_runs
 
-    names = choose_panels(run) if what is None else [name.strip() for name in what.split(",") if name.strip()]
-    Console().say(f"Written: {plot_run(run, names, output)}", "green")
+    names = choose_panels(runs) if what is None else [name.strip() for name in what.split(",") if name.strip()]
+    Console().say(f"Written: {plot_runs(runs, names, output)}", "green")

@@ -22,14 +22,16 @@ from steadygrad.words import make_printable
 def report(runs: tuple[Path, ...], output: Path | None) -> None:
     """Write a report of one run, or a comparison of several, as one HTML file.
 
-    Further guards or optimizers of the same training (guard-2, optimizer-1 in its folder) are shown beside it. It holds
-    everything it needs: the charts, the incidents with their causes, the configuration. It opens without a
-    network, and fetches nothing. Exit code 0: it is written; 2: it is not.
+    A folder of runs stands for all of them. Further guards or optimizers of the same training (guard-2, optimizer-1 in
+    its folder) are shown beside it. It holds everything it needs: what broke, the charts, the incidents with their
+    causes, the configuration. It opens without a network, and fetches nothing. Exit code 0: it is written; 2: it is
+    not.
 
     \b
     Example:
       steadygrad report runs/first -o report.html
       steadygrad report runs/first runs/second -o compared.html
+      steadygrad report runs -o compared.html
     """
     from steadygrad.view.headline import judge_run
     from steadygrad.view.render.report import write_report

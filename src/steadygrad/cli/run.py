@@ -1,6 +1,6 @@
 """`steadygrad run`: any unedited training script, kept from bad steps and recorded.
 
-Arguments in, the script's own exit code out. Messages go to standard error.
+Arguments in, the script's own exit code out, unless `--fail-on` asks for another. Messages go to standard error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from steadygrad.cli.exit_codes import FOUND
 from steadygrad.config.switch import is_switched_off
 
 
@@ -30,43 +31,55 @@ from steadygrad.config.switch import is_switched_off
     metavar="FILE",
     help="A YAML or TOML file with a GuardConfig: thresholds of rules, diagnosis, what is recorded.",
 )
-@click.argument("target", metavar="SCRIPT|MODULE")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["warning", "error", "critical"]),
+    help="Exit with 1 after an incident this severe or worse, and when nothing was guarded, if the script ended well.",
+)
+@click.argument("target", metavar="SCRIPT|MODULE|COMMAND")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def run(
     as_module: bool,
     run_dir: Path | None,
     observe: bool,
     config_file: Path | None,
+    fail_on: str | None,
     target: str,
     arguments: tuple[str, ...],
 ) -> None:
     """Run a PyTorch training script and keep bad steps from its weights.
 
     Every optimizer that the script makes is guarded: a step whose gradients or loss are not finite is left out, and
-    told. Options come before the script; what stands behind it is the script's. So are the exit code, and everything on
-    standard output.
+    reported. So is every optimizer of the processes that it starts. Options come before the script; what stands behind
+    it is the script's. So are the exit code, unless --fail-on is given, and everything on standard output.
 
     \b
     Example:
       steadygrad run --run-dir runs/a train.py --epochs 3
       steadygrad run --observe -m my_package.train
+      steadygrad run accelerate launch train.py
       torchrun --nproc-per-node 2 -m steadygrad run train.py
     """
-    from steadygrad.adapters.scripts.launch import launch, when_torch_arrives
+    from steadygrad.adapters.scripts.launch import launch
+    from steadygrad.adapters.scripts.options import Options
+    from steadygrad.adapters.scripts.whole_run import WholeRun
     from steadygrad.config import GuardConfig
 
     config = GuardConfig() if config_file is None else GuardConfig.load(config_file)
     folder = run_dir.absolute() if run_dir is not None else _name_folder(target)  # the script may change directory
-
-    def begin() -> None:
-        from steadygrad.adapters.scripts.options import Options
-        from steadygrad.adapters.scripts.session import Session
-
-        Session(Options(config=config, observe=observe, run_dir=folder)).begin()
-
-    if not is_switched_off():
-        when_torch_arrives(begin)
-    launch(target, arguments, as_module=as_module)
+    if is_switched_off():
+        launch(target, arguments, as_module=as_module)
+        return
+    whole = WholeRun(Options(config=config, observe=observe, run_dir=folder))
+    whole.begin()
+    try:
+        launch(target, arguments, as_module=as_module)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+    whole.report_end()
+    if fail_on is not None and whole.has_failed(fail_on):
+        raise SystemExit(FOUND)
 
 
 def _name_folder(target: str) -> Path | None:

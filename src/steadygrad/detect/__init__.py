@@ -7,11 +7,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steadygrad.config import DetectConfig
-from steadygrad.detect import actions, activations, graph, inputs, leading, loss, loss_trend, parameters, validation
+from steadygrad.detect import (
+    actions,
+    activations,
+    graph,
+    inputs,
+    leading,
+    loss,
+    loss_trend,
+    modes,
+    parameters,
+    stream,
+    validation,
+)
 from steadygrad.detect import gradient_flow as flow
 from steadygrad.detect import gradient_norm as norm
+from steadygrad.detect import loss_program as program
 from steadygrad.detect.base import FunctionRule, Rule, rule
+from steadygrad.detect.eps_gradient import EpsGradient
 from steadygrad.detect.instability import InstabilityForecast
+from steadygrad.detect.lost_updates import LostHalfUpdates
 from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, NonfiniteLoss, NonfiniteParameter
 from steadygrad.detect.scaler import ScalerCollapse
 from steadygrad.detect.start import RateTooHigh
@@ -76,6 +91,25 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         graph.SilentBroadcast(),
         graph.DoubleSoftmax(),
         graph.AnomalyMode(),
+        program.WrongLossInput(),
+        program.OneElementNorm(),
+        program.MixedSamples(),
+        program.ShiftedLabels(),
+        program.PaddingInLoss(),
+        program.LostEnds(),
+        program.SwappedMask(),
+        # the mode of forwards, and the stream of batches
+        modes.EvalWhileTraining(),
+        modes.TrainModeValidation(),
+        modes.DropoutInEvaluation(),
+        stream.RepeatedBatch(),
+        stream.RepeatedOrder(),
+        stream.SortedLabels(),
+        stream.IndependentLabels(),
+        stream.ChangedDataset(),
+        stream.SingleRow(),
+        LostHalfUpdates(),
+        EpsGradient(),
         # habits
         ScalerCollapse(config),
         actions.FrequentClipping(config),

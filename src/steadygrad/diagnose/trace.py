@@ -106,6 +106,11 @@ class Trace:
             self.trouble = self.trouble or f"{call[0].name if hasattr(call[0], 'name') else call[0]}: {error!r:.200}"
             return None
 
+    @property
+    def num_calls(self) -> int:
+        """How many calls were noted; the next one gets this number."""
+        return self._next
+
     def find_read(self, tensor: Tensor) -> Read | None:
         """How `tensor` would be read now: for what the step left behind."""
         keys = self.lineage.find_keys(tensor)

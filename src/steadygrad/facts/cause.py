@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from steadygrad.facts.card import show_card
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -56,7 +58,14 @@ class Cause:
     """What limits this diagnosis."""
 
     def __str__(self) -> str:
-        rows = (
+        return "\n".join([self.headline, *(f"  {name:<8} {text}" for name, text in self.rows())])
+
+    def _repr_html_(self) -> str:
+        return show_card(self.headline, self.kind, self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return name and text of everything that is known, in the order in which it is read."""
+        known = (
             ("module", None if self.module is None else self.module or "(the model itself)"),
             ("line", self._spell_line()),
             ("called", self.caller),
@@ -70,7 +79,7 @@ class Cause:
             ("batch", self.batch),
             ("note", self.note),
         )
-        return "\n".join([self.headline, *(f"  {name:<8} {text}" for name, text in rows if text)])
+        return [(name, text) for name, text in known if text]
 
     @property
     def headline(self) -> str:

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from steadygrad.facts.card import show_card
 from steadygrad.facts.cause import Cause
 
 Number = int | float
@@ -72,6 +73,9 @@ class Finding:
             parts.append(f"acted on at {self.acted_at}")
         return parts[0] if len(parts) == 1 else f"{parts[0]} ({', '.join(parts[1:])})"
 
+    def _repr_html_(self) -> str:
+        return show_card(f"{self.when}: {self.kind}", self.severity, _list_finding(self))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -110,3 +114,14 @@ class Incident:
     def findings(self) -> tuple[Finding, ...]:
         """The headline and the others."""
         return (self.finding, *self.also)
+
+    def _repr_html_(self) -> str:
+        rows = [] if self.cause is None else self.cause.rows()
+        also = [("also", f"{other.kind}: {other.message}") for other in self.also]
+        done = [("done", self.outcome.message), ("why that", self.verdict.reason)]
+        title = f"{self.finding.when}: {self.finding.kind}"
+        return show_card(title, self.finding.severity, [*rows, *_list_finding(self.finding), *done, *also])
+
+
+def _list_finding(finding: Finding) -> list[tuple[str, str]]:
+    return [("found", finding.message), ("advice", finding.advice)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from steadygrad.facts.incident import Action
+from steadygrad.facts.program import ProgramFact
 from steadygrad.facts.reading import Reading
 
 
@@ -146,5 +147,7 @@ class ActionTaken:
     action: Action
 
 
-Fact = Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken
+Fact = (
+    Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken | ProgramFact
+)
 """What a rule can judge."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.scaler import LossScale
 from steadygrad.config import GuardConfig
 from steadygrad.detect.nonfinite import NonfiniteGradient, NonfiniteLoss
 from steadygrad.facts import Action, Outcome, Verdict
@@ -33,7 +33,7 @@ class BackwardPass:
         moment: Moment,
         watched: Watched,
         rollback: Rollback,
-        scaler: ScalerDriver,
+        scaler: LossScale,
         ranks: Ranks,
         judgement: Judgement,
     ) -> None:

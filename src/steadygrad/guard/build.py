@@ -6,6 +6,7 @@ Guard, so a guard that goes out of scope is freed at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from steadygrad.guard.stages import Stages, Stepping
 from steadygrad.guard.state import GuardState
 from steadygrad.guard.stepping import Stepper
 from steadygrad.guard.summary import Summary
-from steadygrad.guard.training import Training, check_given
+from steadygrad.guard.training import Training, adapt_to_fragments, check_given
 from steadygrad.judgement import Judgement
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record import Sink
@@ -86,6 +87,7 @@ def build(
     """Check the arguments and build the pieces. `close` returns the guard's close function while the guard exists."""
     check_given(config, scaler, run_dir)
     trained = find_trained_parameters(model, optimizer)
+    config = adapt_to_fragments(config) if trained.is_fragmented else config
     training = Training(
         model=trained.model,
         optimizers=trained.optimizers,
@@ -103,6 +105,9 @@ def build(
         for finding in (*foresee(trained), *foresee_uncopied(training, host.checkpoints)):
             host.judgement.note(finding)
         device.watched.reflex.hint()
+        with contextlib.suppress(Exception):  # shows again when a kernel is used, where it is handled
+            device.watched.compile()
+            host.snapshots.compile()
     return _assemble(device, host, make_guard, close)
 
 

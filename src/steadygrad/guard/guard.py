@@ -10,12 +10,14 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from steadygrad.act.accelerated import AcceleratorDrive
+from steadygrad.act.engine import EngineDrive
+from steadygrad.act.zero import is_engine
 from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import ShardedStore
 from steadygrad.checkpoint.store import CheckpointStore
@@ -28,6 +30,7 @@ from steadygrad.guard.joining import join_uneven
 from steadygrad.guard.rate_curve import RateCurve
 from steadygrad.measure.loss import read_number
 from steadygrad.record import Sink
+from steadygrad.view.notebook import NotebookChart, render_guard
 from steadygrad.view.progress import count_items, describe_step, track
 
 T = TypeVar("T")
@@ -86,6 +89,7 @@ class Guard:
         self._saver, self._shutdown = pieces.saver, pieces.shutdown
         self._requests, self._range_test = pieces.requests, pieces.range_test
         self._clipper, self._rates = pieces.clipper, pieces.rollback.rates  # range tests and second tries set both
+        self._is_fragmented = pieces.rollback.is_fragmented
         self._closed = False
         for close in pieces.closers:
             weakref.finalize(self, close)
@@ -125,10 +129,29 @@ class Guard:
         Keep `accelerator.backward(loss)` and `accelerator.accumulate(model)`. `guard.step()`, or `optimizer.step()` as
         before, does nothing until accelerate has all microbatches of a step.
         """
+        if is_engine(model):
+            return cls.from_deepspeed(model, **options)
         drive = AcceleratorDrive(accelerator, model, optimizer, scheduler)
         guard = cls(drive.model, drive.optimizers, scheduler=drive.scheduler, scaler=drive.scaler, **options)
         drive.attach(guard)
         guard._stages.drive = drive
+        return guard
+
+    @classmethod
+    def from_deepspeed(cls, engine: Any, *, config: GuardConfig | None = None, **options: Any) -> Self:
+        """Return a Guard for the engine that `deepspeed.initialize` returned; `options` are those of Guard.
+
+        Keep `engine(batch)`, `engine.backward(loss)` and `engine.step()`: the engine's step asks the guard. Scheduler,
+        clipping, loss scale and checkpoints stay the engine's.
+        """
+        drive = EngineDrive(engine)
+        config = drive.choose(config if config is not None else GuardConfig())
+        group = options.pop("process_group", None) or drive.group
+        scaler: Any = drive.scaler
+        guard = cls(engine.module, drive.optimizer, config=config, scaler=scaler, process_group=group, **options)
+        guard._stages.drive = drive
+        if not guard._training.off:
+            drive.attach(guard, guard._ranks.gather)
         return guard
 
     @contextlib.contextmanager
@@ -271,7 +294,7 @@ class Guard:
         """
         self._check_open()
         if self._stages.drive is not None:
-            raise UsageError("find_lr cannot run accelerate's backward. Call it on a Guard of the model as it is.")
+            raise UsageError("find_lr cannot run a framework's backward. Call it on a Guard of the model as it is.")
         self.flush()
         with self._shutdown.busy():
             return self._range_test.find_lr(fn, loader, start=start, end=end, steps=steps, microbatches=microbatches)
@@ -280,6 +303,20 @@ class Guard:
         """Return the run so far as one screen of text."""
         self._judging.catch_up()
         return self._summary.describe()
+
+    def show(self) -> NotebookChart:
+        """Show a chart in a notebook that follows the training: loss, norm, what broke; call it before the loop.
+
+        Return it; elsewhere it follows the training without being shown.
+        """
+        self._check_open()
+        chart = NotebookChart()
+        self._judgement.add_sink(chart)
+        chart.display()
+        return chart
+
+    def _repr_html_(self) -> str:
+        return render_guard(self._judgement.tally, self.incidents, self.last)
 
     def health(self) -> dict[str, bool]:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
@@ -307,7 +344,7 @@ class Guard:
         Return None if the state cannot be saved, for example because it is not finite: that is reported as an incident.
         So is a disk that fails.
         """
-        self._check_open()
+        self._check_saving()
         with self._shutdown.busy():
             return self._saver.save()
 
@@ -317,7 +354,7 @@ class Guard:
         Return None if there is no checkpoint yet. Optimizer settings passed now override the saved ones; each override
         is reported. `strict=False` loads what still fits a model that has changed.
         """
-        self._check_open()
+        self._check_saving()
         with self._shutdown.busy():
             self.flush()
             return self._saver.resume(path, strict=strict)
@@ -326,6 +363,15 @@ class Guard:
     def checkpoints(self) -> CheckpointStore | ShardedStore:
         """The checkpoints of the run directory: `list()`, `best`, `load()`."""
         return self._saver.checkpoints.store
+
+    @property
+    def param_groups(self) -> NoReturn:
+        """Not there: only `scaler.step(guard)` looks for it, and this error says what to write instead."""
+        raise AttributeError(
+            "a Guard is not an optimizer. Give it the scaler, Guard(model, optimizer, scaler=scaler), and call "
+            "guard.step(loss): it scales, unscales, steps and updates the scaler. Call neither scaler.step nor "
+            "scaler.update yourself."
+        )
 
     def close(self) -> None:
         """Judge pending steps and close the record. A closed guard refuses to step."""
@@ -359,6 +405,17 @@ class Guard:
             raise SystemExit(self._shutdown.exit_code)
         if self._closed:
             raise UsageError("this guard is closed. Make a new one to go on training.")
+
+    def _check_saving(self) -> None:
+        self._check_open()
+        if self._stages.drive is not None:
+            self._stages.drive.check_saving()
+        elif self._is_fragmented:
+            raise UsageError(
+                "these weights are in the flat shards of FSDP1, which only FSDP can save. Use "
+                "torch.distributed.checkpoint.state_dict, with guard.state_dict() beside it; or fully_shard (FSDP2), "
+                "whose shards a guard saves."
+            )
 
     def _describe(self) -> str:
         return describe_step(self.last, self._judgement.tally.num_skipped)

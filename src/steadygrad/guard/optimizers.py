@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.engine import EngineScale
 from steadygrad.act.rates import Rates
-from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.scaler import LossScale, ScalerDriver
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.guard.training import Training
 
@@ -17,7 +18,9 @@ class Optimizers:
     def __init__(self, training: Training, buffers: BufferKeeper) -> None:
         self.given: tuple[torch.optim.Optimizer, ...] = training.optimizers
         self.rates = Rates(self.given)
-        self.scaler = ScalerDriver(training.scaler, self.given)
+        self.scaler: LossScale = (
+            training.scaler if isinstance(training.scaler, EngineScale) else ScalerDriver(training.scaler, self.given)
+        )
         self.schedule_and_ema = ScheduleAndEma(
             training.scheduler,
             training.ema,

@@ -13,7 +13,7 @@ from steadygrad.errors import UnsupportedError
 from steadygrad.facts import Finding, Severity
 from steadygrad.guard.training import Training, keep_stateful
 from steadygrad.state.collect import find_uncopied
-from steadygrad.state.shards import is_dtensor
+from steadygrad.state.shards import in_optimizer, is_sharded
 from steadygrad.state.trained_parameters import TrainedParameters
 
 SHOWN = 5
@@ -37,7 +37,7 @@ def foresee(trained: TrainedParameters) -> list[Finding]:
         )
         if names
     ]
-    fragile = _find_underflowing_epsilon(trained.optimizers)
+    fragile = _find_underflowing_epsilon(trained)
     if fragile:
         findings.append(
             Finding(
@@ -78,7 +78,7 @@ def _report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
 
 def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None:
     """Raise an error if gradients are sharded and clipping needs them whole."""
-    sharded = [name for name, parameter in trained.named if is_dtensor(parameter)]
+    sharded = [name for name, parameter in trained.named if is_sharded(parameter)]
     if sharded and isinstance(clip, AdaptiveUnitClip | ClipValue):
         raise UnsupportedError(
             f"{type(clip).__name__} looks into single gradients, and that of {sharded[0]!r} lies in shards on several "
@@ -86,13 +86,14 @@ def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None
         )
 
 
-def _find_underflowing_epsilon(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def _find_underflowing_epsilon(trained: TrainedParameters) -> str:
     """Find an Adam epsilon that rounds to 0 in half-precision state: a zero gradient then gives 0 / 0."""
-    for optimizer in optimizers:
+    half = {id(in_optimizer(p)) for _, p in trained.named if p.dtype is torch.float16}
+    for optimizer in trained.optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if not isinstance(eps, float) or torch.tensor(eps).half() != 0:
                 continue
-            if any(parameter.dtype is torch.float16 for parameter in group["params"]):
+            if any(id(parameter) in half for parameter in group["params"]):
                 return f"{type(optimizer).__name__}'s eps={eps:g} is 0 in float16, in which the weights are kept"
     return ""

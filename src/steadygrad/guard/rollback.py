@@ -59,6 +59,11 @@ class Rollback:
         return rolled_back
 
     @property
+    def is_fragmented(self) -> bool:
+        """Whether an engine keeps the weights, so that nothing can be put back."""
+        return self._watched.trained.is_fragmented
+
+    @property
     def is_open(self) -> bool:
         """Whether the next batch or step is to be left out."""
         return self.window.is_open

@@ -213,7 +213,7 @@ class Shutdown:
             close = member._close()
             if close is not None:
                 with contextlib.suppress(TrainingHalted):
-                    close()
+                    _close_stopped(close, code)
         return code
 
     def _leave_between(self) -> None:
@@ -228,3 +228,11 @@ class Shutdown:
     def stop(self) -> None:
         """Stop listening: the guard is closed."""
         _rounds.leave(self)
+
+
+def _close_stopped(close: Callable[[], None], code: int) -> None:
+    """Close a guard while the exit is being handled, so that its record says that it was stopped, not finished."""
+    try:
+        raise SystemExit(code)
+    except SystemExit:
+        close()

@@ -6,6 +6,7 @@ Only the builder holds a whole side. Hooks on the model are registered here, buf
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,9 @@ def build_device_side(
     buffers = make_buffers(training, model)
     other_gradients = OtherGradients(training.model, training.optimizers, watch=not training.off)
     optimizers = Optimizers(training, buffers)
+    watched = Watched(trained, config.measure, clipper=clipper, ranks=ranks, scaler=optimizers.scaler, buffers=buffers)
+    if not training.off and config.measure.scan_every:
+        watched.listen((trained.model, *find_wrappers(model)))
     return DeviceSide(
         training=training,
         ranks=ranks,
@@ -72,9 +76,7 @@ def build_device_side(
         buffers=buffers,
         other_gradients=other_gradients,
         optimizers=optimizers,
-        watched=Watched(
-            trained, config.measure, clipper=clipper, ranks=ranks, scaler=optimizers.scaler, buffers=buffers
-        ),
+        watched=watched,
     )
 
 
@@ -102,8 +104,15 @@ def build_host_side(
     detector, own_detector = make_detectors(config, ranks)
     snapshots = make_snapshots(training, rates, ranks, clipper=device.clipper, detector=detector)
     window = Window(enabled=not training.off)
-    actor = Actor(config.policy, rates=rates, snapshots=snapshots, clipper=device.clipper, window=window)
     checkpoints = make_checkpoints(training, run_dir, ranks, device.buffers)
+    actor = Actor(
+        config.policy,
+        rates=rates,
+        snapshots=snapshots,
+        clipper=device.clipper,
+        window=window,
+        restore_checkpoint=functools.partial(checkpoints.roll_back, rates.is_written_by),
+    )
     investigator = make_investigator(training, run_dir, ranks)
     prover = make_prover(
         training,

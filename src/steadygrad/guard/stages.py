@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from steadygrad.act.accelerated import AcceleratorDrive
 from steadygrad.guard.judging import Judging
 from steadygrad.guard.moment import Moment
 from steadygrad.guard.passes import Passes
@@ -30,6 +29,16 @@ class Stepping(Protocol):
     def end_step(self) -> None: ...
 
 
+class Drive(Protocol):
+    """A framework that runs the loop: accelerate, or a DeepSpeed engine."""
+
+    @property
+    def is_accumulating(self) -> bool: ...
+    def weigh(self, loss: Tensor, /) -> Tensor: ...
+    def check_saving(self) -> None: ...
+    def detach(self) -> None: ...
+
+
 class Stages:
     """Runs the stages for one guard."""
 
@@ -39,8 +48,8 @@ class Stages:
         self.passes = passes
         self._stepper, self._moment, self._judging = stepper, moment, judging
         self._saver, self._shutdown = saver, shutdown
-        self.drive: AcceleratorDrive | None = None
-        """Accelerate, if it decides when all microbatches of a step are complete."""
+        self.drive: Drive | None = None
+        """The framework that decides when all microbatches of a step are complete, if there is one."""
 
     def step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> Any:
         """Make one step, then answer a signal that arrived meanwhile; return the function's result, detached."""
@@ -91,7 +100,7 @@ class Stages:
         self._stepper.end_step()
 
     def close(self) -> None:
-        """Release model, parameters and accelerate."""
+        """Release model, parameters and the framework."""
         if self.drive is not None:
             self.drive.detach()
         self.passes.forward.close()

@@ -72,6 +72,7 @@ class Stepper:
             return
         if batches.num_dropped:
             watched.gate.average_the_kept(batches)
+        watched.periodic_scans.begin_ranked()
         scale = self._optimizers.scaler.factor
         measurement = watched.measure(batches.loss, step=context.step, scale=scale)
         if measurement is None:
@@ -135,7 +136,8 @@ class Stepper:
             self._buffers.restore()
         else:
             with optimizers.rates.held():
-                watched.reflex.step_on_host(used, numbers[COEFFICIENT] / (1.0 if carried is None else float(carried)))
+                divisor = 1.0 if carried is None or not optimizers.scaler.unscales else float(carried)
+                watched.reflex.step_on_host(used, numbers[COEFFICIENT] / divisor)
             watched.edits.after_optimizer()
             if repaired is None:
                 self._buffers.accept()

@@ -48,7 +48,7 @@ class Summary:
     def tell_health(self) -> dict[str, bool]:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         last, model = self._judgement.last_reading, self._training.model
-        parameters = not find_nonfinite(model.named_parameters())
+        parameters = not find_nonfinite((*model.named_parameters(), *self._watched.trained.named))
         held = dict(model.named_buffers())
         buffers = {name for name in find_nonfinite(held.items()) if count_bad(name, take_local(held[name]))}
         health = {

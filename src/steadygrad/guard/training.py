@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from steadygrad.config import GuardConfig
-from steadygrad.errors import UsageError
+from steadygrad.errors import ConfigError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,25 @@ def check_given(config: Any, scaler: Any, run_dir: Any) -> None:
         raise UsageError(f"Guard's scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
     if run_dir is not None and (not isinstance(run_dir, str | Path) or not str(run_dir)):
         raise UsageError(f"Guard's run_dir must be the path of a folder or None, got {run_dir!r}. Use runs/first.")
+
+
+def adapt_to_fragments(config: GuardConfig) -> GuardConfig:
+    """Return the settings for weights that an engine keeps: they cannot be copied, put back or saved from here.
+
+    Without snapshots there is nothing to roll back to, and nothing to prove a suspicion with.
+    """
+    if config.checkpoint.every is not None:
+        raise ConfigError(
+            f"GuardConfig.checkpoint.every is {config.checkpoint.every}, but the weights are in shards that only their "
+            "engine can save. Leave it None, and save with the engine: engine.save_checkpoint for DeepSpeed, "
+            "torch.distributed.checkpoint.state_dict for FSDP1."
+        )
+    return dataclasses.replace(
+        config,
+        snapshots=dataclasses.replace(config.snapshots, enabled=False),
+        prove=dataclasses.replace(config.prove, enabled=False),
+        checkpoint=dataclasses.replace(config.checkpoint, signals=False),
+    )
 
 
 def keep_stateful(things: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.call_listener import CallListeners
 from steadygrad.act.microbatches import MicrobatchGate
 from steadygrad.act.reflex import Reflex
-from steadygrad.act.scaler import ScalerDriver
+from steadygrad.act.scaler import LossScale
 from steadygrad.clip import Clipper
 from steadygrad.clip.outliers import OutlierClipper
 from steadygrad.config import MeasureConfig
@@ -23,6 +24,7 @@ from steadygrad.measure import Measurement, Meter, Transfer
 from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.origin import OwnGradients
 from steadygrad.measure.periodic_scans import PeriodicScans
+from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch, UsedMark
 from steadygrad.measure.updates import UpdateMeter
@@ -39,12 +41,18 @@ class Watched:
         *,
         clipper: Clipper | None,
         ranks: Ranks,
-        scaler: ScalerDriver,
+        scaler: LossScale,
         buffers: BufferKeeper,
     ) -> None:
         self._config, self._clipper, self._ranks, self._scaler, self._buffers = config, clipper, ranks, scaler, buffers
         self.transfer = Transfer(slots=6)
+        self.program = ProgramWatch(trained, every=config.scan_every)
+        self._listeners: CallListeners | None = None
         self._watch(trained)
+
+    def listen(self, models: Sequence[nn.Module]) -> None:
+        """Listen to calls of the model, directly and through its wrappers."""
+        self._listeners = CallListeners(models, self.program.hear_call)
 
     def _watch(self, trained: TrainedParameters) -> None:
         named, ranks = trained.named, self._ranks
@@ -65,8 +73,14 @@ class Watched:
             scaler=self._scaler,
             buffers=self._buffers,
         )
-        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks)
+        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks, program=self.program)
         self._signature = _sign(trained.optimizers)
+
+    def compile(self) -> None:
+        """On CUDA, compile or load all kernels now, so that no step waits for one."""
+        if any(parameter.is_cuda for _, parameter in self.trained.named):
+            self.meter.compile()
+            self.periodic_scans.compile()
 
     @property
     def has_new_parameters(self) -> bool:
@@ -99,8 +113,10 @@ class Watched:
         self.edits.forget()
 
     def close(self) -> None:
-        """Release the parameters."""
+        """Release the parameters and the model."""
         self.own_gradients.close()
+        if self._listeners is not None:
+            self._listeners.close()
 
 
 def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:

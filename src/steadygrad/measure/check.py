@@ -41,8 +41,8 @@ def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     names: list[str] = []
     flags: list[Tensor] = []
     for name, tensor in named:
-        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
-            values = take_local(tensor.detach())
+        values = take_local(tensor).detach()
+        if (values.is_floating_point() or values.is_complex()) and values.numel():
             names.append(name)
             flags.append((~values.isfinite()).any())
     if not flags:

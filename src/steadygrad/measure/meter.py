@@ -23,7 +23,7 @@ from steadygrad.facts import NUM_COLUMNS, GradientTable, Reading
 from steadygrad.measure import gradients as _gradients
 from steadygrad.measure.kernels import foreach, reference
 from steadygrad.measure.ranks import Ranks, Told
-from steadygrad.state.shards import take_local
+from steadygrad.state.shards import Fragment, take_local
 
 if TYPE_CHECKING:
     from steadygrad.measure.kernels import triton as _triton
@@ -192,6 +192,22 @@ class Meter:
         return self._implementation
 
     @torch.no_grad()
+    def compile(self) -> None:
+        """Compile or load the kernels now, which takes 0.1 to 3 s, so that the first step does not wait for them.
+
+        The parameters stand in for their gradients: kernels depend on sizes and dtypes.
+        """
+        if self._implementation is not Implementation.TRITON or any(map(_gradients.is_dtensor, self._parameters)):
+            return
+        from steadygrad.measure.kernels import triton
+
+        values = [p.detach() for p in self._parameters]
+        if all(v.dtype in triton.TRITON_DTYPES and v.is_contiguous() and v.device == values[0].device for v in values):
+            triton.measure_table(
+                values, torch.empty(len(values), NUM_COLUMNS, dtype=torch.float64, device=values[0].device)
+            )
+
+    @torch.no_grad()
     def measure(
         self, loss: Tensor | None = None, *, scale: Tensor | None = None, told_scale: Tensor | None = None
     ) -> Measurement | None:
@@ -227,8 +243,8 @@ class Meter:
     def _join_ranks(self, m: Measurement, own_loss: Tensor | None) -> None:
         """Make this the measurement of all ranks, and append the values that they exchanged."""
         if self._ranks.shares_tables:
-            gradients = [p.grad for p in m.parameters if p.grad is not None]
-            table, loss = self._ranks.share(m.table, m.names, gradients, own_loss)
+            cut = [p if isinstance(p, Fragment) else p.grad for p in m.parameters if p.grad is not None]
+            table, loss = self._ranks.share(m.table, m.names, cut, own_loss)
             _summarise(m, table, loss, self.max_norm)
         said = self._ranks.take_said()
         assert said is not None

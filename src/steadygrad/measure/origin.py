@@ -16,6 +16,7 @@ from torch import Tensor
 
 from steadygrad.facts import Reading
 from steadygrad.measure.ranks import Ranks, Told
+from steadygrad.state.shards import Fragment
 
 SMALL = 1 << 16
 """Checking a gradient of up to this many elements costs nothing compared with the step."""
@@ -36,7 +37,8 @@ class OwnGradients:
 
     def __init__(self, ranks: Ranks, named: Sequence[tuple[str, Tensor]]) -> None:
         self._ranks = ranks
-        self._parameters = [p for _, p in named if p.requires_grad and p.is_leaf]
+        parameters = {id(p): p for p in (p.source if isinstance(p, Fragment) else p for _, p in named)}
+        self._parameters: list[Tensor] = [p for p in parameters.values() if p.requires_grad and p.is_leaf]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._is_finite: Tensor | None = None
         self._steps_left = 0

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadygrad.config import MeasureConfig
@@ -22,6 +23,7 @@ from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import AdamWatch, PendingRms
 from steadygrad.measure.logged import Logged
+from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
 from steadygrad.measure.transfer import Transfer
@@ -58,7 +60,15 @@ class Looks:
 class PeriodicScans:
     """Queues scans while a step runs, and turns them into facts when it is judged."""
 
-    def __init__(self, trained: TrainedParameters, config: MeasureConfig, *, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        trained: TrainedParameters,
+        config: MeasureConfig,
+        *,
+        ranks: Ranks | None = None,
+        program: ProgramWatch | None = None,
+    ) -> None:
+        """`program`: what watches the program; it outlives this object, which is made anew for new parameters."""
         self._trained, self._every = trained, config.scan_every
         transfer = Transfer(slots=8)  # a step sends up to four copies, and two steps may be in flight
         self._weights = ParameterWatch(trained, transfer=transfer, ranks=ranks)
@@ -66,6 +76,9 @@ class PeriodicScans:
         self._activations = ActivationWatch(trained.model, transfer=transfer)
         self._transfer = transfer
         self._graph: GraphWatch | None = GraphWatch(trained) if self._every else None
+        self._opening: PendingParameterScan | None = None
+        self._is_ranked = ranks is not None and ranks.many
+        self._program = program if program is not None else ProgramWatch(trained, every=self._every)
         self._first: list[Fact] = []
         self._has_begun = False
         self.num_since = 0
@@ -75,26 +88,52 @@ class PeriodicScans:
         self.born_nonfinite: frozenset[str] = frozenset()
         """Buffers that were never finite: masks of -inf."""
 
+    def compile(self) -> None:
+        """Compile or load the kernels of the scans now."""
+        if self._every:
+            self._adam.compile()
+            self._weights.compile()
+            device = self._trained.named[0][1].device
+            scan_inputs([torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)], {}).read(-1)
+
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0
+
+    def looks_at_forward(self, step: int) -> bool:
+        """Whether something is to be seen while the forward of `step` runs."""
+        return self._graph is not None or self._is_due(step)
 
     def begin(self) -> None:
         """Scan the user's weights before the first step."""
         if not self._has_begun:
             self._has_begun = True
+            self._program.begin()
             if self._every:
-                self._adam.compile()
-                scan = self._weights.scan(-1)
-                self._first.append(scan)
-                self.born_nonfinite = frozenset(scan.nonfinite_buffers)
-                self.given_nonfinite = frozenset(scan.nonfinite_parameters)
+                self._opening = self._weights.begin(shares_later=self._is_ranked)
+                if not self._is_ranked:
+                    self._read_opening()
+
+    def begin_ranked(self) -> None:
+        """Scan the weights at the latest before the first measurement: other ranks may have done so in a forward."""
+        if self._is_ranked:
+            self.begin()
+
+    def _read_opening(self) -> None:
+        """Read the scan from before the first step; several ranks do so when they judge it, all at the same point."""
+        if self._opening is not None:
+            scan, self._opening = self._opening.read(-1), None
+            self._first.append(scan)
+            self.born_nonfinite = frozenset(scan.nonfinite_buffers)
+            self.given_nonfinite = frozenset(scan.nonfinite_parameters)
 
     @contextlib.contextmanager
     def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Run the scans that belong around the user's function."""
         looks.batch = (args, kwargs)
         due = self._is_due(step) and looks.inputs is None
+        self._program.begin_function(step, args, kwargs)
         with contextlib.ExitStack() as stack:
+            stack.callback(self._program.end_function)
             if self._graph is not None:
                 stack.enter_context(self._graph)
             if due:
@@ -105,13 +144,17 @@ class PeriodicScans:
             looks.activations = self._activations.pending
 
     def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
-        """Scan the graph once, before the first backward."""
-        if self._graph is not None:
-            looks.graph, self._graph = self._graph.read(step, loss), None
+        """Scan the graph once, before the first backward; the labels of the loss in the first steps and at scans."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            looks.graph = graph.read(step, loss)
+            self._program.loss_places = graph.loss_places
+        self._program.before_backward(step, loss, None if graph is None else graph.reshapes)
 
     def after_optimizer(self, step: int, looks: Looks) -> None:
         """Queue the scans after the optimizer step, while the gradients are still there."""
         self.num_since += 1
+        self._program.after_optimizer(step)
         due = self._is_due(step)
         if due:
             looks.rms = self._adam.measure()
@@ -120,6 +163,7 @@ class PeriodicScans:
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
+        self._read_opening()
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
@@ -135,7 +179,7 @@ class PeriodicScans:
             facts.append(looks.weights.read(step))
         elif reading.is_nonfinite:
             facts.append(self._weights.scan(step))
-        return facts
+        return [*facts, *self._program.read(reading)]
 
     def forget(self) -> None:
         """Scan the weights again before the next step, because they were replaced."""

@@ -7,7 +7,7 @@ not wait for. Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from steadygrad.measure.meter import triton_is_usable
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.rows import is_readable, split_flat
 from steadygrad.measure.transfer import Ticket, Transfer
-from steadygrad.state.shards import take_local
+from steadygrad.state.shards import Fragment, in_optimizer, take_local
 from steadygrad.state.trained_parameters import TrainedParameters
 
 CHANGED = NUM_NUMBERS
@@ -45,13 +45,20 @@ class PendingParameterScan:
     """A scan of the weights whose numbers are still being copied. Read it once."""
 
     def __init__(
-        self, watch: ParameterWatch, subjects: Sequence[Subject] = (), ticket: Ticket | None = None, *, compares: bool
+        self,
+        watch: ParameterWatch,
+        subjects: Sequence[Subject] = (),
+        ticket: Ticket | Callable[[], Ticket] | None = None,
+        *,
+        compares: bool,
     ) -> None:
+        """`ticket`: the numbers, or what sends them when they are read."""
         self._watch, self._subjects, self._ticket, self._compares = watch, subjects, ticket, compares
 
     def read(self, step: int) -> ParameterScan:
         """Return the scan after `step`; pass the Reading of that step to the watch first."""
-        numbers = self._ticket.wait() if self._ticket is not None else ()
+        ticket = self._ticket() if callable(self._ticket) else self._ticket
+        numbers = ticket.wait() if ticket is not None else ()
         pushed = self._watch.take_pushed(step)
         rows = [(subject, numbers[WIDTH * i : WIDTH * (i + 1)]) for i, subject in enumerate(self._subjects)]
         known = [(s.name, row[CHANGED]) for s, row in rows if s.is_trained and self._compares and row[CHANGED] >= 0]
@@ -78,15 +85,22 @@ class ParameterWatch:
         self._transfer = transfer
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        self._groups = {name: of[id(p)] for name, p in trained.named}
+        self._groups = {name: of[id(in_optimizer(p))] for name, p in trained.named}
         # RMSprop has no bias correction: its first steps are ten times what its rate says, and how far they move the
         # weights means nothing.
         odd = {id(p) for o in trained.optimizers if isinstance(o, torch.optim.RMSprop) for p in _held_by(o)}
-        self._weighed = {name for name, p in trained.named if id(p) not in odd}
+        self._weighed = {name for name, p in trained.named if id(in_optimizer(p)) not in odd}
         self._last: tuple[list[str], Tensor] | None = None  # names and hashes of the previous scan
         self._looks: dict[torch.device, Looker] = {}
         self._still = set(self._groups)  # parameters that no step should have moved since the previous scan
         self._pushed: dict[str, int] = {}  # those that a step should have moved, and that step
+
+    def compile(self) -> None:
+        """Compile or load the kernels of a scan now, and those that compare it with the one before."""
+        if not self._ranks.many:
+            self.scan(-1)
+            self.scan(-1)
+            self.forget()
 
     def note_step(self, reading: Reading) -> None:
         """Remember which parameters this step should have moved; costs nothing once all are expected to move."""
@@ -98,13 +112,20 @@ class ParameterWatch:
                 self._still.remove(name)
                 self._pushed[name] = reading.step
 
-    def begin(self) -> PendingParameterScan:
-        """Queue a scan of the current weights; waits for nothing."""
+    def begin(self, *, shares_later: bool = False) -> PendingParameterScan:
+        """Queue a scan of the current weights; waits for nothing.
+
+        `shares_later`: the ranks exchange their numbers when the scan is read. At this moment another rank may be in
+        a collective of the model, in a step of another form.
+        """
         try:
             subjects = list(self._list_subjects())
             numbers, compares = self._look_at(subjects)
-            ticket = (self._transfer or Transfer(slots=1)).send(numbers.reshape(-1))
-            return PendingParameterScan(self, subjects, ticket, compares=compares)
+
+            def send() -> Ticket:
+                return (self._transfer or Transfer(slots=1)).send(self._share(numbers, subjects).reshape(-1))
+
+            return PendingParameterScan(self, subjects, send if shares_later else send(), compares=compares)
         except Exception:  # an unusual tensor, or no memory: measuring must never end the training
             self._last = None
             return PendingParameterScan(self, compares=False)
@@ -128,7 +149,8 @@ class ParameterWatch:
     def _list_subjects(self) -> Iterator[Subject]:
         """Yield the model's parameters, those that only an optimizer holds, and buffers that can be non-finite."""
         seen: set[int | str] = set()
-        for name, whole in (*self._model.named_parameters(), *self._named):
+        fragments = [(name, p) for name, p in self._named if isinstance(p, Fragment)]  # before what they stand for
+        for name, whole in (*fragments, *self._model.named_parameters(), *self._named):
             tensor = take_local(whole)
             # By name too: a replaced parameter would otherwise appear twice, the old one last.
             if id(whole) in seen or name in seen or not is_readable(tensor):
@@ -137,7 +159,7 @@ class ParameterWatch:
             is_trained = name in self._groups
             if is_trained or _can_be_nonfinite(tensor):
                 is_there = tensor.numel() > 0 or self._ranks.many  # a shard may be empty, and still needs its row
-                weighed = name in self._weighed and tensor.dim() > 1 and tensor.is_floating_point() and is_there
+                weighed = name in self._weighed and whole.dim() > 1 and tensor.is_floating_point() and is_there
                 yield Subject(name, tensor, is_trained=is_trained, is_weighed=weighed)
         for name, buffer in self._model.named_buffers():
             tensor = take_local(buffer)
@@ -159,7 +181,7 @@ class ParameterWatch:
                 stayed = [(i, places[name]) for i, name in enumerate(names) if name in places]
                 now, then = torch.tensor(stayed, device=hashes.device, dtype=torch.int64).reshape(-1, 2).unbind(1)
                 changed[now, 0] = (hashes[now] != last[1][then]).double()
-        return self._share(torch.cat([numbers, changed], 1), subjects), last is not None
+        return torch.cat([numbers, changed], 1), last is not None
 
     def _look_on_each_device(self, subjects: Sequence[Subject]) -> tuple[Tensor, Tensor]:
         by_device: dict[torch.device, list[int]] = {}

@@ -13,7 +13,23 @@ from typing import Any
 
 def to_json(value: Any) -> str:
     """Return one line of strict JSON."""
-    return json.dumps(to_plain(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    try:
+        return _ENCODER.encode(value)
+    except (TypeError, ValueError):  # NaN, Inf, or a key that is not a string
+        return _ENCODER.encode(to_plain(value))
+
+
+def take_fields(fact: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as they are, without going into them."""
+    return {name: getattr(fact, name) for name in fact.__dataclass_fields__}
+
+
+def _convert(value: Any) -> Any:
+    """Convert what the encoder does not know, one level at a time."""
+    return take_fields(value) if dataclasses.is_dataclass(value) else to_plain(value)
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False, default=_convert)
 
 
 def to_plain(value: Any) -> Any:

@@ -19,6 +19,10 @@ class Recorder(Sink):
     def __init__(self, sinks: Iterable[Any] = ()) -> None:
         self._sinks = [as_sink(sink) for sink in sinks]
 
+    def add(self, sink: Any) -> None:
+        """Send facts to one more sink from now on."""
+        self._sinks.append(as_sink(sink))
+
     def write_step(self, record: StepRecord) -> None:
         """Send one step's scalars to every sink."""
         self._each(lambda sink: sink.write_step(record))

@@ -2,8 +2,9 @@
 
 `run.json` (config, versions, machine, parameter names), `steps.jsonl`, `layers.jsonl`, `incidents.jsonl` (on disk
 before the call returns), `validations.jsonl` if any were reported, and `train.log`, the same events as greppable text.
-Existing files are continued, never overwritten: later starts are listed in `run.json` under `resumed`. A directory
-that disappears during a training is created again, and that is reported. Only the process that opened it writes.
+Existing files are continued, never overwritten: later starts are listed in `run.json` under `resumed`. Each start says
+under `ended` when and how it ended; one that was killed says nothing. A directory that disappears during a training is
+created again, and that is reported. Only the process that opened it writes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import datetime
 import json
 import os
 import platform
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +24,9 @@ from typing import Any, TextIO
 
 from steadygrad._version import __version__
 from steadygrad.config import GuardConfig
-from steadygrad.errors import ConfigError
+from steadygrad.errors import ConfigError, TrainingHalted
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
-from steadygrad.record.encode import to_json, to_plain
+from steadygrad.record.encode import take_fields, to_json
 from steadygrad.record.sink import Sink
 
 
@@ -31,6 +35,8 @@ class RunDirectory(Sink):
 
     FLUSH_EVERY = 50
     """Most step lines to buffer; incidents are never buffered."""
+    FLUSH_SECONDS = 1.0
+    """Longest time that a line waits for the next step to be written: a slow run must not look stalled."""
 
     def __init__(
         self,
@@ -47,7 +53,7 @@ class RunDirectory(Sink):
         self.run_id = run_id
         self._start = _describe_start(config, parameters, versions)
         self._process = os.getpid()
-        self._unflushed = 0
+        self._unflushed, self._flushed_at = 0, time.monotonic()
         self._held: list[Callable[[], None]] | None = []
         self._problems: list[str] = []
         self._validations: TextIO | None = None
@@ -96,21 +102,23 @@ class RunDirectory(Sink):
 
     def _write_run(self, start: Mapping[str, Any]) -> None:
         """Write run.json: the first start is its content, later ones are added under `resumed`. Renamed into place."""
-        target = self.path / "run.json"
-        aside = self.path / "run.json.tmp"
-        earlier = _read_run(target)
+        earlier = _read_run(self.path / "run.json")
         run = dict(start) if earlier is None else {**earlier, "resumed": [*earlier.get("resumed", []), start]}
         if self.run_id:
             run["id"] = self.run_id
+        self._replace_run(run)
+
+    def _replace_run(self, run: Mapping[str, Any]) -> None:
+        aside = self.path / "run.json.tmp"
         aside.write_text(to_json(run) + "\n", encoding="utf-8")
-        aside.replace(target)
+        aside.replace(self.path / "run.json")
 
     def write_step(self, record: StepRecord) -> None:
         """Write a line to steps.jsonl and train.log."""
         if self._hold(lambda: self.write_step(record)):
             return
-        line = to_plain(record)
-        if not line["extra"]:
+        line = take_fields(record)
+        if not record.extra:
             del line["extra"]
         self._steps.write(self._sign(line))
         loss = "-" if record.loss is None else f"{_spell(record.loss)}"
@@ -121,7 +129,8 @@ class RunDirectory(Sink):
             f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{told}\n"
         )
         self._unflushed += 1
-        if record.skipped or self._unflushed >= self.FLUSH_EVERY:
+        is_due = self._unflushed >= self.FLUSH_EVERY or time.monotonic() - self._flushed_at >= self.FLUSH_SECONDS
+        if record.skipped or is_due:
             self.flush()
 
     def write_layers(
@@ -145,7 +154,7 @@ class RunDirectory(Sink):
         if self._hold(lambda: self.write_incident(incident)):
             return
         self._reopen_if_lost()
-        self._incidents.write(self._sign(to_plain(incident)))
+        self._incidents.write(self._sign(take_fields(incident)))
         finding, verdict = incident.finding, incident.verdict
         level = "ERROR" if finding.severity.rank >= Severity.ERROR.rank else finding.severity.value.upper()
         noticed = f" noticed_at={finding.noticed_at}" if finding.noticed_at not in (None, finding.step) else ""
@@ -181,13 +190,26 @@ class RunDirectory(Sink):
         self._reopen_if_lost()
         for file in (self._steps, self._layers, self._incidents, self._log):
             file.flush()
-        self._unflushed = 0
+        self._unflushed, self._flushed_at = 0, time.monotonic()
 
     def close(self) -> None:
         """Flush and close every file, even if one of them fails; raise that error afterwards."""
+        is_open = self in _open_directories
         _open_directories.discard(self)
-        if os.getpid() == self._process and self._held is None:
-            self._files.close()
+        if os.getpid() != self._process or self._held is not None:
+            return
+        if is_open:
+            with contextlib.suppress(OSError):  # what matters is in the other files
+                self._write_end()
+        self._files.close()
+
+    def _write_end(self) -> None:
+        """Write into run.json that this start has ended, and how."""
+        run = _read_run(self.path / "run.json")
+        if run is not None:
+            starts = [run, *(one for one in run.get("resumed", []) if isinstance(one, dict))]
+            starts[-1]["ended"] = _describe_end()
+            self._replace_run(run)
 
     # --- a directory that is lost -----------------------------------------------------------------------------------
 
@@ -253,6 +275,20 @@ def _describe_start(
         "machine": {"system": platform.platform(), "processor": platform.machine(), "num_cpus": os.cpu_count()},
         "parameters": list(parameters),
     }
+
+
+def _describe_end() -> dict[str, str]:
+    """Return when a start ended, and how: by itself, by a halt, by Ctrl-C or a signal, or by an error."""
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    error = sys.exc_info()[1]
+    if error is None and not threading.main_thread().is_alive():  # at exit: an error that nothing caught
+        error = getattr(sys, "last_value", None)
+    if error is None:
+        return {"time": when, "how": "finished"}
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        return {"time": when, "how": "stopped"}
+    how = "halted" if isinstance(error, TrainingHalted) else "failed"
+    return {"time": when, "how": how, "error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def _read_run(path: Path) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ warning: a job that a cluster requeued elsewhere must start. A forked child neve
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import os
@@ -19,6 +20,28 @@ from steadygrad.errors import ConfigError
 
 logger = logging.getLogger("steadygrad")
 NAME = "run.lock"
+
+
+class Holder(enum.StrEnum):
+    """The process that a lock names."""
+
+    NONE = "none"
+    """There is no lock."""
+    ALIVE = "alive"
+    GONE = "gone"
+    """It ended without releasing the lock: it was killed, or the machine went down."""
+    ELSEWHERE = "elsewhere"
+    """It is on another host and cannot be checked."""
+
+
+def find_holder(folder: Path) -> Holder:
+    """Return what became of the process that locked the folder; for readers, who never take the lock."""
+    found = _read(folder / NAME)
+    if found is None:
+        return Holder.NONE
+    if found.get("host") != socket.gethostname():
+        return Holder.ELSEWHERE
+    return Holder.ALIVE if _is_alive(found) else Holder.GONE
 
 
 class RunLock:
@@ -94,9 +117,13 @@ def _is_held(lock: dict[str, Any]) -> bool:
 
     Our own process id means an earlier process with the same id: in a container every training may be process 1.
     """
+    is_free = lock.get("host") != socket.gethostname() or lock["process"] == os.getpid()
+    return not is_free and _is_alive(lock)
+
+
+def _is_alive(lock: dict[str, Any]) -> bool:
+    """Return whether the process of a lock of this host still runs."""
     process = lock["process"]
-    if lock.get("host") != socket.gethostname() or process == os.getpid():
-        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:

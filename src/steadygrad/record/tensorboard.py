@@ -23,12 +23,12 @@ LOWEST = 1e-30
 class TensorBoardSink(Sink):
     """`Guard(model, optimizer, sinks=[TensorBoardSink("runs/a/tensorboard")])`."""
 
-    def __init__(self, log_dir: str | Path, *, every: int = 1) -> None:
+    def __init__(self, log_dir: str | Path, *, every: int = 1, histograms: bool = True) -> None:
         """`every`: steps between two points of a curve; skipped steps are always drawn."""
         import_extra("tensorboard", "tensorboard", what="this sink")
         writer = import_extra("tensorboard", "torch.utils.tensorboard", what="this sink")
         self._writer = writer.SummaryWriter(str(log_dir))
-        self._every = every
+        self._every, self._histograms = every, histograms
         self._actions: Counter[str] = Counter()
 
     def write_step(self, record: StepRecord) -> None:
@@ -43,7 +43,7 @@ class TensorBoardSink(Sink):
         """Aggregates as scalars, and how the norms spread over the layers as a histogram of powers of ten."""
         self._write_scalars(list_layers(gradients, update_ratios), step)
         powers = [math.log10(max(norm, LOWEST)) for norm in list_norms(gradients)]
-        if powers:
+        if powers and self._histograms:
             import torch
 
             self._writer.add_histogram("grad/layer_norm_log10", torch.tensor(powers, dtype=torch.float64), step)

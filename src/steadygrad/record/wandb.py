@@ -24,12 +24,14 @@ SECONDS_BETWEEN_ALERTS = 60
 class WandbSink(Sink):
     """`WandbSink(wandb.init(...))` uses that run; `WandbSink(project="a", mode="offline")` opens one."""
 
-    def __init__(self, run: Any = None, *, every: int = 1, alerts: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, run: Any = None, *, every: int = 1, alerts: bool = True, histograms: bool = True, **settings: Any
+    ) -> None:
         """`settings` are those of `wandb.init`; `every`: steps between two points, skipped steps are always sent."""
         self._wandb = import_extra("wandb", "wandb", what="this sink")
         self._owns_run = run is None
         self.run = self._wandb.init(**settings) if run is None else run
-        self._every, self._alerts = every, alerts
+        self._every, self._alerts, self._histograms = every, alerts, histograms
         self._actions: Counter[str] = Counter()
         self.run.define_metric(STEP, hidden=True)
         for prefix in PREFIXES:
@@ -45,8 +47,9 @@ class WandbSink(Sink):
     ) -> None:
         """Aggregates, and how the norms spread over the layers."""
         numbers: dict[str, Any] = dict(list_layers(gradients, update_ratios))
-        if numbers:
+        if numbers and self._histograms:
             numbers["grad/layer_norms"] = self._wandb.Histogram(list_norms(gradients))
+        if numbers:
             self.run.log({STEP: step, **numbers})
 
     def write_validation(self, step: int, epoch: int, loss: float) -> None:  # noqa: ARG002

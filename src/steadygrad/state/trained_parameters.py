@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad.errors import UnsupportedError, UsageError
+from steadygrad.state.flat_shards import clean_name, find_flat_shards
+from steadygrad.state.shards import Fragment
 
 ENGINES = {
-    "deepspeed": "DeepSpeed's engine owns backward, clipping and step. Use its own `gradient_clipping` and "
-    "`bf16.check_grad_overflow`, or train with DistributedDataParallel and a Guard.",
+    "deepspeed": "DeepSpeed's engine owns backward, clipping and step. Use Guard.from_deepspeed(engine), with the "
+    "engine that deepspeed.initialize returned, or train with DistributedDataParallel and a Guard.",
     "megatron": "Megatron-LM's optimizers keep their own gradient buffers. Use its `--check-for-nan-in-loss-and-grad`, "
     "or train with DistributedDataParallel and a Guard.",
-}
-WRAPPERS = {
-    "FullyShardedDataParallel": "FSDP1 keeps all parameters of a layer in one flat shard, so that their norms cannot "
-    "be told apart. Use fully_shard (FSDP2), or DistributedDataParallel."
 }
 
 
@@ -39,12 +37,20 @@ class TrainedParameters:
     foreign: tuple[str, ...]
     """Parameters that an optimizer holds and the model does not."""
 
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether an engine keeps the weights in parts of its own: they are measured, never copied or put back."""
+        return any(isinstance(parameter, Fragment) for _, parameter in self.named)
+
 
 def find_trained_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 ) -> TrainedParameters:
     """Check that these belong together, and name what they share."""
     optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if len(optimizers) == 1 and hasattr(optimizers[0], "find_trained"):  # an engine's, which knows its own parts
+        found: TrainedParameters = optimizers[0].find_trained(unwrap(model))
+        return found
     for thing in (model, *optimizers):
         _refuse_engines(thing)
     if not isinstance(model, nn.Module):
@@ -54,8 +60,8 @@ def find_trained_parameters(
         raise UsageError(f"Guard's second argument must be a torch optimizer or a list of them, got {kinds}.")
     inner = unwrap(model)
     _refuse_engines(inner)
-    _refuse_wrappers(inner)
-    names = {id(p): name for name, p in inner.named_parameters()}
+    names = {id(p): clean_name(name) for name, p in inner.named_parameters()}
+    fragments = find_flat_shards(inner)
     if not names:
         raise UsageError(f"{type(inner).__name__} has no parameters, so there is nothing to train or to guard.")
     named: list[tuple[str, Tensor]] = []
@@ -71,7 +77,7 @@ def find_trained_parameters(
                 if name is None:
                     name = f"optimizer{o}.group{g}.{i}"
                     foreign.append(name)
-                named.append((name, parameter))
+                named.append((name, fragments.get(id(parameter), parameter)))
         if not any(id(p) in names for group in one.param_groups for p in group["params"]):
             raise UsageError(
                 f"{type(one).__name__} shares no parameter with {type(inner).__name__}: it was made for another model, "
@@ -80,7 +86,7 @@ def find_trained_parameters(
             )
     order = {name: i for i, name in enumerate(names.values())}
     named.sort(key=lambda pair: order.get(pair[0], len(order)))
-    unoptimized = [name for name, p in inner.named_parameters() if p.requires_grad and id(p) not in held]
+    unoptimized = [clean_name(n) for n, p in inner.named_parameters() if p.requires_grad and id(p) not in held]
     return TrainedParameters(
         model=inner,
         optimizers=optimizers,
@@ -122,12 +128,3 @@ def _refuse_engines(thing: object) -> None:
             "LBFGS calls its closure several times a step, so there is no one gradient to guard. "
             "Use a first-order optimizer, or GradientHealthMonitor to look without acting."
         )
-
-
-def _refuse_wrappers(model: nn.Module) -> None:
-    """FSDP1 is often put around single blocks, so every submodule is looked at."""
-    for name, module in model.named_modules():
-        for base in type(module).__mro__:
-            if base.__name__ in WRAPPERS and base.__module__.partition(".")[0] == "torch":
-                place = f" The model holds it as {name!r}." if name else ""
-                raise UnsupportedError(f"{type(module).__name__} cannot be guarded.{place} {WRAPPERS[base.__name__]}")

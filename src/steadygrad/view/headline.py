@@ -1,14 +1,19 @@
-"""A run -> its verdict in one sentence, and a few key numbers. The same in every view."""
+"""A run -> its verdict in one sentence, and a few key numbers. The same in every view.
+
+The word says how the run is doing, and for one that has not ended by itself, what became of it: a training that still
+runs has not survived yet, and one that was killed is not healthy.
+"""
 
 from __future__ import annotations
 
 import enum
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steadygrad.facts import Severity
 from steadygrad.view.read.incident_log import find_step, look
 from steadygrad.view.read.run import RunReader
+from steadygrad.view.read.state import State, find_end
 from steadygrad.view.read.validation_log import LOSS
 from steadygrad.words import spell_count, spell_number, spell_seconds, spell_share
 
@@ -38,16 +43,19 @@ class Headline:
 
 def judge_run(run: RunReader) -> Headline:
     """Return one sentence about the whole run."""
+    return _add_state(run, _judge_health(run))
+
+
+def _judge_health(run: RunReader) -> Headline:
     steps, incidents = run.steps, run.incidents
     if steps.num_steps == 0 and incidents.count == 0:
         return Headline(tone=Tone.EMPTY, word="Empty", text="No step has been written yet.")
-    if incidents.halt is not None:
+    if incidents.halt is not None and (run.state is State.HALTED or run.path.is_file()):
         message = str(look(incidents.halt, "finding", "message") or "the policy ended it")
         where = f"Ended on purpose at step {find_step(incidents.halt)}: {message}."
         return Headline(tone=Tone.BAD, word="Halted", text=f"{where}{_tell_cause(run)}")
     if steps.num_lost >= LOST:
-        since = f"since step {steps.last_finite_step}" if steps.last_losses else "at any step"
-        text = f"The loss has not been finite {since}.{_tell_cause(run)}"
+        text = f"The loss has not been finite {_tell_since(run)}.{_tell_cause(run)}"
         return Headline(tone=Tone.BAD, word="Lost", text=text)
     serious = incidents.num_at_least(Severity.WARNING)
     if not serious and not steps.num_skipped and steps.num_nonfinite:
@@ -68,13 +76,35 @@ def judge_run(run: RunReader) -> Headline:
     return Headline(tone=Tone.WARNING, word="Survived", text=text)
 
 
+def _add_state(run: RunReader, headline: Headline) -> Headline:
+    """Add what became of a run that has not ended by itself; only an end makes it healthy or a survivor."""
+    state = run.state
+    is_well = headline.word in ("Healthy", "Survived", "Empty")
+    if state is State.RUNNING:
+        return replace(headline, word="Running") if is_well else headline
+    last = "" if run.steps.last_step < 0 else f" after step {run.steps.last_step:,}"
+    if state is State.KILLED:
+        told = f"Its process is gone{last} and left no word: killed, out of memory, or the machine went down."
+    elif state is State.FAILED:
+        told = f"Ended by an error{last}: {find_end(run.about).get('error') or 'unknown'}."
+    elif state is State.STOPPED:
+        told = f"Ended by a signal or by Ctrl-C{last}."
+    elif state is State.STALLED:
+        told = f"Nothing has been written for a long time{last}."
+    else:
+        return headline
+    tone = Tone.BAD if state in (State.KILLED, State.FAILED) or headline.tone is Tone.BAD else Tone.WARNING
+    return Headline(tone=tone, word=state.capitalize() if is_well else headline.word, text=f"{told} {headline.text}")
+
+
 def list_numbers(run: RunReader) -> dict[str, str]:
     """Return label -> number, for the tiles of a page and the header of a terminal."""
     steps = run.steps
     applied = steps.num_steps - steps.num_skipped
     numbers = {"steps": f"{steps.num_steps:,}"}
-    if steps.last_losses:
-        numbers["loss"] = f"{spell_number(first_loss(run), 3)} → {spell_number(last_loss(run), 3)}"
+    if steps.last_loss is not None:
+        last = f"{spell_number(steps.first_loss, 3)} → {spell_number(steps.last_loss, 3)}"
+        numbers["loss"] = f"{last} → {spell_number(steps.last.get('loss'))}" if steps.num_lost else last
     if steps.best_loss is not None:
         numbers["best loss"] = f"{spell_number(steps.best_loss[0], 3)} at {steps.best_loss[1]:,}"
     for name, (at, values) in run.validation.losses.items():
@@ -92,24 +122,18 @@ def list_numbers(run: RunReader) -> dict[str, str]:
     return numbers
 
 
-def first_loss(run: RunReader) -> float | None:
-    """Return the median of the first losses: up to a hundred, and at most a tenth of the run."""
-    losses = run.steps.first_losses
-    return statistics.median(losses[: _edge(run)]) if losses else None
-
-
-def last_loss(run: RunReader) -> float | None:
-    """Return the median of the last losses, as many as for the first."""
-    losses = list(run.steps.last_losses)
-    return statistics.median(losses[-_edge(run) :]) if losses else None
-
-
-def _edge(run: RunReader) -> int:
-    return max(1, min(100, run.steps.num_steps // 10))
+def _tell_since(run: RunReader) -> str:
+    steps = run.steps
+    if steps.last_loss is None:
+        return "at any step"
+    first, last = spell_number(steps.first_loss), spell_number(steps.last_loss)
+    return (
+        f"since step {steps.first_lost_step:,}: it began at {first}, and was {last} at step {steps.last_finite_step:,}"
+    )
 
 
 def _tell_loss(run: RunReader) -> str:
-    first, last = first_loss(run), last_loss(run)
+    first, last = run.steps.first_loss, run.steps.last_loss
     if first is None or last is None or run.steps.num_steps < 2:
         return ""
     if first == last:
@@ -119,8 +143,13 @@ def _tell_loss(run: RunReader) -> str:
 
 
 def _loss_rose(run: RunReader) -> bool:
-    first, last = first_loss(run), last_loss(run)
-    return first is not None and last is not None and run.steps.num_steps >= 20 and last > first + abs(first) * 0.1
+    """Compare medians at both ends, up to a hundred losses and a tenth of the run: one noisy step must not decide."""
+    steps = run.steps
+    edge = max(1, min(100, steps.num_steps // 10))
+    if not steps.first_losses or steps.num_steps < 20:
+        return False
+    first = statistics.median(steps.first_losses[:edge])
+    return statistics.median(list(steps.last_losses)[-edge:]) > first + abs(first) * 0.1
 
 
 def _tell_cause(run: RunReader) -> str:
@@ -128,8 +157,13 @@ def _tell_cause(run: RunReader) -> str:
     if incident is None:
         return ""
     cause = incident["cause"]
-    file, line = look(cause, "file"), look(cause, "line")
     what = str(look(cause, "symptom") or look(cause, "kind") or "trouble")
     op = f", born in {cause['op']}" if isinstance(cause.get("op"), str) else ""
-    where = f" at {str(file).replace(chr(92), '/').rpartition('/')[2]}:{line}" if file else ""
-    return f" First cause, step {find_step(incident)}: {what}{op}{where}."
+    place = spell_place(cause)
+    return f" First cause, step {find_step(incident)}: {what}{op}{f' at {place}' if place else ''}."
+
+
+def spell_place(cause: object) -> str:
+    """Return 'model.py:41' for a cause; empty if its file is unknown."""
+    file, line = look(cause, "file"), look(cause, "line")
+    return f"{str(file).replace(chr(92), '/').rpartition('/')[2]}:{line}" if file else ""

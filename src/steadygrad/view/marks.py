@@ -13,7 +13,7 @@ class Mark:
 
     words: str
     symbol: str
-    """Its symbol on the page."""
+    """Its shape on the page; no two that may stand together share one, so that colour is never needed."""
     paint: str
     """Its colour on the page: a variable of the style sheet, so that it follows the theme."""
     color: str
@@ -23,17 +23,18 @@ class Mark:
 
 
 MARKS: dict[str, Mark] = {
-    "nonfinite": Mark("not finite", "x-thin", "--red", "#c8242f"),
-    Action.SKIP: Mark("skipped", "line-ns", "--orange", "#c2570c"),
+    "nonfinite": Mark("not finite", "cross", "--red", "#c8242f"),
+    "spike": Mark("jumped", "peak", "--amber", "#96650a"),
+    Action.SKIP: Mark("skipped", "bar", "--orange", "#c2570c"),
     Action.SANITIZE: Mark("sanitised", "diamond", "--teal", "#0b8a7d"),
-    Action.SCALE_LR: Mark("learning rate changed", "triangle-down", "--blue", "#2563c9", True),
-    Action.SCALE_WEIGHT_DECAY: Mark("weight decay changed", "triangle-up", "--teal", "#0b8a7d", True),
-    Action.TIGHTEN_CLIP: Mark("clip threshold changed", "diamond-tall", "--amber", "#96650a", True),
-    Action.ROLLBACK: Mark("rolled back", "triangle-left", "--purple", "#8b2fc9", True),
+    Action.SCALE_LR: Mark("learning rate changed", "down", "--blue", "#2563c9", True),
+    Action.SCALE_WEIGHT_DECAY: Mark("weight decay changed", "up", "--teal", "#0b8a7d", True),
+    Action.TIGHTEN_CLIP: Mark("clip threshold changed", "tall", "--amber", "#96650a", True),
+    Action.ROLLBACK: Mark("rolled back", "left", "--purple", "#8b2fc9", True),
     Action.HALT: Mark("halted", "square", "--red", "#c8242f", True),
     Action.CLIP: Mark("clipped", "circle", "--soft", "#6b7280"),
 }
-"""In the order of the page's rows; all are actions except a non-finite step."""
+"""All are actions except a non-finite step and a loss or norm that jumped."""
 
 
 def find_mark(action: str) -> Mark:

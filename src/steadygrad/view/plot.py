@@ -1,4 +1,4 @@
-"""A run, or a bare log of JSON lines -> one picture, PNG, SVG or PDF, with matplotlib. Drawn without a display."""
+"""Runs, or bare logs of JSON lines -> one picture, PNG, SVG or PDF, with matplotlib. Drawn without a display."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.read.validation_log import is_validation
 from steadygrad.view.render.charts import list_validation
+from steadygrad.view.render.report import list_named_runs, tell_apart
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -25,18 +26,27 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
         raise UsageError(
             f"There is nothing to plot called {', '.join(unknown) or '(nothing)'}. Use: {','.join(PANELS)}."
         )
-    if target.suffix.lower().lstrip(".") not in FORMATS:
-        raise UsageError(f"{target} has no ending that says what to write. Use one of: .{', .'.join(FORMATS)}.")
-    figure_class = import_extra("view", "matplotlib.figure", what="a plot", error=UsageError).Figure
     run = open_run(path).read_all()
     heights = [4.2 if name in ("layers", "ratios") else 2.9 for name in what]
-    figure = figure_class(figsize=(10, sum(heights) + 0.4), layout="constrained")
-    axes = figure.subplots(len(what), 1, squeeze=False, height_ratios=heights)[:, 0]
+    figure, axes = _open_figure(target, heights)
     for name, axis in zip(what, axes):
         PANELS[name](run, axis)
         _finish(run, axis)
     axes[-1].set_xlabel("step")
     figure.suptitle(_spell(run.name), fontsize=12, fontweight="bold")
+    return _save(figure, target)
+
+
+def _open_figure(target: Path, heights: Sequence[float]) -> tuple[Any, Any]:
+    """Return a figure that can be written to `target`, and its panels."""
+    if target.suffix.lower().lstrip(".") not in FORMATS:
+        raise UsageError(f"{target} has no ending that says what to write. Use one of: .{', .'.join(FORMATS)}.")
+    figure_class = import_extra("view", "matplotlib.figure", what="a plot", error=UsageError).Figure
+    figure = figure_class(figsize=(10, sum(heights) + 0.4), layout="constrained")
+    return figure, figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+
+
+def _save(figure: Any, target: Path) -> Path:
     try:
         figure.savefig(target, dpi=150)
     except OSError as error:
@@ -44,9 +54,55 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
     return target
 
 
-def choose_panels(path: str | Path) -> list[str]:
-    """Return the default panels of a run: the loss, and validation loss and norm if there are any."""
-    run = open_run(path).read_all()
+def plot_runs(paths: Sequence[str | Path], what: Sequence[str], target: str | Path) -> Path:
+    """Draw several runs into the same panels; one run is drawn as by `plot_run`."""
+    found = list_named_runs(paths)
+    if len(found) == 1:
+        return plot_run(found[0], what, target)
+    target = Path(target)
+    wrong = [name for name in what if name not in COMPARED]
+    if wrong or not what:
+        named = ", ".join(wrong) or "(nothing)"
+        raise UsageError(f"Several runs cannot be drawn together by {named}. Use: {','.join(COMPARED)}.")
+    runs = [open_run(path).read_all() for path in found]
+    figure, axes = _open_figure(target, [2.9] * len(what))
+    for name, axis in zip(what, axes):
+        _compare(runs, tell_apart(found), name, axis)
+    axes[-1].set_xlabel("step")
+    return _save(figure, target)
+
+
+COMPARED: dict[str, tuple[str, Callable[[RunReader], tuple[list[int], list[float]]]]] = {
+    "loss": ("loss", lambda run: run.steps.curves["loss"].points()),
+    "validation": ("validation loss", lambda run: next(iter(list_validation(run).values()), ([], []))),
+    "norm": ("gradient norm", lambda run: run.steps.curves["grad_norm"].points()),
+    "rate": ("learning rate", lambda run: run.steps.curves["learning_rate"].points()),
+}
+"""Panel -> its label, and the function that returns the points of a run."""
+DASHES = ("-", "--", ":", "-.")
+
+
+def _compare(runs: Sequence[RunReader], names: Sequence[str], panel: str, axis: Any) -> None:
+    label, find = COMPARED[panel]
+    known = [(i, name, points) for i, (name, points) in enumerate(zip(names, map(find, runs))) if points[0]]
+    if not known:
+        raise UsageError(f"None of these runs holds a {label}, so it cannot be plotted. Leave it out of --what.")
+    values = [value for *_, (_, column) in known for value in column]
+    for i, name, (steps, column) in known:
+        dash = DASHES[i // 10 % len(DASHES)]  # ten colours, then the next kind of line
+        axis.plot(steps, column, linewidth=0.9, color=f"C{i % 10}", linestyle=dash, label=_spell(name))
+    if panel == "norm" or (min(values) > 0 and max(values) / min(values) > 100):
+        axis.set_yscale("log")
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.25, linewidth=0.5)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=7, loc="upper right", framealpha=0.7)
+
+
+def choose_panels(paths: Sequence[str | Path]) -> list[str]:
+    """Return the default panels: the loss, and validation loss and norm if there are any."""
+    run = open_run(list_named_runs(paths)[0]).read_all()
     there = {"validation": bool(list_validation(run)), "norm": bool(run.steps.curves["grad_norm"])}
     return ["loss", *(name for name, is_there in there.items() if is_there)]
 
@@ -157,19 +213,19 @@ def _plot_ratios(run: RunReader, axis: Any) -> None:
 
 
 def _plot_cells(table: LayerMap, axis: Any, label: str, middle: float | None) -> None:
-    """Draw parameters as rows, the first on top; non-finite values are purple."""
+    """Draw parameters as rows, the first on top; a cell with a non-finite value has a purple dot."""
     numpy = import_extra("view", "numpy", what="a plot", error=UsageError)
-    rows = table.rows()
-    cells = numpy.array([[numpy.inf if z is None else z for z in row] for row in rows.values()], dtype=float)
-    bad, empty = numpy.isnan(cells), numpy.isinf(cells)
-    known = cells[~bad & ~empty]
+    rows, bad = table.rows(), table.bad_columns()
+    cells = numpy.array([[numpy.nan if z is None else z for z in row] for row in rows.values()], dtype=float)
+    known = cells[numpy.isfinite(cells)]
     centre = middle if middle is not None else float(numpy.median(known)) if known.size else 0.0
-    shown = numpy.where(bad | empty, numpy.nan, cells)
     edges = [*table.steps, table.steps[-1] + max(1, table.steps[-1] - table.steps[-2] if len(table.steps) > 1 else 1)]
-    mesh = axis.pcolormesh(edges, range(len(rows) + 1), shown, cmap="coolwarm", vmin=centre - 4, vmax=centre + 4)
-    if bad.any():
-        only = import_extra("view", "matplotlib.colors", what="a plot", error=UsageError).ListedColormap(["#8b2fc9"])
-        axis.pcolormesh(edges, range(len(rows) + 1), numpy.where(bad, 1.0, numpy.nan), cmap=only)
+    mesh = axis.pcolormesh(edges, range(len(rows) + 1), cells, cmap="coolwarm", vmin=centre - 4, vmax=centre + 4)
+    dots = [
+        ((edges[i] + edges[i + 1]) / 2, list(rows).index(row) + 0.5) for row, columns in bad.items() for i in columns
+    ]
+    if dots:
+        axis.plot(*zip(*dots), ".", color="#8b2fc9", markersize=3)
     every = -(-len(rows) // 30)
     names = list(rows)
     axis.set_yticks([i + 0.5 for i in range(0, len(names), every)], [_spell(n) for n in names[::every]], fontsize=6)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 
 from steadygrad.facts import Action, Incident
+from steadygrad.record.encode import to_plain
 from steadygrad.record.tally import Tally
 from steadygrad.view.advice import advise, see_tally
+from steadygrad.view.read.incident_log import IncidentLog
+from steadygrad.view.story import tell_problem
+from steadygrad.words import spell_count
 
-SHOWN = 8
-"""Number of incidents listed; the rest are only counted."""
+SHOWN = 3
+"""Number of problems listed; the rest are only counted."""
 
 
 def summarise(
@@ -19,8 +24,8 @@ def summarise(
     max_norm: float | None = None,
     rate: float | None = None,
     extra: Sequence[str] = (),
-) -> str:
-    """Summarise the run in a few lines: steps, clipping, actions, worst layers, advice, incidents.
+) -> SummaryText:
+    """Summarise the run in about ten lines: steps, clipping, actions, worst layers, advice, incidents.
 
     `rate` is the current learning rate.
     """
@@ -40,7 +45,7 @@ def summarise(
     seen = see_tally(tally, incidents, max_norm=max_norm, rate=rate)
     lines += [f"next run   {advice}" for advice in advise(seen)]
     lines += _list_incidents(incidents)
-    return "\n".join(lines)
+    return SummaryText("\n".join(lines))
 
 
 def _tell_clipping(tally: Tally, max_norm: float | None) -> str:
@@ -69,14 +74,27 @@ def _tell_actions(tally: Tally) -> str:
 
 
 def _list_incidents(incidents: Sequence[Incident]) -> list[str]:
+    """List what went wrong, the same cause once: what, where, and what was done."""
     if not incidents:
         return ["incidents  none"]
-    lines = [f"incidents  {len(incidents)}"]
-    for incident in incidents[-SHOWN:]:
-        finding = incident.finding
-        also = f", {', '.join(other.kind for other in incident.also)}" if incident.also else ""
-        lines.append(f"  {finding.when}: {finding.kind}{also} ({finding.severity}): {finding.message}")
-        lines.append(f"    {incident.verdict.action}: {incident.outcome.message}")
-    if len(incidents) > SHOWN:
-        lines.append(f"  and {len(incidents) - SHOWN} before these")
+    log = IncidentLog()
+    for incident in incidents:
+        log.add(to_plain(incident))
+    problems = log.serious_problems() or log.problems
+    lines = [f"incidents  {len(incidents)} in {spell_count(len(log.problems), 'problem')}"]
+    for problem in problems[:SHOWN]:
+        told = tell_problem(problem)
+        place = f" at {told.place}" if told.place else ""
+        lines.append(f"  {told.when}: {told.what}{place} ({problem.severity}); {told.did}")
+    if len(log.problems) > len(problems[:SHOWN]):
+        lines.append(f"  and {spell_count(len(log.problems) - len(problems[:SHOWN]), 'other problem')}")
     return lines
+
+
+class SummaryText(str):
+    """The summary of a run: a string that a notebook shows with its lines aligned."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="line-height:1.45;margin:0">{html.escape(self)}</pre>'

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steadygrad.view.headline import Tone, judge_run, list_numbers
+from steadygrad.view.headline import Tone, judge_run, list_numbers, spell_place
 from steadygrad.view.marks import find_mark
-from steadygrad.view.read.incident_log import find_action, find_noticed, look
+from steadygrad.view.read.incident_log import Problem, look
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.run import RunReader, open_run
+from steadygrad.view.read.state import State
 from steadygrad.view.sparkline import draw_bars
-from steadygrad.words import make_printable, spell_duration, spell_number
+from steadygrad.view.story import tell_problem
+from steadygrad.words import make_printable, spell_count, spell_duration, spell_number
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -103,7 +105,8 @@ def _frame_head(run: RunReader, head: Text, keys: str) -> RenderableType:
     from rich.panel import Panel
 
     reading = "" if run.progress >= 1 else f", reading {run.progress:.0%}"
-    foot = f"written {spell_duration(run.written, time.time())}{reading}{keys}"
+    state = "" if run.state is State.UNKNOWN else f"{run.state}, "
+    foot = f"{state}last written {spell_duration(run.written, time.time())}{reading}{keys}"
     return Panel(head, title=make_printable(run.name), title_align="left", subtitle=foot, subtitle_align="right")
 
 
@@ -146,7 +149,7 @@ def _draw_tables(run: RunReader, height: int, *, wide: bool) -> RenderableType:
 
     if not wide:
         rows = max(2, height - 2 * BORDER)
-        num_incidents = max(1, min(len(run.incidents.shown()), rows * 2 // 3))
+        num_incidents = max(1, min(len(run.incidents.problems) + 1, rows * 2 // 3))
         return Group(_draw_incidents(run, num_incidents), _draw_layers(run, max(1, rows - num_incidents)))
     rows = max(3, height - BORDER)
     side_by_side = Table.grid(expand=True)
@@ -173,25 +176,38 @@ def _draw_layers(run: RunReader, rows: int) -> RenderableType:
 
 
 def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
+    """Draw the problems, the newest on top, each once; the newest that was diagnosed with its line of code."""
     from rich.panel import Panel
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ellipsis")
-    for incident in reversed(run.incidents.shown()[-rows:]):
-        severity = str(look(incident, "finding", "severity") or "")
-        kind, message = look(incident, "finding", "kind"), look(incident, "finding", "message")
-        text.append(f"{find_noticed(incident):>8}  ", style="dim")
-        rank = find_rank(incident)
-        if rank is not None:
-            text.append(f"rank {rank} ", style="bold")
-        text.append(make_printable(str(kind)), style=SEVERITY_STYLES.get(severity, ""))
-        action = find_action(incident)
-        if action != "none":  # before the message, so that the action is not cut off
-            text.append(f"  {make_printable(find_mark(action).words)}", style="green")
-        text.append(f"  {make_printable(str(message))}\n")
+    newest = sorted(run.incidents.problems, key=lambda one: -one.last_noticed)
+    diagnosed = next((one for one in newest if spell_place(one.cause)), None)
+    for problem in newest[: rows if diagnosed is None else max(1, rows - 1)]:
+        _write_problem(text, problem)
+        if problem is diagnosed and rows > 1:
+            text.append(f"          {make_printable(spell_place(problem.cause))}", style="bold")
+            text.append(f"  {make_printable(str(look(problem.cause, 'source') or ''))}\n")
     text.rstrip()
-    title = f"incidents: {run.incidents.count:,}"
+    num_problems = len(newest)
+    told = "" if num_problems == run.incidents.count else f" in {spell_count(num_problems, 'problem')}"
+    title = f"incidents: {run.incidents.count:,}{told}"
     return Panel(text or Text("none", style="green"), title=title, title_align="left")
+
+
+def _write_problem(text: Text, problem: Problem) -> None:
+    incident = problem.incident
+    text.append(f"{problem.last_noticed:>8}  ", style="dim")
+    rank = find_rank(incident)
+    if rank is not None:
+        text.append(f"rank {rank} ", style="bold")
+    text.append(make_printable(problem.kind), style=SEVERITY_STYLES.get(problem.severity, ""))
+    if problem.count > 1:
+        text.append(f" {problem.count:,}×", style="bold")
+    done = [find_mark(action).words for action in problem.actions if action != "none"]
+    if done:  # before the message, so that the action is not cut off
+        text.append(f"  {make_printable(', '.join(done))}", style="green")
+    text.append(f"  {make_printable(tell_problem(problem).what)}\n")
 
 
 @contextlib.contextmanager

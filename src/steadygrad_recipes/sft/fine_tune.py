@@ -1,6 +1,6 @@
 """SftConfig -> a fine-tuned model in the run directory, trained by transformers' Trainer under our callback.
 
-`train_model` combines what exists: `stable_training_arguments`, `GradientMonitoringCallback`, `safe_compute_loss`,
+`train_model` combines what exists: `stable_training_arguments`, `GuardCallback`, `safe_compute_loss`,
 sealed checkpoints, and a Trainer whose row order depends only on seed and epoch. `protect=False` and STEADYGRAD=off
 give the plain Trainer. Nothing is written outside the run directory.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from steadygrad.adapters.transformers import (
-    GradientMonitoringCallback,
+    GuardCallback,
     SafeLoss,
     safe_compute_loss,
     stable_training_arguments,
@@ -58,7 +58,7 @@ class Trained:
     trainer: Any
     scores: Scores
     baseline: Scores
-    callback: GradientMonitoringCallback | None
+    callback: GuardCallback | None
     safe_loss: SafeLoss | None
 
 
@@ -178,7 +178,7 @@ def build_trainer(
     validation: Encoded,
     run_dir: Path,
     console: Console,
-) -> tuple[SftTrainer, GradientMonitoringCallback | None, SafeLoss | None, TrainingVoice]:
+) -> tuple[SftTrainer, GuardCallback | None, SafeLoss | None, TrainingVoice]:
     """Build a Trainer with everything attached that the config asks for."""
     protected = config.protect and not is_switched_off()
     norms = NormKeeper()
@@ -186,7 +186,7 @@ def build_trainer(
     callback = None
     if protected:
         sinks = [norms, *open_trackers(config, run_dir)]
-        callback = GradientMonitoringCallback(make_guard_config(config), run_dir=run_dir, sinks=sinks)
+        callback = GuardCallback(make_guard_config(config), run_dir=run_dir, sinks=sinks)
     held_out = validation.drop_unlabelled()
     trainer = SftTrainer(
         model=model,

@@ -9,17 +9,15 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import runpy
+import shutil
 import signal
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from steadygrad.errors import UsageError
 
@@ -27,7 +25,7 @@ from steadygrad.errors import UsageError
 def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     """Run the program. Raises SystemExit where a plain run would exit with a code."""
     if not as_module and not Path(target).exists():
-        raise UsageError(f"there is no script {target} in {Path.cwd()}. Give its path, or -m and the name of a module.")
+        target = _find_command(target)
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd()) if as_module else str(Path(target).resolve().parent)
@@ -47,6 +45,20 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
         if isinstance(error, KeyboardInterrupt):
             _die_of_interrupt()
         raise SystemExit(1) from None
+
+
+def _find_command(name: str) -> str:
+    """Return the file of a command that is written in Python, such as accelerate or torchrun."""
+    found = shutil.which(name)
+    if found is not None:
+        with open(found, "rb") as file:
+            first = file.readline(200)
+        if first.startswith(b"#!") and b"python" in first:
+            return found
+    raise UsageError(
+        f"there is no script {name} in {Path.cwd()}, and no command of that name written in Python. Give the path of a "
+        "script, or -m and the name of a module."
+    )
 
 
 def _die_of_interrupt() -> None:
@@ -81,49 +93,3 @@ def _find_own_part(trace: types.TracebackType | None) -> types.TracebackType | N
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
-
-
-# --- when torch is imported ---------------------------------------------------------------------------------------
-# Calls back when the script has imported torch, and not before: what a script sets up first must still take effect.
-#
-# Never imports torch itself. A failing callback is reported, and the script continues.
-
-
-def when_torch_arrives(call: Callable[[], None]) -> None:
-    """Call back when torch is imported; at once if it already is."""
-    if "torch" in sys.modules:
-        _tell_failure(call)
-    else:
-        sys.meta_path.insert(0, _Finder(call))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Goes before all other finders until torch is first looked up, then removes itself."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def find_spec(
-        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.loader is None:
-            return None
-        execute, call = spec.loader.exec_module, self._call
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _tell_failure(call)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one loader object
-        return spec
-
-
-def _tell_failure(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception as error:
-        print(f"steadygrad: the script runs unguarded: {error!r}", file=sys.stderr)

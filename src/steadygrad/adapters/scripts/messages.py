@@ -7,11 +7,14 @@ directory. Standard output belongs to the script.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from typing import TextIO
 
-from steadygrad.facts import Cause, Incident
+from steadygrad.adapters.scripts.places import find_rank
+from steadygrad.facts import Cause, Incident, Severity
 from steadygrad.record import Sink
+from steadygrad.words import spell_count
 
 SHOWN = 5
 """Incidents of one kind that are printed in full."""
@@ -20,23 +23,66 @@ SHOWN = 5
 class Terminal(Sink):
     """A Sink that prints incidents and other lines."""
 
-    def __init__(self, file: TextIO, *, rank: int | None = None) -> None:
-        self._file = file
-        self._prefix = "steadygrad: " if rank is None else f"steadygrad: rank {rank}: "
+    def __init__(self, file: TextIO, *, is_child: bool = False) -> None:
+        """`is_child`: the script has started this process; its lines say so unless it is a rank."""
+        self._file, self._is_child = file, is_child
         self._told: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
         self._cause: Cause | None = None
+        self.worst: Severity | None = None
+        """The worst severity of all incidents."""
 
     def say(self, text: str) -> None:
         """Print lines of text; a closed terminal is not an error."""
+        prefix = self._name_process()
         with contextlib.suppress(OSError, ValueError):
-            for line in text.splitlines():
-                print(self._prefix + line, file=self._file)
+            lines = [f"{prefix}{line}\n" for line in text.splitlines()]
+            self._file.write("".join(lines))  # in one piece: other ranks write to the same terminal
             self._file.flush()
+
+    def say_loudly(self, text: str) -> None:
+        """Print a line that should not be overlooked: in bold on a terminal."""
+        with contextlib.suppress(OSError, ValueError):
+            is_terminal = self._file.isatty()
+            self.say(f"\x1b[1m{text}\x1b[0m" if is_terminal else text)
+
+    def say_once(self, text: str) -> None:
+        """Print a warning loudly, the first time."""
+        self._told[text] += 1
+        if self._told[text] == 1:
+            self.say_loudly(text)
+
+    def say_few(self, kind: str, text: str) -> None:
+        """Print a line loudly; of each kind only the first few."""
+        self._told[kind] += 1
+        if self._told[kind] <= SHOWN:
+            self.say_loudly(text)
+        if self._told[kind] == SHOWN + 1:
+            self.say(f"  (further lines of this kind are left out: {kind})")
+
+    def add_totals(self, num_steps: int, num_skipped: int) -> None:
+        """Count what one optimizer did."""
+        self._totals.update(optimizers=1, steps=num_steps, skipped=num_skipped)
+
+    def report_totals(self) -> None:
+        """Print the totals if the lines of some optimizers were left out."""
+        total = self._totals
+        if total["optimizers"] > SHOWN:
+            steps = spell_count(total["steps"], "step")
+            self.say_loudly(f"{total['optimizers']} optimizers in all: {steps}, {total['skipped']} skipped")
+
+    def _name_process(self) -> str:
+        rank = find_rank()
+        if rank is not None:
+            return f"steadygrad: rank {rank}: "
+        return f"steadygrad: process {os.getpid()}: " if self._is_child else "steadygrad: "
 
     def write_incident(self, incident: Incident) -> None:
         """Print what was found, what was done, what caused it, and what to do."""
         finding = incident.finding
         self._told[finding.kind] += 1
+        if self.worst is None or finding.severity.rank > self.worst.rank:
+            self.worst = finding.severity
         if self._told[finding.kind] > SHOWN:
             return
         self.say(f"{finding.when}: {finding.message} ({incident.outcome.message})")

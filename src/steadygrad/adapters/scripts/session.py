@@ -2,66 +2,75 @@
 
 Created when torch has been imported, before the script creates anything. Replaced for this process: what happens when
 an optimizer is created and when it steps (once per class), `torch.autograd.backward`, `GradScaler.step` and
-`clip_grad_norm_`. Forked processes are left untouched, and so is everything inside a compiled graph. Its own failure
-never ends or alters a training: it is reported once, and that optimizer continues unguarded.
+`clip_grad_norm_`. A forked process is guarded on its own once it makes or steps an optimizer; everything inside a
+compiled graph is left untouched. Its own failure never ends or alters a training: it is reported once, and that
+optimizer continues unguarded. Light to import: a worker of a DataLoader that inherits it must not load the rest.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import inspect
 import logging
+import multiprocessing.process
+import multiprocessing.util
 import os
 import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from steadygrad.adapters.scripts.closures import step_with_closure
+from steadygrad.adapters.scripts.agreement import count_ranks
+from steadygrad.adapters.scripts.calls import hear_calls
+from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
-from steadygrad.adapters.scripts.owners import list_parts
-from steadygrad.adapters.scripts.watch import Circumstances, Loss, Watch
-from steadygrad.measure.gradients import is_dtensor
+from steadygrad.adapters.scripts.places import Places
+
+if TYPE_CHECKING:
+    from steadygrad.adapters.scripts.watch import Circumstances, Watch
 
 logger = logging.getLogger("steadygrad")
 MAX_WATCHED = 16
-"""How many optimizers of a script are guarded; one per parameter, stepped inside backward, is a different design."""
+"""How many living optimizers are guarded; one per parameter, stepped inside backward, is a different design."""
 NUM_FRAMES = 10
 """Most frames between a Guard and the optimizer's own step: ours, the scheduler's, torch's wrappers."""
-KEY, LOSS = "_steadygrad_watch", "_steadygrad_loss"
-"""Attributes under which an optimizer keeps its Watch, and a scaled loss the unscaled one."""
+KEY = "_steadygrad_watch"
+"""Attribute under which an optimizer keeps its Watch."""
+_current: list[Session] = []
+"""The Session of this process, or of the one that it was forked from."""
 
 
 class Session:
     """One run of a script in one process."""
 
-    def __init__(self, options: Options, *, rank: int | None = None) -> None:
-        """`rank`: that of a process started by the script; otherwise it comes from torchrun's variables."""
-        self._options = options
+    def __init__(self, options: Options, *, is_child: bool = False) -> None:
+        """`is_child`: the script has started this process."""
+        self._options, self.is_child = options, is_child
         self._process = os.getpid()
-        torchrun = int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-        self._rank = torchrun if rank is None else rank
-        self._terminal = Terminal(sys.stderr, rank=self._rank)
+        self.terminal = Terminal(sys.stderr, is_child=is_child)
+        self._places = Places(options.run_dir, is_child=is_child)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._num_watched = 0
-        self._has_started_others = False
-        self._losses: list[Loss] = []
-        self._losses_are_spent = False
+        self.num_made = self.num_guarded = 0
+        """Optimizers that were made, and those that took a step under guard."""
+        self.has_own_guard = False
+        """Whether the script has a Guard of its own, to which its optimizer is left."""
+        self._losses = Losses()
         self._thread = threading.local()
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Install all hooks."""
+        _current[:] = [self]
         self._keep_log_to_itself()
         _replace(Optimizer, "__init__", self._after_making)
         _replace(torch.autograd, "backward", self._around_backward)
@@ -69,19 +78,31 @@ class Session:
         _replace(torch.amp.GradScaler, "step", self._around_scaler)
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
             _replace(place, "clip_grad_norm_", self._around_clipping)
-        atexit.register(self._tell_nothing)
         for place in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
             _replace(place, "start_processes", self._around_starting)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        """Close every record, then report the totals when not every optimizer had a line of its own."""
+        if os.getpid() == self._process:
+            self.close()
+            self.terminal.report_totals()
 
     def close(self) -> None:
         """Close every record now; without it they are closed when the process ends."""
         for watch in list(self._watches):
             watch.finish()
 
-    def _tell_nothing(self) -> None:
-        """Report at exit that the script created no optimizer: silence would suggest that all is well."""
-        if not self._num_watched and not self._has_started_others and os.getpid() == self._process:
-            self._terminal.say("the script made no optimizer, so nothing was guarded and nothing is recorded")
+    def move_in(self) -> None:
+        """Guard this process, which was forked from the one that the Session began in."""
+        if self._process == os.getpid():
+            return
+        self._process, self.is_child = os.getpid(), True
+        self.terminal = Terminal(sys.stderr, is_child=True)
+        self._places.become_child()
+        self._watches, self._losses = weakref.WeakSet(), Losses()
+        self.num_made = self.num_guarded = 0
+        self._thread = threading.local()
 
     def _keep_log_to_itself(self) -> None:
         """Log only errors, since the script's logging may go to standard output; incidents are printed here."""
@@ -99,6 +120,7 @@ class Session:
 
     def _after_making(self, make: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
+        self.move_in()
         if not self._is_here:
             return
         kind = type(optimizer)
@@ -108,18 +130,25 @@ class Session:
         self._ours(self._watch, optimizer)
 
     def _watch(self, optimizer: Optimizer) -> None:
-        self._num_watched += 1
-        if self._num_watched > MAX_WATCHED:
-            if self._num_watched == MAX_WATCHED + 1:
-                self._terminal.say(f"the first {MAX_WATCHED} optimizers are guarded, further ones are not")
-            vars(optimizer)[KEY] = None
+        from steadygrad.adapters.scripts.owners import list_parts
+        from steadygrad.adapters.scripts.watch import Watch
+
+        self.num_made += 1
+        vars(optimizer)[KEY] = None
+        if len(self._watches) >= MAX_WATCHED:
+            gc.collect()  # an optimizer and its scheduler refer to each other
+        if len(self._watches) >= MAX_WATCHED:
+            self.terminal.say_once(f"{MAX_WATCHED} optimizers are guarded, further ones beside them are NOT guarded")
             return
+        if self.num_made == 1 and multiprocessing.process.parent_process() is not None:
+            multiprocessing.util.Finalize(None, self.close, exitpriority=10)  # exit handlers do not run there
         watch = Watch(
             optimizer,
-            config=self._options.config,
-            observe=self._options.observe,
-            terminal=self._terminal,
-            run_dir=self._find_folder(),
+            options=self._options,
+            terminal=self.terminal,
+            number=self.num_made,
+            choose_folder=self._choose_folder,
+            list_optimizers=lambda: [watch.optimizer for watch in self._watches],
         )
         vars(optimizer)[KEY] = watch  # lives as long as the optimizer; its state_dict and pickles leave it out
         self._watches.add(watch)
@@ -127,18 +156,18 @@ class Session:
         for part in list_parts(watch.owner):
             hear_calls(part, listener)
 
-    def _around_starting(self, start: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._has_started_others = True
-        return start(GuardedEntry(fn, self._options) if self._is_here else fn, *args, **kwargs)
+    def _choose_folder(self, watch: Watch) -> Path | None:
+        """Return the folder of an optimizer at its first step."""
+        self.num_guarded += 1
+        if self._trains_beside_others(watch):
+            gc.collect()  # unless the others are of an earlier trial, and only wait to be freed
+        return self._places.choose(trains_beside_others=self._trains_beside_others(watch))
 
-    def _find_folder(self) -> Path | None:
-        """Return the run directory of the next optimizer on this rank."""
-        folder = self._options.run_dir
-        if folder is not None and self._rank:
-            folder = folder / f"rank-{self._rank}"
-        if folder is not None and self._num_watched > 1:
-            folder = folder / f"optimizer-{self._num_watched - 1}"
-        return folder
+    def _trains_beside_others(self, watch: Watch) -> bool:
+        return any(other.has_stepped for other in self._watches if other is not watch)
+
+    def _around_starting(self, start: Callable[..., Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return start(GuardedEntry(fn, self._options) if self._is_here else fn, *args, **kwargs)
 
     # --- what happens in a step -------------------------------------------------------------------------------------
 
@@ -148,17 +177,10 @@ class Session:
         is_loss = grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1
         is_inside = torch._C._current_graph_task_id() != -1  # inside another backward, as with activation checkpointing
         if is_loss and not is_inside and self._is_here:
-            self._note_loss(tensors)
+            self._losses.note(tensors)
+            for watch in list(self._watches):
+                self._ours(watch.note_backward, tensors)
         run(tensors, grad_tensors, *args, **kwargs)
-
-    def _note_loss(self, loss: Tensor) -> None:
-        if self._losses_are_spent:
-            self._losses, self._losses_are_spent = [], False
-        true_loss = vars(loss).get(LOSS)
-        value = loss.detach() if true_loss is None else true_loss
-        self._losses.append(Loss(value.reshape(()), is_scaled=true_loss is None))
-        for watch in self._watches:
-            watch.forget_clipping()
 
     def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         """Remember the unscaled loss: a scaled loss can overflow where the loss itself did not."""
@@ -183,11 +205,13 @@ class Session:
         return norm
 
     def _around_step(self, make: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_here or getattr(self._thread, "is_stepping", False) or _is_called_by_guard():
+        self.move_in()
+        if not self._is_here or getattr(self._thread, "is_stepping", False):
             return make(optimizer, *args, **kwargs)
-        if KEY not in vars(optimizer):  # a copy, or loaded from a file: its constructor never ran
-            self._ours(self._watch, optimizer)
-        watch: Watch | None = vars(optimizer).get(KEY)
+        if _is_called_by_guard():
+            self.has_own_guard = True
+            return make(optimizer, *args, **kwargs)
+        watch = self._find_watch(optimizer)
         if watch is None:
             return make(optimizer, *args, **kwargs)
         self._thread.is_stepping = self._thread.has_stepped = True
@@ -195,10 +219,20 @@ class Session:
             return self._step(watch, functools.partial(make, optimizer), optimizer, args, kwargs)
         finally:
             self._thread.is_stepping = False
-            self._losses_are_spent = True
+            self._losses.spend()
+
+    def _find_watch(self, optimizer: Optimizer) -> Watch | None:
+        """Return who guards it. A copy has nobody yet: its constructor never ran; nor has one made before a fork."""
+        watch: Watch | None = vars(optimizer).get(KEY)
+        if KEY not in vars(optimizer) or (watch is not None and watch.process != os.getpid()):
+            self._ours(self._watch, optimizer)
+            watch = vars(optimizer).get(KEY)
+        return watch
 
     def _step(self, watch: Watch, make: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if callable(kwargs.get("closure", args[0] if args else None)):
+            from steadygrad.adapters.scripts.closures import step_with_closure
+
             return step_with_closure(
                 make,
                 optimizer,
@@ -215,8 +249,8 @@ class Session:
     def _around_scaler(
         self, make: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        watch: Watch | None = vars(optimizer).get(KEY)
-        if watch is None or not self._is_here or not scaler.is_enabled():
+        watch = self._find_watch(optimizer) if self._is_here and isinstance(optimizer, Optimizer) else None
+        if watch is None or not scaler.is_enabled():
             return make(scaler, optimizer, *args, **kwargs)
         self._thread.scaler, self._thread.has_stepped = scaler, False
         try:
@@ -224,19 +258,21 @@ class Session:
             if not self._thread.has_stepped:  # the scaler found an overflow and skipped the step
                 self._ours(watch.measure, self._look_around(optimizer))
                 self._ours(watch.conclude, skipped=True)
-                self._losses_are_spent = True
+                self._losses.spend()
             return result
         finally:
             self._thread.scaler = None
 
     def _look_around(self, optimizer: Optimizer) -> Circumstances:
+        from steadygrad.adapters.scripts.watch import Circumstances
+
         scaler = getattr(self._thread, "scaler", None)
-        many = _count_ranks() > 1
+        many = count_ranks() > 1
         return Circumstances(
-            losses=tuple(self._losses),
+            losses=tuple(self._losses.list()),
             # Ranks share gradients but not losses; with several optimizers it is unknown whose loss it is.
-            loss_counts=not many and self._num_watched == 1,
-            may_skip=not many or not _is_sharded(optimizer),
+            loss_counts=not many and len(self._watches) == 1,
+            has_many_ranks=many,
             carried_scale=getattr(optimizer, "grad_scale", None),
             loss_scale=None if scaler is None else scaler._get_scale_async(),
         )
@@ -245,6 +281,8 @@ class Session:
 
     def hear(self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when a model is called."""
+        if self._is_here:
+            self._ours(watch.hear_call, module, args, kwargs)
         if self._is_here and module.training and torch.is_grad_enabled():
             self._ours(watch.begin, module, args, kwargs)
 
@@ -263,8 +301,9 @@ class Session:
         owner, name = getattr(call, "__self__", None), getattr(call, "__qualname__", "a part")
         logger.error("steadygrad: %s failed, the script goes on without it: %r", name, error)
         logger.debug("in full:", exc_info=error)
-        if isinstance(owner, Watch):
+        if owner is not None and hasattr(owner, "optimizer"):
             vars(owner.optimizer)[KEY] = None
+            self.terminal.say_once(f"{type(owner.optimizer).__name__} is NOT guarded from here on")
 
 
 class GuardedEntry:
@@ -277,12 +316,14 @@ class GuardedEntry:
         self._function, self._options = function, options
 
     def __call__(self, number: int, *args: Any) -> Any:
-        session = Session(self._options, rank=number)
-        session.begin()
+        if _current:
+            _current[0].move_in()  # forked, or guarded by the environment
+        else:
+            Session(self._options, is_child=True).begin()
         try:
             return self._function(number, *args)
         finally:
-            session.close()  # such processes exit without running exit handlers
+            _current[0].close()  # such processes exit without running exit handlers
 
 
 class _Listener:
@@ -320,62 +361,3 @@ def _is_called_by_guard() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _count_ranks() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _is_sharded(optimizer: Optimizer) -> bool:
-    """Whether each rank holds a different part of the gradients, so that one may see a NaN that the others do not."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return any(is_dtensor(p) or hasattr(p, "_sharded_size") or hasattr(p, "_params") for p in parameters)
-
-
-# --- calls --------------------------------------------------------------------------------------------------------
-# Listen for calls of a module without leaving a trace in what the script saves.
-#
-# A forward pre-hook lives in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold
-# ours pickle and copy themselves as the plain ones they would be without it. In a compiled graph the hook does nothing.
-
-
-OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
-
-
-class _Hooks(OrderedDict[int, Any]):
-    """A dict of hooks, one of which is ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ours = -1
-        self.listeners: list[OnCall] = []
-
-    def values(self) -> Any:
-        """Return the hooks without ours: torch.jit.script compiles these, and ours is Python. Calls use `items()`."""
-        return {key: hook for key, hook in self.items() if key != self.ours}.values()
-
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
-        return OrderedDict, (), None, None, iter([(key, hook) for key, hook in self.items() if key != self.ours])
-
-
-def hear_calls(module: nn.Module, call: OnCall) -> bool:
-    """Have `call(module, args, kwargs)` run before each forward; return False where that is not possible."""
-    hooks, flags = (vars(module).get(name) for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"))
-    if isinstance(hooks, _Hooks):
-        hooks.listeners.append(call)
-        return True
-    if type(hooks) is not OrderedDict or type(flags) is not OrderedDict or hooks or flags:
-        return False  # the script's own handles refer to these dicts, and could no longer remove their hooks
-    hooks, flags = _Hooks(), _Hooks()
-    module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
-
-    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling() and called is module:
-            for listener in hooks.listeners:
-                listener(called, args, kwargs)
-
-    handle = module.register_forward_pre_hook(before, with_kwargs=True)
-    hooks.ours = flags.ours = handle.id
-    hooks.listeners.append(call)
-    return True

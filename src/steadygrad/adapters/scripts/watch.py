@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,34 +22,48 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
+from steadygrad.adapters.scripts.agreement import Agreement, is_averaged, list_trained
+from steadygrad.adapters.scripts.callers import Callers
+from steadygrad.adapters.scripts.forward_scans import ForwardScans
+from steadygrad.adapters.scripts.losses import Loss
 from steadygrad.adapters.scripts.messages import Terminal
+from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
-from steadygrad.config import GuardConfig, Interval, Policy, SnapshotConfig
+from steadygrad.adapters.scripts.record import Record
+from steadygrad.adapters.scripts.trained import (
+    describe_unreached,
+    list_parameters,
+    list_trained_parameters,
+    name_trained,
+)
+from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
-from steadygrad.diagnose.investigator import Investigator
+from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.entry import OUTSIDE
+from steadygrad.diagnose.investigator import MOST_CAPTURES, Investigator
+from steadygrad.diagnose.live import LiveTrace
 from steadygrad.diagnose.step_arguments import name_inputs
-from steadygrad.errors import ConfigError
-from steadygrad.facts import Action, Cause, Incident, Reading
+from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
+from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
-from steadygrad.record import Recorder, Sink
-from steadygrad.record.run_directory import make_record
-from steadygrad.record.run_folder import RunFolder
-from steadygrad.record.tally import Tally
-from steadygrad.state.trained_parameters import TrainedParameters
-from steadygrad.words import spell_count
+from steadygrad.measure.program import ProgramWatch
+from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
-NO_LOSS = "a script does not tell how it computes its loss."
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loss:
-    """The loss that a backward started from."""
-
-    value: Tensor
-    is_scaled: bool
-    """Whether it carries the loss scale, if there is one."""
+LIVE_STEPS = 32
+"""Steps that are watched op by op after a bad one whose replay explained nothing; each takes several times as long."""
+LIVE_CAUSES = 3
+"""Causes found in this way after which no further step is watched."""
+FIRST_STEPS = 3
+"""Steps without any gradient after which an optimizer is reported."""
+NEVER = -(1 << 60)
+OTHER_RANK = "another rank found values that are not finite (the step was skipped on all ranks)"
+NO_LOSS = "the code that computes the loss could not be run again."
+WATCHES_ON = (
+    "The model's forward is healthy when it is replayed, so the cause is in the loss or around it. The next steps "
+    "are watched op by op, slowly: if one of them is bad, its line is named."
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +78,8 @@ class Circumstances:
     """The loss scale that the gradients still carry."""
     loss_scale: Tensor | None = None
     """The current loss scale."""
-    may_skip: bool = True
-    """Whether all ranks see what this one sees."""
+    has_many_ranks: bool = False
+    """Whether other ranks train too, which must skip the same steps."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,18 +104,28 @@ class Watch:
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        config: GuardConfig,
-        observe: bool,
+        options: Options,
         terminal: Terminal,
-        run_dir: Path | None,
+        number: int,
+        choose_folder: Callable[[Watch], Path | None],
+        list_optimizers: Callable[[], list[torch.optim.Optimizer]],
     ) -> None:
-        self.optimizer, self._observe, self._terminal, self._run_dir = optimizer, observe, terminal, run_dir
+        """`number` counts the optimizers of this process; `choose_folder` is called at the first step.
+
+        `list_optimizers` returns all that are alive, this one included.
+        """
+        self.optimizer, self._observe, self._terminal = optimizer, options.observe, terminal
+        self._number, self._choose_folder, self.process = number, choose_folder, os.getpid()
+        self._list_optimizers = list_optimizers
         # Anything beyond skipping a step needs a loop that knows about it.
-        self._config = dataclasses.replace(config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
-        self.owner = find_owner(_list_parameters(optimizer))
-        self._buffers = BufferKeeper(nn.Module() if observe else self.owner)
+        self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
+        self.owner = find_owner(list_parameters(optimizer))
+        self._program = ProgramWatch(
+            list_trained_parameters(self.owner, optimizer), every=options.config.measure.scan_every
+        )
+        self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
         settings = self._config.diagnose
-        self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=run_dir)
+        self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=options.run_dir)
         self._investigator.close()  # its own hook would end up in what the script saves; `begin` reports calls to it
         self._judgement: Judgement | None = None
         self._transfer = Transfer()
@@ -112,8 +135,21 @@ class Watch:
         self._clipped: _Clipped | None = None
         self._reading: Reading | None = None
         self._signature: list[int] = []
-        self._finish: weakref.finalize[..., Watch] | None = None
-        self._give_back: Callable[[], None] | None = None
+        self._agreement: Agreement | None = None
+        self._forward_scans: ForwardScans | None = None
+        self._num_without_gradients = 0
+        self._callers = Callers()
+        self._losses: list[Capture] = []
+        self._live: LiveTrace | None = None
+        self._num_live_steps = 0
+        """Steps that are still to be watched while they run, after a failure without a cause."""
+        self._num_live_causes = 0
+        self._record: Record | None = None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether its optimizer has taken a step."""
+        return self._judgement is not None
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -125,12 +161,32 @@ class Watch:
         if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
             return  # called with another model's output, whose graph is gone by the time of a replay
         self._looks.batch = (args, kwargs)
+        if self._forward_scans is not None:
+            self._forward_scans.begin(self._step, self._looks, args, kwargs)
         if self._config.diagnose.enabled:
             self._investigator.hear(module, args, kwargs)
+            if self._investigator.newest is not None:
+                self._callers.note_call(self._investigator.newest)
+            self._begin_live_trace()
+
+    def note_backward(self, loss: Tensor) -> None:
+        """Called when the script calls backward, in the script's own stack."""
+        self._clipped = None  # new gradients are added
+        if self._program.has_call:
+            self._program.before_backward(self._step, loss)
+        if self._forward_scans is not None:
+            self._forward_scans.note_loss(loss)
+        capture = self._callers.note_backward(self.owner)
+        if capture is not None:
+            self._losses = [*self._losses[-MOST_CAPTURES + 1 :], capture]
+
+    def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Called when the model, or a part of it, is called for anything."""
+        self._program.hear_call(module, args, kwargs)
 
     def is_about(self, parameters: set[int]) -> bool:
         """Whether these ids are all of this optimizer's parameters that have a gradient."""
-        return {id(p) for p in _list_parameters(self.optimizer) if p.grad is not None} <= parameters
+        return {id(p) for p in list_parameters(self.optimizer) if p.grad is not None} <= parameters
 
     def note_clipping(self) -> None:
         """Note the gradients to report, since the script is about to clip them."""
@@ -143,35 +199,66 @@ class Watch:
         if self._clipped is not None:
             self._clipped.norm, self._clipped.max_norm = norm, float(max_norm)
 
-    def forget_clipping(self) -> None:
-        """Forget the clipping, since new gradients are added."""
-        self._clipped = None
-
     def measure(self, around: Circumstances) -> bool:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
+        if self._live is not None:
+            self._live.stop()
+        if self._forward_scans is not None:
+            self._forward_scans.read(self._step, self._looks)
         self._prepare()
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
         if m is None:
             self._reading = None
+            self._note_no_gradients(around)
             return False
+        self._num_without_gradients = NEVER
         reading = self._read(m, len(around.losses))
         if self._clipped is not None:
             reading = self._as_before_clipping(reading, self._clipped)
         bad = reading.num_nonfinite > 0 or (around.loss_counts and reading.loss_is_nonfinite)
         self._reading = reading
-        leave_out = bad and around.may_skip and not self._observe
+        leave_out = not self._observe and (self._agree(bad) if around.has_many_ranks else bad)
+        if leave_out and not bad:
+            self._terminal.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
         if leave_out and not _is_search(reading):
             self._buffers.restore()
         if bad and not _is_search(reading):
-            self._cause = self._diagnose(reading)
+            self._cause = self._diagnose(reading, around)
         return leave_out
+
+    def _note_no_gradients(self, around: Circumstances) -> None:
+        """Report an optimizer that has never got a gradient, though losses were computed."""
+        self._num_without_gradients += bool(around.losses)
+        if self._num_without_gradients != FIRST_STEPS or self._judgement is None:
+            return
+        self._judgement.note(describe_unreached(self.owner, self.optimizer, beside=self._list_optimizers()))
+
+    def _agree(self, bad: bool) -> bool:
+        """Return whether all ranks skip this step."""
+        if self._agreement is None:
+            self._agreement = Agreement(
+                str(self._number),
+                same_everywhere=is_averaged(list_trained(self.optimizer)),
+                report=self._terminal.say_loudly,
+            )
+        return self._agreement.decide(bad)
 
     def conclude(self, *, skipped: bool) -> None:
         """Judge the step after it was taken or skipped; keep the forward's changes to the buffers or undo them."""
+        calls_no_module = not self._has_begun
+        self._end_step(skipped=skipped)
+        if calls_no_module:  # the next step begins here
+            self._begin_live_trace()
+
+    def _end_step(self, *, skipped: bool) -> None:
         reading, self._reading, self._clipped, self._has_begun = self._reading, None, None, False
         looks, cause, self._looks, self._cause = self._looks, self._cause, Looks(), None
         self._investigator.take()  # release the batches
+        self._callers.forget()
+        self._losses = []
+        if self._live is not None and self._live.stop():
+            self._live = None
         if reading is None:
             return
         reading = dataclasses.replace(reading, skipped=skipped)
@@ -181,6 +268,7 @@ class Watch:
             self._buffers.accept()
         if not skipped:
             self._periodic_scans.after_optimizer(reading.step, looks)
+            self._uncleared.after_step()
         self._step += 1
         if looks.rms is not None:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
@@ -190,7 +278,8 @@ class Watch:
     def _read(self, m: Measurement, num_losses: int) -> Reading:
         numbers = self._transfer.send(m.packed).wait()
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-        context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses))
+        stale = self._uncleared.take()
+        context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses), stale=stale)
         return m.read(numbers, context, skipped=False)
 
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
@@ -209,17 +298,52 @@ class Watch:
             clip_coefficient=clipped.coefficient,
         )
 
-    def _diagnose(self, reading: Reading) -> Cause | None:
+    def _diagnose(self, reading: Reading, around: Circumstances) -> Cause | None:
         """Diagnose before the step is taken: while observing, this is the last moment with good weights."""
-        with self._buffers.unchanged():
-            cause = self._investigator.investigate(self._investigator.take(), reading, ())
+        if not self._config.diagnose.enabled:
+            return None
+        cause = self._find_live_cause(reading, around)
+        if cause is None and self._investigator.claim(reading, ()):
+            with self._buffers.unchanged():
+                cause = self._replay(reading)
+        is_known = cause is not None and cause.phase != "unknown"
+        self._num_live_steps = 0 if is_known or self._num_live_causes >= LIVE_CAUSES else LIVE_STEPS
+        return cause
+
+    def _replay(self, reading: Reading) -> Cause | None:
+        """Replay the loss as the script computes it; where that explains nothing, the model's forward alone."""
+        calls = self._investigator.take()
+        cause = self._investigator.investigate(self._losses, reading, ())
+        if cause is None or cause.phase == "unknown" or cause.kind == "error":
+            cause = self._investigator.investigate(calls, reading, ())
         return None if cause is None or cause.kind == "error" else _tell_limits(cause)
+
+    def _begin_live_trace(self) -> None:
+        """Watch this step while it runs, if the last bad one had no cause."""
+        if self._num_live_steps and self._live is None and may_enter(self.owner):
+            self._num_live_steps -= 1
+            self._live = LiveTrace(self.owner)
+            self._live.start()
+
+    def _find_live_cause(self, reading: Reading, around: Circumstances) -> Cause | None:
+        if self._live is None or self._live.is_running:
+            return None
+        bad = set(reading.gradients.nonfinite())
+        gradients = {name: p.grad for name, p in self._named if name in bad and p.grad is not None}
+        args, kwargs = self._looks.batch or ((), {})
+        inputs = dict(name_inputs(tuple(args), kwargs))
+        loss = around.losses[-1].value if around.losses else None
+        cause = self._live.find_cause(loss, gradients, inputs)
+        if cause is None or (around.has_many_ranks and (cause.file is None or cause.phase == "input")):
+            return None  # with several ranks, a gradient may come bad from another one
+        self._num_live_causes += 1
+        return dataclasses.replace(cause, step=reading.step)
 
     # --- around the steps -------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         """Prepare at the first step, and when parameters were added: only now is everything on its final device."""
-        parameters = _list_parameters(self.optimizer)
+        parameters = list_parameters(self.optimizer)
         signature = [id(p) for p in parameters]
         if signature == self._signature:
             return
@@ -228,18 +352,24 @@ class Watch:
             self.owner = find_owner(parameters)
         names = {id(p): name for name, p in self.owner.named_parameters()}
         named = tuple((names[id(p)], p) for p in parameters)
-        trained = TrainedParameters(
-            model=self.owner, optimizers=(self.optimizer,), named=named, unoptimized=(), foreign=()
-        )
+        trained = name_trained(self.owner, self.optimizer, named, beside=self._list_optimizers())
+        self._named = named
         self._meter = Meter(named, self._config.measure.implementation)
-        self._periodic_scans = PeriodicScans(trained, self._config.measure)
+        self._periodic_scans = PeriodicScans(trained, self._config.measure, program=self._program)
         self._periodic_scans.begin()
+        self._forward_scans = ForwardScans(self._periodic_scans)
+        self._uncleared = UnclearedGradientsWatch(named)
         if self._judgement is None:
             self._judgement = self._open_judgement([name for name, _ in named])
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
-        recorder = Recorder([*self._open_run(names), self._terminal])
+        folder = self._choose_folder(self)
+        record = self._record = Record(type(self.optimizer).__name__, self._terminal)
+        record.open(folder, self._config, names)
+        if record.folder is not None:
+            self._investigator.use_folder(record.folder)
+        record.report_start(list_parameters(self.optimizer), self.owner)
         judgement = Judgement(
             self._config,
             detector=Detector(standard_rules(self._config.detect)),
@@ -247,55 +377,15 @@ class Watch:
                 None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers
             ),
             actor=Actor(self._config.policy, rates=Rates([self.optimizer]), snapshots=snapshots),
-            recorder=recorder,
+            recorder=record.recorder,
         )
-        # Runs when the optimizer is freed or the script ends, so none of these may refer to the optimizer.
-        name, ledger = type(self.optimizer).__name__, (judgement.tally, judgement.incidents)
-        self._finish = weakref.finalize(
-            self, _finish, os.getpid(), name, recorder, ledger, self._terminal, self._run_dir, self._give_back
-        )
+        record.follow(self, judgement)
         return judgement
 
     def finish(self) -> None:
         """Close the record and print a summary now, instead of at exit."""
-        if self._finish is not None:
-            self._finish()
-
-    def _open_run(self, names: Sequence[str]) -> list[Sink]:
-        if self._run_dir is None:
-            return []
-        try:
-            folder = RunFolder(self._run_dir)
-            self._give_back = folder.release
-            folder.settle()
-            if folder.is_used:  # each start of a script is a separate run
-                folder.begin_anew()
-            return [make_record(folder.path, self._config, names, run_id=folder.run_id)]
-        except ConfigError as error:
-            self._terminal.say(f"no record is written: {error}")
-            self._run_dir = None
-            return []
-
-
-def _finish(
-    process: int,
-    name: str,
-    recorder: Recorder,
-    ledger: tuple[Tally, list[Incident]],
-    terminal: Terminal,
-    run_dir: Path | None,
-    give_back: Callable[[], None] | None,
-) -> None:
-    """Close the record and print a summary; a forked process prints nothing."""
-    if os.getpid() != process:
-        return
-    tally, incidents = ledger
-    recorder.close()
-    if give_back is not None:
-        give_back()
-    where = "" if run_dir is None else f"; record in {run_dir}"
-    steps, told = spell_count(tally.num_steps, "step"), spell_count(len(incidents), "incident")
-    terminal.say(f"{name}: {steps}, {tally.num_skipped} skipped, {told}{where}")
+        if self._record is not None:
+            self._record.finish()
 
 
 def _is_search(reading: Reading) -> bool:
@@ -303,15 +393,14 @@ def _is_search(reading: Reading) -> bool:
     return reading.loss_scale is not None and not reading.loss_is_nonfinite
 
 
-def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
-
-
 def _add_up(around: Circumstances) -> Tensor | None:
     """Return the loss of the step, without its scale, on the device where it was computed."""
     if not around.losses:
         return None
-    device = around.losses[-1].value.device
+    last = around.losses[-1].value
+    if len(around.losses) == 1 and around.loss_scale is None:
+        return last.float()
+    device = last.device
     scale = 1.0 if around.loss_scale is None else around.loss_scale.to(device)
     values = [(loss.value.to(device).float(), loss.is_scaled) for loss in around.losses]
     return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()
@@ -319,7 +408,7 @@ def _add_up(around: Circumstances) -> Tensor | None:
 
 def _tell_limits(cause: Cause) -> Cause:
     """Rephrase the cause for a script; omit lines that belong to the replay and not to the model."""
-    note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS)
+    note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS).replace(OUTSIDE, WATCHES_ON)
     if cause.file is not None and Path(cause.file).name == "contextlib.py":
         cause = dataclasses.replace(cause, file=None, line=None, source=None, caller=None)
     return dataclasses.replace(cause, note=note)

@@ -267,10 +267,16 @@ class Chunks:
                 spans.append((dtypes[i], first, num))
         self.spans = [span for span in spans if span[2]]
         self.num, self.num_tensors = len(tensors), len(numels)
-        self.tensors = torch.tensor(tensors, dtype=torch.int32, device=device)
-        self.indices = torch.tensor(indices, dtype=torch.int32, device=device)
-        self.bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
-        self.numels = torch.tensor(numels, dtype=torch.int64, device=device)
+        self.tensors = _send(tensors, torch.int32, device)
+        self.indices = _send(indices, torch.int32, device)
+        self.bounds = _send(bounds, torch.int32, device)
+        self.numels = _send(numels, torch.int64, device)
+
+
+def _send(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values on the device without waiting for it."""
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class Plan:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-MAX_BUCKETS = 2000
-"""Each gives two points: more than a screen has columns, so that zooming in once still shows something new."""
+MAX_BUCKETS = 4096
+"""Each gives two points: more than a screen has columns, so that zooming in still shows something new."""
 WORTH_SLICING = 16
 """Bucket width from which min() and max() over a slice beat a loop over its values."""
 
@@ -58,15 +58,30 @@ class Curve:
 
     def _widen(self) -> None:
         while len(self._buckets) > self._max_buckets:  # may take several rounds if steps are far apart
-            joined: dict[int, list[float]] = {}
-            for key, bucket in self._buckets.items():
-                other = joined.setdefault(key >> 1, bucket)
-                if bucket[1] < other[1]:
-                    other[0], other[1] = bucket[0], bucket[1]
-                if bucket[3] > other[3]:
-                    other[2], other[3] = bucket[2], bucket[3]
-            self._buckets = joined
-            self.width *= 2
+            self._double()
+
+    def _double(self) -> None:
+        joined: dict[int, list[float]] = {}
+        for key, bucket in self._buckets.items():
+            other = joined.setdefault(key >> 1, bucket)
+            if bucket[1] < other[1]:
+                other[0], other[1] = bucket[0], bucket[1]
+            if bucket[3] > other[3]:
+                other[2], other[3] = bucket[2], bucket[3]
+        self._buckets = joined
+        self.width *= 2
+
+    def join(self, other: Curve) -> None:
+        """Add all that another curve holds."""
+        self._widen_to(other.width)
+        other._widen_to(self.width)
+        for low_step, low, high_step, high in other._buckets.values():
+            self._add(int(low_step), low)
+            self._add(int(high_step), high)
+
+    def _widen_to(self, width: int) -> None:
+        while self.width < width:
+            self._double()
 
     def points(self) -> tuple[list[int], list[float]]:
         """Return steps and values, in the order of the steps."""
@@ -118,6 +133,13 @@ class Share:
         self._buckets = joined
         self.width *= 2
 
+    def join(self, other: Share) -> None:
+        """Add all that another holds."""
+        while self.width != other.width:
+            (self if self.width < other.width else other)._widen()
+        for num_hits, num_steps, step in other._buckets.values():
+            self._add(step, num_hits, num_steps)
+
     def points(self) -> tuple[list[int], list[float]]:
         """Return the middle of each bucket, and the share there."""
         keys = sorted(self._buckets)
@@ -128,6 +150,33 @@ class Share:
         """Return (first step, count) for each bucket in which the condition was ever true."""
         buckets = (self._buckets[key] for key in sorted(self._buckets))
         return [(step, num_hits) for num_hits, _, step in buckets if num_hits]
+
+
+class Clock:
+    """Seconds since the start at a bounded number of steps, evenly spread; between them, interpolate."""
+
+    def __init__(self, *, max_points: int = 400) -> None:
+        self._max_points, self._width = max_points, 1
+        self._points: dict[int, tuple[int, float]] = {}  # key -> the last step in its bucket, and its time
+
+    def extend(self, steps: Sequence[int], seconds: Sequence[float]) -> None:
+        """Add the time at each step."""
+        for i in (*range(0, len(steps) - 1, max(1, self._width // 2)), len(steps) - 1):
+            self._points[steps[i] // self._width] = (steps[i], seconds[i])
+            while len(self._points) > self._max_points:
+                self._width *= 2
+                self._points = {step // self._width: (step, time) for step, time in sorted(self._points.values())}
+
+    def join(self, other: Clock, offset: float) -> None:
+        """Add the times of another, that many seconds later."""
+        steps, seconds = other.points()
+        for step, time in zip(steps, seconds):
+            self.extend([step], [offset + time])
+
+    def points(self) -> tuple[list[int], list[float]]:
+        """Return steps and seconds, in the order of the steps."""
+        known = sorted(self._points.values())
+        return [step for step, _ in known], [time for _, time in known]
 
 
 def _count_up(steps: Sequence[int]) -> bool:

@@ -1,7 +1,8 @@
-"""IncidentLog: lines of incidents.jsonl -> counts by kind, marks for the charts, and the ones to show in full.
+"""IncidentLog: lines of incidents.jsonl -> problems, counts by kind, marks for the charts, the ones to show in full.
 
-A run can have a hundred thousand incidents. The first and last few of each kind are kept in full, all are counted, and
-the first step of an action in each bucket is kept as its mark. A field that is missing or of an unexpected type is
+A run can have a hundred thousand incidents and three things that went wrong: those with the same cause are one
+`Problem`. All are counted, the first and last few of each kind are kept in full, and the first step of an action in
+each bucket is kept as its mark. A field that is missing or of an unexpected type is
 shown as it is: the file may be older or newer than this reader.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from steadygrad.facts import Severity
+from steadygrad.facts.kinds import find_kind
 from steadygrad.view.read.curve import Share
 from steadygrad.view.read.tail import Row
 
@@ -20,6 +22,10 @@ KEPT_FIRST, KEPT_LAST = 12, 4
 MAX_KINDS = 100
 """Most kinds to distinguish; custom rules can have any name."""
 MAX_MARKS = 400
+MAX_PROBLEMS = 100
+"""Most problems to distinguish; further ones are only counted by kind."""
+SPIKE = "spike"
+"""The mark of a loss or norm that jumped."""
 OTHER = "(other kinds)"
 SEVERITIES = [one.value for one in Severity]
 
@@ -50,10 +56,49 @@ class KindTotal:
         (self.first if len(self.first) < KEPT_FIRST else self.last).append(incident)
 
 
+@dataclass
+class Problem(KindTotal):
+    """All incidents with one cause or, where none is known, of one kind."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Every kind of finding in them, those beside the headline included."""
+    steps: Share = field(default_factory=lambda: Share(max_buckets=MAX_MARKS))
+    """Where they were noticed."""
+
+    def add(self, incident: Row) -> None:
+        super().add(incident)
+        others = incident.get("also")
+        found = [incident.get("finding"), *(others if isinstance(others, list) else [])]
+        self.kinds.update(str(look(one, "kind") or "unknown") for one in found)
+        self.steps.extend([find_noticed(incident)], [True])
+
+    @property
+    def incident(self) -> Row:
+        """The first of them, which stands for all."""
+        return self.first[0]
+
+    @property
+    def cause(self) -> dict[str, Any] | None:
+        """What a diagnosis found; None if there was none."""
+        cause = self.incident.get("cause")
+        return cause if isinstance(cause, dict) else None
+
+    @property
+    def noticed(self) -> int:
+        """The step at which the first was noticed."""
+        return find_noticed(self.incident)
+
+    @property
+    def last_noticed(self) -> int:
+        """The step at which the newest was noticed."""
+        return find_noticed((self.last or self.first)[-1])
+
+
 class IncidentLog:
     """Incidents of a run, all counted and some kept in full."""
 
     def __init__(self) -> None:
+        self._problems: dict[tuple[str, ...], Problem] = {}
         self.kinds: dict[str, KindTotal] = {}
         self.count = 0
         self.severities: Counter[str] = Counter()
@@ -63,6 +108,8 @@ class IncidentLog:
         """The first incident with a known cause."""
         self.halt: Row | None = None
         """The last incident that ended the run."""
+        self.last_serious_step = -1
+        """The newest step at which something above info was noticed or acted on."""
 
     def add(self, incident: Row) -> None:
         """Count one, and keep it if it is among the first or last of its kind."""
@@ -71,7 +118,12 @@ class IncidentLog:
         if kind not in self.kinds and len(self.kinds) >= MAX_KINDS:
             kind = OTHER
         self.kinds.setdefault(kind, KindTotal(kind)).add(incident)
+        self._add_to_problem(incident)
         self.severities[str(look(incident, "finding", "severity") or "unknown")] += 1
+        if _rank(str(look(incident, "finding", "severity"))) >= Severity.WARNING.rank:
+            self.last_serious_step = max(self.last_serious_step, find_acted(incident))
+        if find_kind(kind).is_spike or kind == "loss_explosion":
+            self.marks.setdefault(SPIKE, Share(max_buckets=MAX_MARKS)).extend([find_step(incident)], [True])
         action = find_action(incident)
         if action != "none":
             self.marks.setdefault(action, Share(max_buckets=MAX_MARKS)).extend([find_acted(incident)], [True])
@@ -79,6 +131,20 @@ class IncidentLog:
             self.first_cause = incident
         if action == "halt":
             self.halt = incident
+
+    def _add_to_problem(self, incident: Row) -> None:
+        key = _identify(incident)
+        if key in self._problems or len(self._problems) < MAX_PROBLEMS:
+            self._problems.setdefault(key, Problem(str(look(incident, "finding", "kind") or "unknown"))).add(incident)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What went wrong, in the order in which it was first noticed."""
+        return sorted(self._problems.values(), key=lambda one: one.noticed)
+
+    def serious_problems(self) -> list[Problem]:
+        """Return the problems above info, in the same order."""
+        return [one for one in self.problems if _rank(one.severity) >= Severity.WARNING.rank]
 
     def shown(self) -> list[Row]:
         """Return the incidents to show in full, in the order in which they were noticed."""
@@ -92,6 +158,17 @@ class IncidentLog:
     def num_actions(self, action: str) -> int:
         """Return how often this action was taken."""
         return sum(total.actions.get(action, 0) for total in self.kinds.values())
+
+
+def _identify(incident: Row) -> tuple[str, ...]:
+    """Return what incidents of one problem share: the place that a diagnosis found, otherwise their kind."""
+    kind = str(look(incident, "finding", "kind") or "unknown")
+    cause = incident.get("cause")
+    place = [look(cause, name) for name in ("phase", "op", "module", "file", "line", "name")]
+    rank = str(incident.get("rank"))
+    if any(one is not None for one in place[1:]):
+        return (rank, kind if place[3] is None else "", *map(str, place))
+    return (rank, kind, find_action(incident))
 
 
 def look(row: Any, *path: str) -> Any:

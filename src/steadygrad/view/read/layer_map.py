@@ -1,17 +1,18 @@
 """LayerMap: one number for each parameter at some steps -> a table, parameter by step bucket, of its logarithm.
 
 A cell is the mean of the logarithms in its bucket, unless one value there is ten times off: then it is that value, so
-that a spike of one step shows in a run of a million. Zero, which has no logarithm, is drawn at the bottom of the
-scale; a non-finite value makes a special cell. Large models are folded: the parameters of a module become one row.
+that a spike of one step shows in a run of a million. Zero, which has no logarithm, is drawn at the bottom of the scale.
+A cell in which a value was not finite keeps the number of the others, and is listed apart. Large models are folded: the
+parameters of a module become one row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import add
 
-MAX_COLUMNS = 360
+MAX_COLUMNS = 240
 MAX_ROWS = 160
 ZERO_EXPONENT = -12.0
 """Exponent at which zero and anything smaller is drawn: far below fp16's smallest number, 6e-8."""
@@ -60,13 +61,19 @@ class _Column:
         self.lows = list(map(min, self.lows, other.lows))
         self.highs = list(map(max, self.highs, other.highs))
 
+    def move(self, places: list[int], size: int) -> _Column:
+        """Return a column whose cells stand at other positions."""
+        moved = _Column(size)
+        for name in self.__slots__:
+            for value, place in zip(getattr(self, name), places):
+                getattr(moved, name)[place] = value
+        return moved
+
     def show(self, positions: list[int]) -> float | None:
-        """Return the number of one cell, or of several folded into one; None if there was no value."""
-        known = [i for i in positions if i < len(self.sums) and (self.counts[i] or self.bad[i])]
+        """Return the number of one cell, or of several folded into one; None if no value was finite."""
+        known = [i for i in positions if i < len(self.sums) and self.counts[i]]
         if not known:
             return None
-        if any(self.bad[i] for i in known):
-            return math.nan
         if len(known) > 1:
             return max(self.highs[i] for i in known)  # their mean would hide one that explodes
         (i,) = known
@@ -74,6 +81,10 @@ class _Column:
         if max(high - mean, mean - low) <= FAR:
             return mean
         return high if high - mean >= mean - low else low
+
+    def is_bad(self, positions: list[int]) -> bool:
+        """Return whether a value of the cell, or of several folded into one, was not finite."""
+        return any(i < len(self.bad) and self.bad[i] for i in positions)
 
 
 class LayerMap:
@@ -108,6 +119,19 @@ class LayerMap:
         self._columns = joined
         self.width *= 2
 
+    def join(self, other: LayerMap) -> None:
+        """Add all that another map holds, whatever the order of its names."""
+        while self.width != other.width:
+            (self if self.width < other.width else other)._widen()
+        places = [self._positions.setdefault(name, len(self._positions)) for name in other.names]
+        for key, column in other._columns.items():
+            moved = column if places == list(range(len(places))) else column.move(places, len(self._positions))
+            mine = self._columns.setdefault(key, moved)
+            if mine is not moved:
+                mine.join(moved)
+        while len(self._columns) > self._max_columns:
+            self._widen()
+
     @property
     def names(self) -> list[str]:
         """Every parameter, in the order of the model."""
@@ -119,19 +143,32 @@ class LayerMap:
         return [key * self.width for key in sorted(self._columns)]
 
     def rows(self, *, max_rows: int = MAX_ROWS) -> dict[str, list[float | None]]:
-        """Return row name -> its exponents by column: None without a value, NaN where a value was not finite."""
-        folds = fold_names(self.names, max_rows)
+        """Return row name -> its exponents by column: None without a finite value."""
+        return {row: [column.show(several) for column in columns] for row, several, columns in self._fold(max_rows)}
+
+    def bad_columns(self, *, max_rows: int = MAX_ROWS) -> dict[str, list[int]]:
+        """Return row name -> the columns in which a value was not finite, for rows that have any."""
+        found = (
+            (row, [i for i, column in enumerate(columns) if column.is_bad(several)])
+            for row, several, columns in self._fold(max_rows)
+        )
+        return {row: bad for row, bad in found if bad}
+
+    def _fold(self, max_rows: int) -> Iterator[tuple[str, list[int], list[_Column]]]:
         columns = [self._columns[key] for key in sorted(self._columns)]
-        positions = {row: [self._positions[name] for name in names] for row, names in folds.items()}
-        return {row: [column.show(several) for column in columns] for row, several in positions.items()}
+        for row, names in fold_names(self.names, max_rows).items():
+            yield row, [self._positions[name] for name in names], columns
 
     def worst(self, count: int) -> list[tuple[str, float]]:
         """Return the parameters with the largest exponents in the last column, non-finite ones first."""
         if not self._columns:
             return []
         last = self._columns[max(self._columns)]
-        shown = ((name, last.show([position])) for name, position in self._positions.items())
-        known = [(name, math.inf if math.isnan(e) else e) for name, e in shown if e is not None]
+        shown = (
+            (name, math.inf if last.is_bad([position]) else last.show([position]))
+            for name, position in self._positions.items()
+        )
+        known = [(name, exponent) for name, exponent in shown if exponent is not None]
         return sorted(known, key=lambda pair: -pair[1])[:count]
 
     def __bool__(self) -> bool:

@@ -16,12 +16,15 @@ from typing import Any
 from steadygrad.errors import UsageError
 from steadygrad.record.run_folder import find_parts
 from steadygrad.view.read.curve import MAX_BUCKETS
-from steadygrad.view.read.incident_log import IncidentLog, look
+from steadygrad.view.read.incident_log import IncidentLog, find_acted, look
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.pictures import Pictures, read_pictures
 from steadygrad.view.read.rank_log import RankLogs
+from steadygrad.view.read.state import State, find_state
+from steadygrad.view.read.step_lines import read_step_lines
 from steadygrad.view.read.step_log import StepLog
 from steadygrad.view.read.tail import Row, Tail, as_number
+from steadygrad.view.read.together import read_together
 from steadygrad.view.read.validation_log import ValidationLog
 
 FILES = ("steps.jsonl", "layers.jsonl", "incidents.jsonl")
@@ -39,7 +42,8 @@ class RunReader:
         """Name in the views: the folder's name, or more of its path if several runs are shown."""
         self._within, self._max_buckets = within, max_buckets
         names = (None, *FILES[1:]) if self.path.is_file() else (*FILES, *EVALUATIONS)
-        self._tails = [Tail(self.path if name is None else self.path / name, within=within) for name in names]
+        self._paths = [self.path if name is None else self.path / name for name in names]
+        self._tails = self._open_tails()
         self._about_size = -1
         self._start()
 
@@ -79,13 +83,38 @@ class RunReader:
                 return changed
 
     def read_all(self) -> RunReader:
-        """Read to the end, including the last line if it is complete."""
+        """Read to the end, including the last line if it is complete; large files with every core."""
+        self._read_together()
         self.update()
         for tail, feed in zip(self._tails, self._feeds):
             feed(tail.finish())
         self.ranks.read(finish=True)
         self._take_from_ranks(finish=True)
         return self
+
+    def _read_together(self) -> None:
+        """Read steps and layers by several processes, if nothing was read yet and they are large enough."""
+        tails = self._tails[:2]
+        if self.path.is_file() or self._within is not None or any(tail.offset for tail in tails):
+            return
+        found = read_together([tail.path for tail in tails], self._max_buckets)
+        if found is None:
+            return
+        logs: tuple[list[Any], ...] = [self.steps], [self.norms, self.ratios]
+        for tail, mine, parts in zip(tails, logs, found):
+            for theirs, num_bad, end in parts:
+                for log, part in zip(mine, theirs):
+                    log.join(part)
+                tail.num_bad += num_bad
+                tail.skip_to(end)
+
+    def open_tail(self, path: Path) -> Tail:
+        """Return the reader of one of its files, from its beginning."""
+        return self._open_tails()[self._paths.index(path)]
+
+    def feed_of(self, path: Path) -> Callable[[list[Row]], None]:
+        """Return what takes the lines of one of its files."""
+        return self._feeds[self._paths.index(path)]
 
     @property
     def _feeds(self) -> tuple[Callable[[list[Row]], None], ...]:
@@ -95,10 +124,14 @@ class RunReader:
 
     def _begin_again(self) -> bool:
         """Start over if a file was replaced: what was read belongs to an earlier run."""
-        self._tails = [Tail(tail.path, within=self._within) for tail in self._tails]
+        self._tails = self._open_tails()
         self._start()
         self._about_size = -1
         return True
+
+    def _open_tails(self) -> list[Tail]:
+        quick = {0: read_step_lines}
+        return [Tail(path, within=self._within, quick=quick.get(i)) for i, path in enumerate(self._paths)]
 
     def _read_about(self) -> bool:
         path = self.path / "run.json"
@@ -153,6 +186,22 @@ class RunReader:
         """When one of its files was last written, in seconds since 1970."""
         times = [tail.path.stat().st_mtime for tail in self._tails if tail.exists]
         return max(times, default=None)
+
+    @property
+    def state(self) -> State:
+        """Whether it goes on, and if not, how it ended."""
+        if self.path.is_file():
+            return State.UNKNOWN
+        silent = None if self.written is None else max(0.0, time.time() - self.written)
+        pace = self.steps.seconds / max(1, self.steps.num_steps)
+        state = find_state(self.path, self.about, silent_seconds=silent, step_seconds=pace, within=self._within)
+        return State.HALTED if self._is_halted and not state.is_open else state
+
+    @property
+    def _is_halted(self) -> bool:
+        """Whether the policy had the last word; a run that was resumed after a halt has gone on."""
+        halt = self.incidents.halt
+        return halt is not None and self.steps.last_step <= find_acted(halt) + 1
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from steadygrad.view.read.curve import MAX_BUCKETS, Curve, Share
+from steadygrad.view.read.curve import MAX_BUCKETS, Clock, Curve, Share
+from steadygrad.view.read.step_lines import Numbers, StepLines
 from steadygrad.view.read.tail import Row, as_number
 
 EDGE = 100
@@ -20,6 +22,8 @@ EDGE = 100
 SHARE_BUCKETS = 120
 MAX_EXTRA = 24
 """Most numbers logged by the user that get a curve; the first ones do."""
+RATE_JUMP = 3.0
+"""A learning rate that changes by this factor from one step to the next is marked; a linear warm-up doubles at most."""
 MAX_UNKNOWN = 1000
 """Most names without a curve to count."""
 OURS = (
@@ -41,8 +45,6 @@ FOREIGN = {
 }
 """Names that logs of other programs use."""
 
-Numbers = list[float | None]
-
 
 class StepLog:
     """Totals and curves over the steps."""
@@ -53,8 +55,13 @@ class StepLog:
         self.curves = {name: Curve(max_buckets=max_buckets) for name in self.CURVES}
         self.clipped, self.skipped = (Share(max_buckets=SHARE_BUCKETS, width=8) for _ in range(2))
         self.skips, self.nonfinite = Share(max_buckets=400), Share(max_buckets=400)
+        self.rate_jumps = Share(max_buckets=400)
+        """Where the learning rate jumped."""
         self.num_steps = self.num_skipped = self.num_clipped = self.num_nonfinite = self.num_dropped = 0
-        self.last_step = -1
+        self.first_step = self.last_step = -1
+        self.first_rate: float | None = None
+        self.first_time: float | None = None
+        """Learning rate and time of the first line, with which a part of a run begins."""
         self.num_returns = 0
         """How often the step number went back because the run was resumed from an earlier step."""
         self.first_losses: list[float] = []
@@ -62,8 +69,18 @@ class StepLog:
         self.best_loss: tuple[float, int] | None = None
         """The smallest loss, and its step."""
         self.worst_norm: tuple[float, int] | None = None
+        self.first_loss: float | None = None
+        """The loss of the first step that has a finite one."""
+        self.last_loss: float | None = None
+        """The newest finite loss."""
         self.last_finite_step = -1
         """The newest step with a finite loss."""
+        self.first_lost_step: int | None = None
+        """The first step after it, whose loss was not finite; None if there is none."""
+        self.last_bad_step = -1
+        """The newest step that was skipped or not finite."""
+        self.clock = Clock()
+        """Seconds since the start at some steps."""
         self.num_lost = 0
         """Number of non-finite losses since then."""
         self.last: dict[str, float | None] = {}
@@ -76,26 +93,100 @@ class StepLog:
         self.seconds = 0.0
         self._last_time = 0.0
 
-    def extend(self, rows: Sequence[Row]) -> None:
+    def extend(self, rows: Sequence[Row] | StepLines) -> None:
         """Add a batch of lines."""
         if not rows:
             return
-        found = _split_columns(rows)
-        steps = self._number(found["step"])
-        skipped, clipped = ([value is True for value in found[name]] for name in ("skipped", "clipped"))
-        columns = {name: _as_numbers(found[name]) for name in ("loss", "grad_norm", "loss_scale", "time_seconds")}
+        lines = rows if isinstance(rows, StepLines) else self._read_rows(rows)
+        is_first = not self.num_steps
+        steps, skipped, clipped = self._number(lines.steps), lines.skipped, lines.clipped
+        if is_first:
+            self.first_step, self.first_rate = steps[0], lines.learning_rate[0]
+        columns = {"loss": lines.loss, "grad_norm": lines.grad_norm, "loss_scale": lines.loss_scale}
         if any(skipped):
             columns["grad_norm"] = _drop_unmeasured(columns["grad_norm"], skipped)
-        columns["learning_rate"] = _take_largest(found["learning_rates"])
-        columns["applied_norm"] = _multiply(columns["grad_norm"], _as_numbers(found["clip_coefficient"]), clipped)
+        columns["learning_rate"] = lines.learning_rate
+        columns["applied_norm"] = _multiply(columns["grad_norm"], lines.clip_coefficient, clipped)
+        self._mark_rate_jumps(steps, columns["learning_rate"])
         self._draw(steps, columns)
-        self._count(steps, skipped, clipped, found["num_dropped_microbatches"])
-        self._follow_time(columns["time_seconds"])
-        self._follow_extra(steps, [row.get("extra") for row in rows])
+        self._count(steps, skipped, clipped, lines.num_dropped)
+        self._follow_time(steps, lines.time_seconds)
         self.last = {name: column[-1] for name, column in columns.items()}
+        if not isinstance(rows, StepLines):
+            self._follow_extra(steps, [row.get("extra") for row in rows])
+
+    def _read_rows(self, rows: Sequence[Row]) -> StepLines:
+        """Return the columns of lines in any form."""
+        found = _split_columns(rows)
+        return StepLines(
+            steps=found["step"],  # type: ignore[arg-type]  # numbered below
+            loss=_as_numbers(found["loss"]),
+            grad_norm=_as_numbers(found["grad_norm"]),
+            clip_coefficient=_as_numbers(found["clip_coefficient"]),
+            clipped=[value is True for value in found["clipped"]],
+            skipped=[value is True for value in found["skipped"]],
+            learning_rate=_take_largest(found["learning_rates"]),
+            loss_scale=_as_numbers(found["loss_scale"]),
+            num_dropped=[number for number in found["num_dropped_microbatches"] if type(number) is int],
+            time_seconds=_as_numbers(found["time_seconds"]),
+        )
+
+    def join(self, later: StepLog) -> None:
+        """Add the steps that follow, read by another process."""
+        if not later.num_steps:
+            return
+        border = later.first_step <= self.last_step
+        self.num_returns += later.num_returns + (border and self.num_steps > 0)
+        self._join_rates(later)
+        for name, curve in later.curves.items():
+            self.curves[name].join(curve)
+        for name in ("clipped", "skipped", "skips", "nonfinite", "rate_jumps"):
+            getattr(self, name).join(getattr(later, name))
+        self._join_losses(later)
+        if later.worst_norm is not None:
+            self._follow_norm(*later.worst_norm)
+        for name, curve in later.extra.items():
+            if self._may_draw(name):
+                self.extra[name].join(curve)
+                self.last_extra[name] = later.last_extra[name]
+        for name in ("num_steps", "num_skipped", "num_clipped", "num_nonfinite", "num_dropped"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.last_bad_step = max(self.last_bad_step, later.last_bad_step)
+        self.first_step = later.first_step if self.first_step < 0 else self.first_step
+        self.last_step, self.last = later.last_step, later.last
+        if later.first_time is not None:
+            goes_on = later.first_time >= self._last_time
+            offset = self.seconds - (self._last_time if goes_on else 0.0)
+            self.clock.join(later.clock, offset)
+            self.first_time = later.first_time if self.first_time is None else self.first_time
+            self.seconds, self._last_time = offset + later.seconds, later._last_time
+
+    def _join_rates(self, later: StepLog) -> None:
+        before, after = self.last.get("learning_rate"), later.first_rate
+        if before is None or after is None or not min(before, after) > 0:
+            self.first_rate = after if not self.num_steps else self.first_rate
+        elif max(before, after) >= RATE_JUMP * min(before, after):
+            self.rate_jumps.extend([later.first_step], [True])
+
+    def _join_losses(self, later: StepLog) -> None:
+        if later.last_loss is None:
+            if self.first_lost_step is None:
+                self.first_lost_step = later.first_lost_step
+            self.num_lost += later.num_lost
+            return
+        self.first_loss = later.first_loss if self.first_loss is None else self.first_loss
+        self.last_loss, self.last_finite_step = later.last_loss, later.last_finite_step
+        self.first_lost_step, self.num_lost = later.first_lost_step, later.num_lost
+        self.first_losses += later.first_losses[: EDGE - len(self.first_losses)]
+        self.last_losses.extend(later.last_losses)
+        if later.best_loss is not None:
+            self.best_loss = min(self.best_loss or (math.inf, 0), later.best_loss)
 
     def _number(self, found: Sequence[object]) -> list[int]:
         """Return the step of each line; a line without one follows the line before."""
+        if list(found) == list(range(self.last_step + 1, self.last_step + 1 + len(found))):
+            self.last_step += len(found)
+            return list(found)  # type: ignore[arg-type]
         steps = []
         last = self.last_step
         for step in found:
@@ -105,6 +196,16 @@ class StepLog:
             last = known
         self.last_step = last
         return steps
+
+    def _mark_rate_jumps(self, steps: list[int], rates: Numbers) -> None:
+        at, known, _ = _split_finite(steps, rates)
+        last = self.last.get("learning_rate")
+        before = known[:1] if last is None or not math.isfinite(last) else [last]
+        if not known or max(before[0], max(known)) < RATE_JUMP * min(before[0], min(known)):
+            return
+        for step, (old, new) in zip(at, pairwise((*before, *known))):
+            if min(old, new) > 0 and max(old, new) >= RATE_JUMP * min(old, new):
+                self.rate_jumps.extend([step], [True])
 
     def _draw(self, steps: list[int], columns: dict[str, Numbers]) -> None:
         bad: set[int] = set()
@@ -116,32 +217,43 @@ class StepLog:
                 self._follow_losses(finite_steps, values, bad_steps)
             if name == "grad_norm" and values:
                 high = max(values)
-                self.worst_norm = max(self.worst_norm or (-math.inf, 0), (high, finite_steps[values.index(high)]))
+                self._follow_norm(high, finite_steps[values.index(high)])
             if name in ("loss", "grad_norm"):
                 bad |= bad_steps
         self.num_nonfinite += len(bad)
+        self.last_bad_step = max(self.last_bad_step, *bad) if bad else self.last_bad_step
         self.nonfinite.extend(sorted(bad), [True] * len(bad))
 
+    def _follow_norm(self, norm: float, step: int) -> None:
+        if self.worst_norm is None or norm > self.worst_norm[0]:  # of equal ones the first
+            self.worst_norm = (norm, step)
+
     def _follow_losses(self, steps: list[int], losses: list[float], bad_steps: set[int]) -> None:
+        later = [step for step in bad_steps if step > (steps[-1] if losses else self.last_finite_step)]
         if not losses:
             self.num_lost += len(bad_steps)
+            self.first_lost_step = min(later, default=None) if self.first_lost_step is None else self.first_lost_step
             return
+        self.first_loss = losses[0] if self.first_loss is None else self.first_loss
+        self.last_loss = losses[-1]
+        self.first_lost_step = min(later, default=None)
         self.first_losses += losses[: EDGE - len(self.first_losses)]
         self.last_losses.extend(losses[-EDGE:])
         low = min(losses)
         self.best_loss = min(self.best_loss or (math.inf, 0), (low, steps[losses.index(low)]))
         self.last_finite_step = steps[-1]
-        self.num_lost = sum(step > steps[-1] for step in bad_steps)
+        self.num_lost = len(later)
 
-    def _count(self, steps: list[int], skipped: list[bool], clipped: list[bool], dropped: Sequence[object]) -> None:
+    def _count(self, steps: list[int], skipped: list[bool], clipped: list[bool], dropped: list[int]) -> None:
         self.num_steps += len(steps)
         self.num_skipped += sum(skipped)
         self.num_clipped += sum(clipped)
-        self.num_dropped += sum(number for number in dropped if type(number) is int)
+        self.num_dropped += sum(dropped)
         self.skipped.extend(steps, skipped)
         self.clipped.extend(steps, clipped)
         where = [step for step, hit in zip(steps, skipped) if hit]
         self.skips.extend(where, [True] * len(where))
+        self.last_bad_step = max(self.last_bad_step, *where) if where else self.last_bad_step
 
     def _follow_extra(self, steps: list[int], told: list[Any]) -> None:
         """Follow numbers such as the terms of a loss; most runs have none, and pay for one check per line."""
@@ -170,12 +282,22 @@ class StepLog:
         """Number of names without a curve."""
         return len(self._unknown)
 
-    def _follow_time(self, times: Numbers) -> None:
+    def _follow_time(self, steps: list[int], times: Numbers) -> None:
         """Sum the wall clock over the starts of a resumed run: each begins at zero."""
-        for time in times:
-            if time is not None and math.isfinite(time):
-                self.seconds += time - self._last_time if time >= self._last_time else max(0.0, time)
-                self._last_time = time
+        at, known, _ = _split_finite(steps, times)
+        if not known:
+            return
+        if known[0] >= self._last_time and known == sorted(known):
+            offset = self.seconds - self._last_time
+            totals = [offset + time for time in known]
+        else:
+            totals = []
+            for before, time in pairwise((self._last_time, *known)):
+                passed = time - before if time >= before else max(0.0, time)
+                totals.append((totals[-1] if totals else self.seconds) + passed)
+        self.clock.extend(at, totals)
+        self.first_time = known[0] if self.first_time is None else self.first_time
+        self.seconds, self._last_time = totals[-1], known[-1]
 
 
 def _split_columns(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:

@@ -12,6 +12,8 @@ from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
 from steadygrad.words import spell_value
 
 MAX_NAMES = 400
+MAX_SETTINGS = 4
+"""Settings that differ, as columns beside the numbers; a table of its own has all of them."""
 MAX_OPEN_ROWS = 12
 """A table with more rows is collapsed at first."""
 
@@ -35,16 +37,41 @@ def render_about(run: RunReader) -> Html:
     return join([when, *parts]) if parts or when else tag("p", "run.json tells nothing.", class_="note")
 
 
-def render_comparison(runs: Sequence[RunReader]) -> Html:
-    """Render the numbers of several runs side by side, and the settings that differ."""
+def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Sequence[str | None]) -> Html:
+    """Render several runs side by side, the settings that differ first; a check box takes one out of the charts."""
+    differing = find_differences([flatten(run.config) for run in runs]) if all(run.config for run in runs) else {}
+    rates = find_differences([{"highest rate": find_rate(run)} for run in runs])  # the optimizer's, so not in run.json
+    told = {name: found for name, found in rates.items() if None not in found}
+    settings = {**told, **dict(list(differing.items())[:MAX_SETTINGS])}
     numbers = [list_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows = []
-    for run, known in zip(runs, numbers):
+    for i, (run, key, link, known) in enumerate(zip(runs, keys, links, numbers)):
         headline = judge_run(run)
         word = tag("span", headline.word, class_=f"badge {headline.tone}")
-        rows.append([run.name, word, *(known.get(label, "-") for label in labels)])
-    return join([make_table(("run", "verdict", *labels), rows), _render_differences(runs)])
+        state = tag("span", str(run.state), class_=f"badge state {run.state}")
+        name = join([_render_box(run.name, key), " ", tag("a", run.name, href=link) if link else run.name])
+        values = [spell_value(found[i]) for found in settings.values()]
+        rows.append([name, word, state, *values, *(known.get(label, "-") for label in labels)])
+    header = ("run", "verdict", "state", *settings, *labels)
+    table = make_table(header, rows, label="Runs compared", class_="compared", sortable=True)
+    return join([table, _render_differences(runs)])
+
+
+def render_search() -> Html:
+    """Render the box that leaves rows out of the table below it."""
+    return tag("input", type="search", placeholder="find a run", aria_label="Find a run", class_="find", data_find=True)
+
+
+def find_rate(run: RunReader) -> float | None:
+    """Return the highest learning rate of a run."""
+    return max(run.steps.curves["learning_rate"].points()[1], default=None)
+
+
+def _render_box(name: str, key: str) -> Html:
+    """Render the box that shows or hides a run in the charts, beside the line that stands for it there."""
+    box = tag("input", type="checkbox", checked=True, data_show=key, aria_label=f"Show {name} in the charts")
+    return join([box, tag("span", class_="swatch", data_swatch=key)])
 
 
 def _render_differences(runs: Sequence[RunReader]) -> Html | None:
@@ -54,7 +81,7 @@ def _render_differences(runs: Sequence[RunReader]) -> Html | None:
         return None
     differing = find_differences([flatten(run.config) for run in told])
     if not differing:
-        return tag("p", "Their settings are the same.", class_="note")
+        return tag("p", "The settings of their guards are the same.", class_="note")
     settings = [[name, *map(spell_value, values)] for name, values in differing.items()]
     table = make_table(("setting that differs", *(run.name for run in told)), settings)
     return table if len(settings) <= MAX_OPEN_ROWS else _fold(f"{len(settings)} settings that differ", table)

@@ -5,17 +5,18 @@ Numbers are rounded to what a screen can show; a list has at most a few thousand
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from steadygrad.view.headline import first_loss, last_loss
+from steadygrad.facts import Action
 from steadygrad.view.marks import MARKS, find_mark
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.validation_log import is_loss, is_validation
 from steadygrad.words import spell_number
 
+FLAT = ("learning_rate", "loss_scale")
+"""Curves that stay at one value for long."""
 CHARTS = {
     "loss": "Loss",
     "validation": "Validation loss",
@@ -37,7 +38,7 @@ ABOUT = {
     "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
     "rate": "The largest of the parameter groups.",
     "share": "In each stretch of the run.",
-    "layers": "Powers of ten. Blue is far below this run's middle, red far above; purple held NaN or Inf.",
+    "layers": "Powers of ten. Blue is far below this run's middle, red far above; a dot: NaN or Inf.",
     "ratios": "Powers of ten; about -3 is healthy. Blue hardly moves, red moves too fast.",
     "scale": "What the GradScaler multiplied the loss by.",
 }
@@ -48,7 +49,9 @@ def describe_charts(run: RunReader) -> dict[str, Any]:
     steps = run.steps
     return {
         "name": run.name,
-        "curves": {name: _list_points(*curve.points()) for name, curve in steps.curves.items() if curve},
+        "curves": {
+            name: _list_points(*curve.points(), thin=name in FLAT) for name, curve in steps.curves.items() if curve
+        },
         "validation": {name: _list_points(*points) for name, points in list_validation(run).items()},
         "metrics": {name: _list_points(*points) for name, points in list_validation(run, losses=False).items()},
         "extra": {
@@ -62,6 +65,7 @@ def describe_charts(run: RunReader) -> dict[str, Any]:
         "norms": _list_cells(run.norms),
         "ratios": _list_cells(run.ratios),
         "last_step": steps.last_step,
+        "clock": _list_points(*steps.clock.points(), thin=False),
     }
 
 
@@ -79,7 +83,7 @@ def summarise_chart(run: RunReader, chart: str) -> str:
     """Describe a chart in words, for users who cannot see it."""
     steps = run.steps
     if chart == "loss":
-        return f"Loss from {spell_number(first_loss(run))} to {spell_number(last_loss(run))}."
+        return f"Loss from {spell_number(steps.first_loss)} to {spell_number(steps.last_loss)}."
     if chart in ("validation", "metrics"):
         known = list_validation(run, losses=chart == "validation")
         return _tell_last({name: values[-1] for name, (_, values) in known.items()})
@@ -99,37 +103,51 @@ def _tell_last(numbers: Mapping[str, float]) -> str:
     return f"At the end: {', '.join(f'{name} {spell_number(number)}' for name, number in numbers.items())}."
 
 
-def _list_points(steps: list[int], values: list[float]) -> dict[str, Any]:
-    return {"x": steps, "y": [_round(value) for value in values]}
+def _list_points(steps: list[int], values: list[float], *, thin: bool = False) -> dict[str, Any]:
+    """Return the points; `thin` leaves out those between two of the same value."""
+    y = [_round(value) for value in values]
+    if thin:
+        last = len(y) - 1
+        kept = [i for i in range(len(y)) if i in (0, last) or not y[i - 1] == y[i] == y[i + 1]]
+        return {"x": [steps[i] for i in kept], "y": [y[i] for i in kept]}
+    return {"x": steps, "y": y}
 
 
 def _list_marks(run: RunReader) -> list[dict[str, Any]]:
-    found = {"nonfinite": run.steps.nonfinite, "skip": run.steps.skips}
-    found |= {action: marks for action, marks in run.incidents.marks.items() if action not in ("skip", "clip")}
+    """Return a row for each kind of mark, in the order of the steps at which they first occur."""
     marks = []
-    for kind, share in found.items():
-        hits = share.hits()
+    for kind, hits in find_marks(run).items():
         if hits:
             steps, counts = [step for step, _ in hits], [count for _, count in hits]
             mark = find_mark(kind)
             style = {"symbol": mark.symbol, "paint": mark.paint, "through": mark.is_turning_point}
             marks.append({"kind": kind, "name": mark.words, **style, "x": steps, "counts": counts})
     order = list(MARKS)
-    return sorted(marks, key=lambda mark: order.index(mark["kind"]) if mark["kind"] in order else len(order))
+    return sorted(
+        marks, key=lambda mark: (mark["x"][0], order.index(mark["kind"]) if mark["kind"] in order else len(order))
+    )
+
+
+def find_marks(run: RunReader) -> dict[str, list[tuple[int, int]]]:
+    """Return kind of mark -> (step, count) wherever there is one, in the order of the steps."""
+    steps = run.steps
+    found = {"nonfinite": steps.nonfinite.hits(), "skip": steps.skips.hits()}
+    for action, marks in run.incidents.marks.items():
+        if action not in ("skip", "clip"):
+            found[action] = marks.hits()
+    if jumps := steps.rate_jumps.hits():
+        found[Action.SCALE_LR] = sorted({*jumps, *found.get(Action.SCALE_LR, ())})
+    return found
 
 
 def _list_cells(table: LayerMap) -> dict[str, Any] | None:
-    """Return rows from the model's end to its beginning: a chart's axis counts upwards, and the input goes on top."""
+    """Return the rows of a map, the input first: exponents in tenths, and the columns with a non-finite value."""
     if not table:
         return None
-    rows = table.rows()
-    names = list(reversed(rows))
-    bad = [
-        [column, i] for i, name in enumerate(names) for column, z in enumerate(rows[name]) if z is not None and z != z
-    ]
-    cells = [[None if z is None or math.isnan(z) else round(z, 2) for z in rows[name]] for name in names]
-    return {"x": table.steps, "names": names, "z": cells, "bad": bad}
+    rows, bad = table.rows(), table.bad_columns()
+    cells = [[None if z is None else round(10 * z) for z in row] for row in rows.values()]
+    return {"x": table.steps, "names": list(rows), "z": cells, "bad": [bad.get(name, []) for name in rows]}
 
 
 def _round(value: float) -> float:
-    return float(f"{value:.6g}")
+    return float(f"{value:.5g}")

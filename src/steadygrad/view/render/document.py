@@ -11,8 +11,6 @@ import hashlib
 from importlib.resources import files
 
 from steadygrad._version import __version__
-from steadygrad.errors import UsageError
-from steadygrad.extras import import_extra
 from steadygrad.view.render.html import Html, join, tag
 
 
@@ -22,14 +20,13 @@ def read_asset(name: str) -> str:
     return files("steadygrad.view.render").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-@functools.cache
-def read_plotly() -> str:
-    """Return plotly's own script from its package."""
-    return str(import_extra("view", "plotly.offline", what="a page with charts", error=UsageError).get_plotlyjs())
+SCRIPTS = ("series.js", "chart.js", "page.js")
+"""What every page with charts runs, in this order."""
 
 
-def make_document(title: str, body: Html, *, data: Html, scripts: tuple[str, ...]) -> str:
+def make_document(title: str, body: Html, *, data: Html) -> str:
     """Return a self-contained document; `data` is JSON for the scripts."""
+    scripts = [read_asset(name) for name in SCRIPTS]
     hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
     head = [

@@ -12,7 +12,7 @@ from typing import Any
 
 from steadygrad.record.encode import to_plain
 
-VOID = ("meta", "br", "img", "link")
+VOID = ("meta", "br", "img", "link", "input")
 
 
 class Html(str):
@@ -39,11 +39,20 @@ def join(children: Iterable[str | Html | None]) -> Html:
     return Html("".join(pieces))
 
 
-def make_table(header: Sequence[str], rows: Iterable[Sequence[str | Html]], *, class_: str | None = None) -> Html:
-    """Return a table that scrolls on its own if it is too wide."""
+def make_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str | Html]],
+    *,
+    label: str = "",
+    class_: str | None = None,
+    sortable: bool = False,
+) -> Html:
+    """Return a table that scrolls on its own if it is too wide; `sortable` lets the script sort and search it."""
     head = tag("tr", *(tag("th", one, scope="col") for one in header))
     body = join(tag("tr", tag("th", row[0], scope="row"), *(tag("td", one) for one in row[1:])) for row in rows)
-    return tag("div", tag("table", tag("thead", head), tag("tbody", body), class_=class_), class_="scroll")
+    table = tag("table", tag("thead", head), tag("tbody", body), class_=class_, data_sortable=sortable)
+    label = label or f"Table of {header[0]}"
+    return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
 def make_pairs(pairs: Iterable[tuple[str, str | Html]]) -> Html:

@@ -1,6 +1,7 @@
-"""Incidents -> HTML: a table of kinds, and a fold-out for each: what, why, where, what was done, what to change.
+"""Problems -> HTML: a fold-out for each, cause first: what, why, where, what was done, what to change, at which steps.
 
-Every recorded field of a cause is shown, even one that this version does not know.
+Incidents with the same cause are one problem, so a fault that strikes a hundred times is read once. Every recorded
+field of a cause is shown, even one that this version does not know.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from steadygrad.view.marks import find_mark
 from steadygrad.view.read.incident_log import (
     IncidentLog,
-    KindTotal,
+    Problem,
     find_acted,
     find_action,
     find_noticed,
@@ -21,9 +22,11 @@ from steadygrad.view.read.incident_log import (
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.tail import Row
 from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
-from steadygrad.words import spell_value
+from steadygrad.view.story import tell_problem
+from steadygrad.words import spell_count, spell_value
 
-MAX_SHOWN = 300
+MAX_OPEN = 12
+"""Problems listed at once; the others are one click away."""
 LABELS = {
     "symptom": "seen",
     "phase": "phase",
@@ -31,7 +34,7 @@ LABELS = {
     "module": "module",
     "node": "autograd node",
     "caller": "called from",
-    "name": "explanation",
+    "name": "known as",
     "samples": "samples of the batch",
     "samples_note": "about the samples",
     "reproducible": "second replay",
@@ -44,54 +47,92 @@ OWN_PLACE = ("explanation", "fixes", "chain", "inputs", "terms", "file", "line",
 """Fields of a cause that are shown elsewhere."""
 
 
-def render_incidents(log: IncidentLog) -> Html:
-    """Render all incidents: counts, and those kept in full."""
+def render_incidents(log: IncidentLog, key: str) -> Html:
+    """Render every problem, in the order in which they were noticed; `key` makes their ids unique on the page."""
     if not log.count:
         return tag("p", "Nothing happened that is worth a line.", class_="calm")
-    shown = _keep_ends(log.shown())
-    left_out = log.count - len(shown)
-    note = (
-        f"{left_out:,} more are in incidents.jsonl: of each kind the first and the last are shown." if left_out else ""
+    problems = log.problems
+    rendered = [render_problem(one, f"{key}-incident-{i}") for i, one in enumerate(problems)]
+    shown, rest = rendered[:MAX_OPEN], rendered[MAX_OPEN:]
+    more = [
+        tag("details", tag("summary", f"{len(rest)} more problems"), tag("div", *rest, class_="body"), class_="more")
+    ]
+    left_out = log.count - sum(one.count for one in problems)
+    note = f"{left_out:,} more incidents are in incidents.jsonl." if left_out else ""
+    told = f"{spell_count(log.count, 'incident')}, {spell_count(len(problems), 'problem')}."
+    return join(
+        [
+            tag("p", told[0].upper() + told[1:], class_="note"),
+            tag("div", *shown, *(more if rest else ()), class_="incidents"),
+            tag("p", note, class_="note") if note else None,
+        ]
     )
-    kinds = make_table(
-        ("kind", "severity", "times", "steps", "what was done"), [_list_kind(total) for total in _sort(log)]
-    )
-    listed = tag("div", *(render_incident(one, i) for i, one in enumerate(shown)), class_="incidents")
-    return join([kinds, listed, tag("p", note, class_="note") if note else None])
 
 
-def _keep_ends(incidents: list[Row]) -> list[Row]:
-    """Keep at most MAX_SHOWN, from the beginning and from the end: readers want to see how a run ended."""
-    half = MAX_SHOWN // 2
-    return incidents if len(incidents) <= MAX_SHOWN else [*incidents[:half], *incidents[-half:]]
-
-
-def render_incident(incident: Row, number: int) -> Html:
-    """Render one incident, collapsed; opens by click or keyboard."""
-    severity = str(look(incident, "finding", "severity") or "unknown")
-    kind = str(look(incident, "finding", "kind") or "unknown")
-    step, action, rank = find_step(incident), find_action(incident), find_rank(incident)
+def render_problem(problem: Problem, name: str) -> Html:
+    """Render one problem, collapsed; opens by click or keyboard."""
+    episode = tell_problem(problem)
+    severity = problem.severity or str(look(problem.incident, "finding", "severity") or "unknown")
+    rank = find_rank(problem.incident)
+    steps = [step for step, _ in problem.steps.hits()]
     summary = tag(
         "summary",
         tag("span", severity, class_=f"badge {_as_class(severity)}"),
-        tag("span", f"step {find_noticed(incident):,}", class_="step"),
+        tag("span", episode.when, class_="step"),
         None if rank is None else tag("span", f"rank {rank}", class_="badge rank"),
-        tag("strong", kind),
-        tag("span", str(look(incident, "finding", "message") or ""), class_="message"),
-        tag("span", find_mark(action).words, class_="did") if action != "none" else None,
+        tag("strong", episode.what, class_="what"),
+        tag("code", episode.place, class_="place") if episode.place else None,
+        tag("span", episode.did, class_="did"),
     )
-    cause = incident.get("cause")
     body = tag(
         "div",
-        _render_cause(cause) if isinstance(cause, dict) else None,
-        make_pairs(_list_facts(incident)),
+        _render_cause(problem.cause) if problem.cause is not None else None,
+        make_pairs(_list_facts(problem.incident)),
+        _render_occurrences(problem),
         class_="body",
     )
-    return tag("details", summary, body, class_="incident", id=f"incident-{number}", data_step=str(step))
+    return tag(
+        "details",
+        summary,
+        body,
+        class_="incident",
+        id=name,
+        data_step=str(find_step(problem.incident)),
+        data_steps=" ".join(map(str, steps)),
+    )
+
+
+def _render_occurrences(problem: Problem) -> Html | None:
+    """Render the steps of a problem that occurred several times: the first, and the newest."""
+    if problem.count < 2:
+        return None
+    kept = [*problem.first, *problem.last]
+    left_out = problem.count - len(kept)
+    table = make_table(
+        ("step", "kinds", "what was done", "message", "batch kept in"), [_list_occurrence(one) for one in kept]
+    )
+    title = f"All {problem.count:,} times" if not left_out else f"{len(kept)} of {problem.count:,} times"
+    return tag("details", tag("summary", title), tag("div", table, class_="body"), class_="more")
+
+
+def _list_occurrence(incident: Row) -> list[str | Html]:
+    others = incident.get("also")
+    kinds = [look(one, "kind") for one in [incident.get("finding"), *(others if isinstance(others, list) else [])]]
+    return [
+        f"{find_noticed(incident):,}",
+        ", ".join(str(kind) for kind in kinds if kind),
+        str(look(incident, "outcome", "message") or find_mark(find_action(incident)).words),
+        str(look(incident, "finding", "message") or ""),
+        str(look(incident, "cause", "batch") or "-"),
+    ]
 
 
 def _list_facts(incident: Row) -> list[tuple[str, str | Html]]:
-    facts: list[tuple[str, str | Html]] = _list_steps(incident)
+    kind = look(incident, "finding", "kind")
+    facts: list[tuple[str, str | Html]] = [("kind", str(kind))] if kind else []
+    if incident.get("cause") and look(incident, "finding", "message"):  # without a cause it is the title
+        facts.append(("seen", str(look(incident, "finding", "message"))))
+    facts += _list_steps(incident)
     outcome, verdict = incident.get("outcome"), incident.get("verdict")
     done = look(outcome, "message")
     if done:
@@ -185,19 +226,6 @@ def _is_told(key: str, value: Any) -> bool:
 
 def _spell_field(key: str, value: Any) -> str:
     return "(the model itself)" if key == "module" and value == "" else spell_value(value)
-
-
-def _list_kind(total: KindTotal) -> list[str | Html]:
-    steps = f"{total.first_step:,}"
-    if total.last_step != total.first_step:
-        steps += f" to {total.last_step:,}"
-    done = ", ".join(f"{find_mark(action).words} {n:,}×" for action, n in total.actions.items() if action != "none")
-    badge = tag("span", total.severity or "unknown", class_=f"badge {_as_class(total.severity)}")
-    return [total.kind, badge, f"{total.count:,}", steps, done or "told only"]
-
-
-def _sort(log: IncidentLog) -> list[KindTotal]:
-    return sorted(log.kinds.values(), key=lambda total: total.first_step)
 
 
 def _as_class(severity: str) -> str:

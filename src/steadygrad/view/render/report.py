@@ -7,26 +7,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steadygrad.errors import UsageError
-from steadygrad.view.read.run import RunReader, list_parts, open_run
-from steadygrad.view.render.about import render_comparison
+from steadygrad.view.read.curve import MAX_BUCKETS
+from steadygrad.view.read.run import RunReader, find_runs, is_run, list_parts, open_run
+from steadygrad.view.render.about import render_comparison, render_search
 from steadygrad.view.render.charts import describe_charts
-from steadygrad.view.render.document import make_document, read_asset, read_plotly
+from steadygrad.view.render.document import make_document
 from steadygrad.view.render.html import Html, join, tag, to_script_json
-from steadygrad.view.render.parts import render_compared_charts, render_run
+from steadygrad.view.render.parts import render_compared_charts, render_controls, render_run
+
+MAX_IN_FULL = 12
+"""With more runs than this, only their comparison is written."""
+MIN_BUCKETS = 300
+"""Stretches of each curve in a report of very many runs."""
 
 
 def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunReader]:
-    """Read the runs, write the report, and return what was read."""
+    """Read the runs, write the report, and return what was read; a folder of runs stands for all of them."""
     target = Path(target)
-    plotly = read_plotly()  # a missing package should fail before minutes of reading
     if target.is_dir():
         raise UsageError(f"{target} is a folder. Name the file that the report is written to: -o report.html.")
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{target} does not end in .html, and a report is a page: -o {target.with_suffix('.html')}.")
     if not target.parent.is_dir():
         raise UsageError(f"There is no folder {target.parent} to write {target.name} to. Make it, or name another.")
-    runs = [open_run(part) for path in paths for part in list_parts(Path(path))]
+    found = list_named_runs(paths)
+    buckets = max(MIN_BUCKETS, MAX_BUCKETS // len(found))
+    runs = [open_run(path, max_buckets=buckets) for path in found]
     for run, name in zip(runs, tell_apart([run.path for run in runs])):
         run.read_all().name = name
-    text = render_report(runs, plotly)
+    text = render_report(runs)
     aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -38,14 +47,26 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     return runs
 
 
-def render_report(runs: Sequence[RunReader], plotly: str) -> str:
+def list_named_runs(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the runs that the user named, those of a folder of runs included, each once."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        inside = [] if path.is_file() or is_run(path) else find_runs(path)
+        found += inside or list_parts(path)  # one that is no run is refused when it is opened
+    return list({path.resolve(): path for path in found}.values())
+
+
+def render_report(runs: Sequence[RunReader]) -> str:
     """Render the whole document."""
     keys = [f"run{i}" for i in range(len(runs))]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     data = {"runs": {key: describe_charts(run) for key, run in zip(keys, runs)}}
-    body = join([_compare(runs, keys) if len(runs) > 1 else None, *map(render_run, runs, keys)])
-    scripts = (plotly, read_asset("page.js"))
-    return make_document(f"{title} · steadygrad", body, data=to_script_json(data), scripts=scripts)
+    is_full = len(runs) <= MAX_IN_FULL
+    if not is_full:  # their maps would make the file large, and nothing would show them
+        data = {"runs": {key: {**one, "norms": None, "ratios": None} for key, one in data["runs"].items()}}
+    full = [render_run(run, key, has_controls=len(runs) == 1) for run, key in zip(runs, keys)] if is_full else []
+    body = join([_compare(runs, keys) if len(runs) > 1 else None, *full])
+    return make_document(f"{title} · steadygrad", body, data=to_script_json(data))
 
 
 def tell_apart(paths: Sequence[Path]) -> list[str]:
@@ -59,5 +80,11 @@ def tell_apart(paths: Sequence[Path]) -> list[str]:
 
 
 def _compare(runs: Sequence[RunReader], keys: Sequence[str]) -> Html:
-    links = tag("nav", *(tag("a", run.name, href=f"#{key}") for run, key in zip(runs, keys)), aria_label="Runs")
-    return tag("section", tag("h2", "Comparison"), links, render_comparison(runs), render_compared_charts())
+    note = None
+    if len(runs) > MAX_IN_FULL:
+        note = tag("p", "A report of fewer runs shows each of them in full: steadygrad report RUN.", class_="note")
+    links = [f"#{key}" if note is None else None for key in keys]
+    table = tag("div", render_comparison(runs, keys, links), data_part="comparison")
+    return tag(
+        "section", tag("h2", "Comparison"), note, render_search(), table, render_controls(), render_compared_charts()
+    )

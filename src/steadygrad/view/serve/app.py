@@ -7,22 +7,24 @@ disconnects.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad.record.encode import to_json
+from steadygrad.view.read.glance import RunGlance
 from steadygrad.view.read.run import RunReader
-from steadygrad.view.render.document import make_head, read_asset, read_plotly, render_foot, render_top
-from steadygrad.view.render.html import Html, make_table, tag
-from steadygrad.view.render.parts import render_run
-from steadygrad.view.serve.live import LiveRuns, RunGlance, find_changes
+from steadygrad.view.render.about import render_search
+from steadygrad.view.render.document import SCRIPTS, make_head, read_asset, render_foot, render_top
+from steadygrad.view.render.html import Html, join, make_table, tag
+from steadygrad.view.render.parts import render_compared_charts, render_controls, render_run, render_state, render_time
+from steadygrad.view.serve.compare import LiveComparison, render_compared
+from steadygrad.view.serve.live import KEY, LiveRuns, find_changes
 from steadygrad.view.serve.protect import Gate
-from steadygrad.words import spell_duration
+from steadygrad.words import spell_number
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -46,6 +48,8 @@ def make_app(root: Path, *, token: str | None = None, is_ending: Callable[[], bo
     routes = [
         Route("/", pages.list_runs),
         Route("/runs/{name:path}", pages.show_run),
+        Route("/compare", pages.compare),
+        Route("/compare/events", pages.follow_comparison),
         Route("/events", pages.follow_list),
         Route("/events/{name:path}", pages.follow_run),
         Route("/assets/{name}", pages.give_asset),
@@ -79,6 +83,26 @@ class Pages:
         run = await asyncio.to_thread(self._runs.find, request.path_params["name"])
         return _refuse() if run is None else self._stream(request, run.look)
 
+    async def compare(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse, RedirectResponse
+
+        names = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_COMPARED]
+        if not names:
+            return RedirectResponse("/", status_code=303)
+        found = await asyncio.to_thread(self._find_all, names)
+        if found is None:
+            return _refuse()
+        return HTMLResponse(await asyncio.to_thread(lambda: make_comparison_page(found.read_on(), names)))
+
+    async def follow_comparison(self, request: Request) -> Response:
+        names = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_COMPARED]
+        found = await asyncio.to_thread(self._find_all, names)
+        return _refuse() if found is None else self._stream(request, found.look)
+
+    def _find_all(self, names: Sequence[str]) -> LiveComparison | None:
+        runs = {name: run for name in names if (run := self._runs.open_apart(name)) is not None}
+        return LiveComparison(runs) if len(runs) == len(names) else None
+
     async def follow_list(self, request: Request) -> Response:
         return self._stream(request, lambda: {"part:list": to_json(render_list(self._runs.list())), "progress": "1"})
 
@@ -86,9 +110,7 @@ class Pages:
         from starlette.responses import Response
 
         name = request.path_params["name"]
-        if name == "plotly.js":
-            return Response(await asyncio.to_thread(read_plotly), media_type="text/javascript", headers=_KEEP)
-        if name in ("page.js", "live.js", "page.css"):
+        if name in (*SCRIPTS, "live.js", "page.css"):
             kind = "text/css" if name.endswith(".css") else "text/javascript"
             return Response(read_asset(name), media_type=kind)
         return _refuse()
@@ -97,9 +119,6 @@ class Pages:
         from starlette.responses import StreamingResponse
 
         return StreamingResponse(_send_changes(request, look, self._is_ending), media_type="text/event-stream")
-
-
-_KEEP = {"cache-control": "private, max-age=3600"}  # five megabytes that do not change
 
 
 def _refuse() -> Response:
@@ -131,51 +150,64 @@ async def _send_changes(
 # Runs -> the documents of the live page: the list, and one run. They use the report's parts; events fill them in.
 
 
-KEY = "run0"
+MAX_COMPARED = 100
+"""Most runs in one comparison."""
 
 
 def make_list_page(glances: Sequence[RunGlance], title: str) -> str:
-    """Render the page that lists the runs."""
-    content = tag("div", render_list(glances), data_part="list")
-    return _make_page(title, tag("h2", "Runs"), content, events="/events", scripts=("page.js", "live.js"))
+    """Render the page that lists the runs; those that are ticked can be compared."""
+    bar = tag("div", render_search(), tag("button", "Compare the ticked runs", type="submit"), class_="bar")
+    form = tag("form", bar, tag("div", render_list(glances), data_part="list"), action="/compare", method="get")
+    return _make_page(title, tag("h2", "Runs"), form, events="/events", has_charts=False)
 
 
 def make_run_page(reader: RunReader, name: str) -> str:
     """Render the page of one run, with what has been read so far; the charts arrive as events."""
     back = tag("a", "all runs", href="/")
-    events = f"/events/{quote(name)}"
-    return _make_page(
-        name, render_run(reader, KEY), events=events, scripts=("plotly.js", "page.js", "live.js"), top=back
-    )
+    return _make_page(name, render_run(reader, KEY), events=f"/events/{quote(name)}", top=back)
+
+
+def make_comparison_page(readers: Sequence[RunReader], names: Sequence[str]) -> str:
+    """Render the page of several runs in the same charts."""
+    table = tag("div", render_compared(readers, names), data_part="comparison")
+    query = urlencode([("run", name) for name in names])
+    content = (tag("h2", "Comparison"), render_search(), table, render_controls(), render_compared_charts())
+    back = tag("a", "all runs", href="/")
+    return _make_page(f"{len(names)} runs", *content, events=f"/compare/events?{query}", top=back)
 
 
 def render_list(glances: Sequence[RunGlance]) -> Html:
     """Render a row for each run."""
     if not glances:
         return tag("p", "There is no run in this folder yet.", class_="calm")
-    now = time.time()
     rows = [
         [
-            tag("a", one.name, href=f"/runs/{quote(one.name)}"),
-            tag("span", "live" if one.is_live else "at rest", class_="badge live" if one.is_live else "badge"),
+            join([_render_tick(one.name), " ", tag("a", one.name, href=f"/runs/{quote(one.name)}")]),
+            render_state(one.state) or "-",
             "-" if one.last_step is None else f"{one.last_step:,}",
-            one.loss,
-            "some" if one.num_incident_bytes else "none",
-            spell_duration(one.written, now),
+            spell_number(one.loss),
+            f"{one.num_incidents:,}" if one.num_incidents else "none",
+            render_time(one.written) or "never",
         ]
         for one in glances
     ]
-    return make_table(("run", "", "last step", "its loss", "incidents", "written"), rows)
+    header = ("run", "state", "last step", "its loss", "incidents", "last written")
+    return make_table(header, rows, label="Runs", class_="listed", sortable=True)
 
 
-def _make_page(title: str, *content: Html, events: str, scripts: tuple[str, ...], top: Html | None = None) -> str:
+def _render_tick(name: str) -> Html:
+    return tag("input", type="checkbox", name="run", value=name, aria_label=f"Compare {name}")
+
+
+def _make_page(title: str, *content: Html, events: str, top: Html | None = None, has_charts: bool = True) -> str:
+    scripts = (*SCRIPTS, "live.js")
     head = [
         tag("meta", charset="utf-8"),
         *make_head(f"{title} · steadygrad"),
         tag("link", rel="stylesheet", href="/assets/page.css"),
         *(tag("script", src=f"/assets/{name}", defer=True) for name in scripts),
     ]
-    bar = render_top(title, *([top] if top is not None else []), has_charts="plotly.js" in scripts)
+    bar = render_top(title, *([top] if top is not None else []), has_charts=has_charts)
     body = tag(
         "body", tag("div", id="reading"), bar, tag("main", *content, id="main"), render_foot(), data_events=events
     )

@@ -14,7 +14,6 @@ from typing import Any
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
-from steadygrad.view.render.document import read_plotly
 from steadygrad.view.serve.app import make_app
 from steadygrad.view.serve.protect import is_loopback
 
@@ -27,7 +26,6 @@ class PageServer:
     def __init__(self, root: Path, *, host: str = HOST, port: int = PORT, token: str | None = None) -> None:
         if not root.is_dir():
             raise UsageError(f"There is no folder {root}. Name the folder that holds your run directories.")
-        read_plotly()
         uvicorn = import_extra("view", "uvicorn", what="the live page", error=UsageError)
         self.token = token if token is not None or is_loopback(host) else secrets.token_urlsafe(24)
         self._socket = _bind(host, port)

@@ -11,24 +11,29 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from steadygrad.record.encode import to_json
-from steadygrad.view.read.run import RunReader, find_trainings, is_run
-from steadygrad.view.read.tail import as_number
+from steadygrad.view.read.glance import RunGlance, list_glances
+from steadygrad.view.read.run import RunReader, is_run
+from steadygrad.view.read.state import State
 from steadygrad.view.render.charts import describe_charts
 from steadygrad.view.render.parts import render_parts
-from steadygrad.words import spell_number
 
 T = TypeVar("T")
 LIVE_BUCKETS = 1000
 """Fewer than in a report, because they are sent repeatedly."""
+COMPARED_BUCKETS = 400
+"""Fewer again where many runs are compared."""
 SLICE_SECONDS, MAX_SLICE_SECONDS = 0.3, 2.0
 """How long one read may take before something is shown: short at first, then longer, since drawing takes time too."""
 MAX_OPEN = 8
 """Number of runs kept in memory; the least recently used one is closed."""
+LIST_SECONDS = 1.0
+"""How long a list of the runs is good for."""
+KEY = "run0"
+"""Key of the run on a page of one run."""
 
 
 class LiveRun:
@@ -39,6 +44,7 @@ class LiveRun:
         self._lock = threading.Lock()
         self._pieces: dict[str, str] = {}
         self._slice = SLICE_SECONDS
+        self._state: State | None = None
 
     def ask(self, question: Callable[[RunReader], T]) -> T:
         """Return what a function says about the run, while no other thread reads on."""
@@ -51,11 +57,19 @@ class LiveRun:
             changed = self._reader.update(budget_seconds=self._slice)
             self._slice = SLICE_SECONDS if self._reader.progress >= 1 else min(MAX_SLICE_SECONDS, self._slice * 1.6)
             if changed or not self._pieces:
-                parts = {f"part:{name}": to_json(html) for name, html in render_parts(self._reader).items()}
-                charts = {f"chart:{name}": to_json(value) for name, value in describe_charts(self._reader).items()}
-                self._pieces = parts | charts
+                parts = {f"part:{name}": to_json(html) for name, html in render_parts(self._reader, KEY).items()}
+                self._pieces = parts | describe_pieces(self._reader, KEY)
+            self._pieces |= self._find_state()
             self._pieces["progress"] = f"{self._reader.progress:.3f}"
             return dict(self._pieces)
+
+    def _find_state(self) -> dict[str, str]:
+        """Return the headline again: a process that is gone, or silent, changes it without writing a line."""
+        state = self._reader.state
+        if state is self._state:
+            return {}
+        self._state = state
+        return {"part:headline": to_json(render_parts(self._reader, KEY)["headline"])}
 
 
 class LiveRuns:
@@ -65,6 +79,8 @@ class LiveRuns:
         self.root = root.resolve()
         self._open: OrderedDict[Path, LiveRun] = OrderedDict()
         self._lock = threading.Lock()
+        self._list_lock, self._list_until = threading.Lock(), 0.0
+        self._listed: list[RunGlance] = []
 
     def find(self, name: str) -> LiveRun | None:
         """Return the run at a path inside the folder; None if there is none, or if it is outside."""
@@ -78,43 +94,29 @@ class LiveRuns:
                 self._open.popitem(last=False)
         return run
 
+    def open_apart(self, name: str) -> RunReader | None:
+        """Return a reader of a run for one comparison, with coarser curves; None as for `find`."""
+        path = resolve_inside(self.root, name)
+        if path is None or not is_run(path):
+            return None
+        reader = RunReader(path, within=self.root, max_buckets=COMPARED_BUCKETS)
+        reader.name = name
+        return reader
+
     def list(self) -> list[RunGlance]:
-        """Return every run, the most recently written first; the guards of one training stay together."""
-        found = [[glance_at(path, self.root) for path in parts] for parts in find_trainings(self.root)]
-        found.sort(key=lambda parts: -max(one.written or 0.0 for one in parts))
-        return [one for parts in found for one in parts]
+        """Return every run; what was seen a moment ago is shared by all viewers."""
+        with self._list_lock:
+            if time.monotonic() >= self._list_until:
+                start = time.monotonic()
+                self._listed = list_glances(self.root)
+                took = time.monotonic() - start
+                self._list_until = time.monotonic() + max(LIST_SECONDS, 4 * took)  # at most a fifth of a core
+            return self._listed
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunGlance:
-    """What is known about a run from the ends of its files."""
-
-    name: str
-    """Its path inside the folder, '.' for the folder itself."""
-    last_step: int | None
-    loss: str
-    num_incident_bytes: int
-    written: float | None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it was written to in the last minute."""
-        return self.written is not None and time.time() - self.written < 60
-
-
-def glance_at(path: Path, root: Path) -> RunGlance:
-    """Read the last step and its loss from the end of steps.jsonl: a list of a hundred runs must appear at once."""
-    reader = RunReader(path, within=root)
-    last = _read_last_line(path / "steps.jsonl", root)
-    step = last.get("step")
-    incidents = path / "incidents.jsonl"
-    return RunGlance(
-        name=path.relative_to(root).as_posix(),
-        last_step=step if type(step) is int else None,
-        loss=spell_number(as_number(last.get("loss"))),
-        num_incident_bytes=incidents.stat().st_size if incidents.is_file() else 0,
-        written=reader.written,
-    )
+def describe_pieces(reader: RunReader, key: str) -> dict[str, str]:
+    """Return piece -> JSON for the charts of a run, so that only those that changed are sent."""
+    return {f"chart:{key}:{name}": to_json(value) for name, value in describe_charts(reader).items()}
 
 
 def resolve_inside(root: Path, name: str) -> Path | None:
@@ -134,20 +136,3 @@ def find_changes(pieces: Mapping[str, str], sent: Mapping[str, str]) -> str | No
     if not changed:
         return None
     return "{" + ",".join(f"{json.dumps(name)}:{text}" for name, text in changed.items()) + "}"
-
-
-def _read_last_line(path: Path, root: Path) -> dict[str, Any]:
-    """Return the last complete line that is an object; empty if there is none."""
-    if not path.is_file() or not path.resolve().is_relative_to(root):
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - (1 << 14)))
-        lines = file.read().split(b"\n")[:-1]
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            return row
-    return {}

@@ -10,8 +10,10 @@ document.addEventListener("DOMContentLoaded", () => {
     const open = [...part.querySelectorAll("details[open]")].map(nameOf);
     const focused = part.contains(document.activeElement) ? document.activeElement.closest("details, a") : null;
     const focusedId = focused && (focused.id || focused.getAttribute("href"));
+    const checked = [...part.querySelectorAll("input:checked")].map((one) => one.value);
     part.innerHTML = html;
     part.dataset.text = html;
+    for (const one of part.querySelectorAll('input[name="run"]')) one.checked = checked.includes(one.value);
     for (const one of part.querySelectorAll("details")) {
       if (open.includes(nameOf(one))) one.open = true;
       if (focusedId && one.id === focusedId) one.querySelector("summary").focus({ preventScroll: true });
@@ -19,14 +21,15 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 
   function receive(event) {
-    let drawn = false;
+    const changed = {};
     for (const [name, value] of Object.entries(JSON.parse(event.data))) {
-      const [kind, key] = name.split(":");
+      const [kind, key, part] = name.split(":");
       if (kind === "part") replacePart(key, value);
-      else if (kind === "chart") { charts[key] = value; drawn = true; }
+      else if (kind === "chart") { charts[key] = { ...charts[key], [part]: value }; changed[key] = charts[key]; }
       else if (kind === "progress") showProgress(value);
     }
-    if (drawn) steadygrad.show({ run0: charts });
+    steadygrad.readyTables();
+    if (Object.keys(changed).length) steadygrad.show(changed);
   }
 
   function showProgress(share) {

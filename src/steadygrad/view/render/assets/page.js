@@ -1,274 +1,483 @@
 "use strict";
-/* Numbers (the JSON beside this script, or what the live page is sent) -> charts. Words are HTML already; names go into
-   charts through plain(), since the charting library reads a little HTML in its labels. */
+/* Numbers (the JSON beside this script, or what the live page is sent) -> charts; keys, buttons and tables of the page.
+   Words are HTML already, escaped by whoever made the page; everything written here goes through textContent. */
 const steadygrad = (() => {
-  const MARGIN = { l: 58, r: 14, t: 8, b: 34 };
   const MOVES = { // shares of the width, at its left and right end
     ArrowLeft: [-0.2, -0.2], ArrowRight: [0.2, 0.2], "+": [0.2, -0.2], "=": [0.2, -0.2], "-": [-0.3, 0.3],
   };
-  const ROUND = ["--blue", "--orange", "--teal", "--purple", "--red", "--green", "--amber"];
-  const CONFIG = {
-    displaylogo: false, responsive: true, doubleClick: false, // we show the whole run ourselves
-    // By name: the library's own choice has a button that uploads the chart.
-    modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d"]],
-    showSendToCloud: false, plotlyServerURL: "", topojsonURL: "/",
-  };
+  const ROUND = ["--blue", "--orange", "--green", "--purple", "--red", "--teal", "--amber"];
   let runs = {};
-  let logLoss = null;   // what the l key asked for
-  const zooms = {};     // group of charts that move together -> the steps it shows, when not all
-  let revision = 0;     // of what the reader did by hand: a new one forgets it
+  const options = { smooth: 0, scale: "auto", across: "step" };
+  const hidden = new Set();   // runs taken out of the comparison
+  const zooms = {};           // group of charts that move together -> what it shows, when not all
+  const dirty = new Set();    // figures to draw when they come into view
   const printing = { on: false };
+  let known = new WeakMap();  // points -> their series, in the axis shown
+  let pictures = new WeakMap();
 
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const short = (name) => plain(name.length > 34 ? name.slice(0, 12) + "…" + name.slice(-21) : name);
   const has = (points) => points && points.x.length > 0;
-  const spread = (values) => {
-    const positive = values.filter((v) => v > 0);
-    return positive.length < values.length ? 1 : Math.max(...positive) / Math.min(...positive);
-  };
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const isTime = () => options.across === "time";
+  const figures = () => [...document.querySelectorAll("figure.chart")];
+  const groupOf = (figure) => figure.dataset.run || "compared";
 
-  const isLogLoss = (losses) => (logLoss === null ? losses.some((loss) => spread(loss.y) > 100) : logLoss);
+  /* --- data -> what a chart shows --- */
 
-  function layout(height, more) {
-    const [grid, border, soft] = [color("--grid"), color("--line"), color("--soft")];
-    const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: border, tickcolor: border };
-    const { xaxis, yaxis, lastStep, ...rest } = more || {};
-    const pad = Math.max(0.5, 0.01 * (lastStep || 0));
-    const range = lastStep === undefined ? undefined : [-pad, lastStep + pad];
-    return {
-      height, margin: MARGIN,
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: color("--ink"), size: 12, family: "system-ui, sans-serif" },
-      hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } },
-      hovermode: "closest", showlegend: false, uirevision: revision, dragmode: "zoom",
-      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", bgcolor: "rgba(0,0,0,0)" },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--soft"), activecolor: color("--blue") },
-      xaxis: { ...axis, title: { text: "step", standoff: 4, font: { color: soft, size: 11 } }, range, ...xaxis },
-      yaxis: { ...axis, ...yaxis },
-      ...rest,
-    };
+  const toX = (run, step) => (isTime() ? Series.timeAt(run.clock || { x: [], y: [] }, step) : step);
+
+  function seriesOf(run, points) {
+    if (!known.has(points)) known.set(points, Series.make(isTime() ? points.x.map((step) => toX(run, step)) : points.x, points.y));
+    return known.get(points);
   }
 
-  const line = (points, name, paint, more) => ({
-    type: "scatter", mode: points.x.length === 1 ? "markers" : "lines", x: points.x, y: points.y, name: plain(name),
-    line: { color: color(paint), width: 1.4 }, marker: { color: color(paint) },
-    hovertemplate: "step %{x:,}<br>" + plain(name) + " %{y:.5~g}<extra></extra>", ...more,
-  });
+  const spread = (values) => {
+    let low = Infinity, high = 0;
+    for (const value of values) { if (value <= 0) return 1; if (value < low) low = value; if (value > high) high = value; }
+    return high / low;
+  };
+  const isLogLoss = (all) => (options.scale === "auto" ? all.some((points) => spread(points.y) > 100) : options.scale === "log");
 
-  const lines = (marks) => marks.filter((m) => m.through).flatMap((m) => m.x.slice(0, 60).map((x) => ({
-    type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, layer: "below",
-    line: { color: color(m.paint), width: 1, dash: "dot" },
-  })));
+  function line(run, points, name, paint, more) {
+    const raw = { name, series: seriesOf(run, points), paint, points, ...more };
+    if (!options.smooth || !raw.canSmooth || points.x.length < 3) return [raw];
+    const series = Series.make(raw.series.x, Series.smooth(points.y, options.smooth));
+    return [{ ...raw, faint: true, isExtra: true }, { ...raw, series, width: 2 }];
+  }
+
+  const wholeOf = (run) => {
+    const last = toX(run, Math.max(1, run.last_step));
+    return [isTime() ? 0 : -0.01 * last, last * 1.01];
+  };
+  const rowsOf = (run) => run.marks.map((mark) => ({ ...mark, steps: mark.x, x: mark.x.map((step) => toX(run, step)) }));
 
   function drawLoss(run) {
     const loss = run.curves.loss;
-    if (!has(loss) && run.marks.length === 0) return null;
-    const rows = run.marks.map((m) => m.name);
-    const share = rows.length ? Math.min(0.5, 0.07 * rows.length + 0.02) : 0;
-    const log = has(loss) && isLogLoss([loss]);
-    const traces = has(loss) ? [line(loss, "loss", "--blue")] : [];
-    for (const mark of run.marks) {
-      traces.push({
-        type: "scatter", mode: "markers", x: mark.x, y: mark.x.map(() => rows.indexOf(mark.name)), yaxis: "y2",
-        name: plain(mark.name), customdata: mark.counts,
-        marker: { symbol: mark.symbol, size: 9, color: color(mark.paint), line: { color: color(mark.paint), width: 2 } },
-        hovertemplate: "step %{x:,}<br>" + plain(mark.name) + ", %{customdata}×<extra></extra>",
-      });
-    }
-    const more = {
-      yaxis: { domain: [share ? share + 0.04 : 0, 1], type: log ? "log" : "linear" },
-      shapes: lines(run.marks), lastStep: run.last_step,
-      xaxis: rows.length ? { anchor: "y2" } : {}, margin: { ...MARGIN, l: rows.length ? 138 : 58 },
-    };
-    if (rows.length) more.yaxis2 = {
-      domain: [0, share], range: [-0.6, rows.length - 0.4], fixedrange: true,
-      tickvals: rows.map((_, i) => i), ticktext: rows.map(plain),
-      gridcolor: color("--grid"), zeroline: false, tickfont: { size: 11, color: color("--soft") },
-    };
-    return [traces, layout(320 + 26 * rows.length, more)];
+    if (!has(loss) && !run.marks.length) return null;
+    const lines = has(loss) ? line(run, loss, "loss", "--blue", { canSmooth: true }) : [];
+    return { lines, marks: rowsOf(run), log: has(loss) && isLogLoss([loss]), height: 300 + Chart.ROW * run.marks.length };
   }
 
   function drawNorm(run) {
-    const norm = run.curves.grad_norm, after = run.curves.applied_norm;
+    const { grad_norm: norm, applied_norm: after } = run.curves;
     if (!has(norm)) return null;
-    const traces = [line(norm, "norm", "--blue")];
-    if (has(after)) {
-      traces.push(line(after, "after clipping", "--orange", { mode: "markers", marker: { size: 3, color: color("--orange") } }));
-    }
+    const lines = line(run, norm, "norm", "--blue", { canSmooth: true });
+    if (has(after)) lines.push(...line(run, after, "after clipping", "--orange", { kind: "dots" }));
     if (run.threshold) {
-      const ends = { x: [norm.x[0], norm.x[norm.x.length - 1]], y: [run.threshold, run.threshold] };
-      const dashes = { color: color("--red"), width: 1.2, dash: "dash" };
-      traces.push(line(ends, "clip threshold", "--red", { line: dashes }));
+      const ends = { x: [0, run.last_step], y: [run.threshold, run.threshold] };
+      lines.push(...line(run, ends, "clip threshold", "--red", { dash: "6 4", width: 1.2 }));
     }
-    return [traces, layout(290, {
-      yaxis: { type: "log", exponentformat: "power", dtick: spread(norm.y) > 100 ? 1 : undefined },
-      shapes: lines(run.marks), lastStep: run.last_step, showlegend: traces.length > 1,
-      margin: { ...MARGIN, l: run.marks.length ? 138 : 58, t: 28 },
-    })];
+    return { lines, through: rowsOf(run), log: true, height: 260 };
   }
 
-  function drawNamed(run, numbers, dots) {
+  /* The paint and the dashes of the nth line of a chart: no two of the first 28 look alike. */
+  const look = (n) => [ROUND[n % ROUND.length], { dash: Chart.DASHES[Math.floor(n / ROUND.length) % Chart.DASHES.length], canSmooth: true }];
+
+  function drawNamed(run, numbers, kind) {
     const names = Object.keys(numbers || {}).filter((name) => has(numbers[name]));
     if (!names.length) return null;
-    const mark = (paint) => (dots ? { mode: "lines+markers", marker: { size: 5, color: color(paint) } } : {});
-    const paints = names.map((_, i) => ROUND[i % ROUND.length]);
-    const traces = names.map((name, i) => line(numbers[name], name, paints[i], mark(paints[i])));
-    const low = Math.min(...traces.map((trace) => Math.min(...trace.y)));
-    const high = Math.max(...traces.map((trace) => Math.max(...trace.y)));
-    const yaxis = { type: low > 0 && high / low > 100 ? "log" : "linear", exponentformat: "power" };
-    return [traces, layout(290, { showlegend: true, lastStep: run.last_step, yaxis, margin: { ...MARGIN, t: 40 } })];
+    const lines = names.flatMap((name, i) => { const [paint, more] = look(i); return line(run, numbers[name], name, paint, { ...more, kind }); });
+    const log = names.some((name) => spread(numbers[name].y) > 100);
+    return { lines, log, height: 260 };
   }
 
   function drawValidation(run) {
-    const names = Object.keys(run.validation || {}).filter((name) => has(run.validation[name]));
-    if (!names.length) return null;
+    const drawn = drawNamed(run, run.validation, "points");
+    if (!drawn) return null;
     const trained = run.curves.loss;
-    const soft = { line: { color: color("--soft"), width: 0.8 }, opacity: 0.6 };
-    const traces = has(trained) ? [line(trained, "training loss", "--soft", soft)] : [];
-    names.forEach((name, i) => {
-      const paint = ["--orange", "--purple", "--teal", "--red"][i % 4];
-      traces.push(line(run.validation[name], name, paint, {
-        mode: "lines+markers", marker: { size: 5, color: color(paint) }, line: { color: color(paint), width: 2 },
-      }));
-    });
-    const type = isLogLoss(traces) ? "log" : "linear";
-    return [traces, layout(290, { showlegend: true, lastStep: run.last_step, yaxis: { type }, margin: { ...MARGIN, t: 40 } })];
+    const soft = has(trained) ? line(run, trained, "training loss", "--soft", { width: 1, faint: true }) : [];
+    const all = [...Object.values(run.validation), ...(has(trained) ? [trained] : [])];
+    return { ...drawn, lines: [...soft, ...drawn.lines], log: isLogLoss(all) };
   }
 
-  function drawSteps(run, points, name, paint, yaxis) {
+  function drawSteps(run, points, name, paint) {
     if (!has(points)) return null;
-    const steps = { color: color(paint), width: 1.4, shape: "hv" };
-    const wide = spread(points.y) > 100; // one jump must not flatten the rest
-    const scale = { type: wide ? "log" : "linear", dtick: wide ? 1 : undefined, exponentformat: "power" };
-    const more = { lastStep: run.last_step, yaxis: { ...scale, automargin: true, ...yaxis } };
-    return [[line(points, name, paint, { line: steps })], layout(230, more)];
+    const log = spread(points.y) > 100; // one jump must not flatten the rest
+    return { lines: line(run, points, name, paint, { kind: "steps" }), log, zero: !log, height: 220 };
   }
 
   function drawShare(run) {
     const { clipped, skipped } = run.shares;
     if (!has(clipped)) return null;
-    const hovertemplate = "around step %{x:,}<br>%{y:.2~%}<extra>%{fullData.name}</extra>";
-    const more = { fill: "tozeroy", mode: clipped.x.length === 1 ? "markers" : "lines", hovertemplate };
-    const traces = [line(clipped, "clipped", "--blue", more), line(skipped, "skipped", "--orange", more)];
-    const range = Math.max(...clipped.y, ...skipped.y) > 0 ? undefined : [0, 1];
-    return [traces, layout(230, {
-      yaxis: { tickformat: ".0%", rangemode: "tozero", range }, lastStep: run.last_step, showlegend: true,
-      margin: { ...MARGIN, t: 28 },
-    })];
-  }
-
-  const middle = (cells) => {
-    const known = cells.flat().filter((z) => z !== null).sort((a, b) => a - b);
-    return known.length ? known[Math.floor(known.length / 2)] : 0;
-  };
-
-  function drawCells(table, what, centre, lastStep) {
-    if (!table) return null;
-    const mid = centre === null ? middle(table.z) : centre;
-    const labels = table.names.map(short);
-    const traces = [{
-      type: "heatmap", x: table.x, y: labels.map((_, i) => i), z: table.z, zmid: mid, zmin: mid - 4, zmax: mid + 4,
-      colorscale: [[0, color("--heat-low")], [0.5, color("--heat-mid")], [1, color("--heat-high")]], hoverongaps: false,
-      colorbar: { thickness: 10, outlinewidth: 0, tickprefix: "10<sup>", ticksuffix: "</sup>", len: 1 },
-      text: table.z.map((row, i) => row.map(() => short(table.names[i]))),
-      hovertemplate: "step %{x:,}<br>%{text}<br>" + what + " 10<sup>%{z:.2f}</sup><extra></extra>",
-    }];
-    if (table.bad.length) {
-      const bad = table.z.map((row) => row.map(() => null));
-      table.bad.forEach(([column, row]) => { bad[row][column] = 1; });
-      traces.push({
-        type: "heatmap", x: table.x, y: traces[0].y, z: bad, text: traces[0].text, showscale: false, hoverongaps: false,
-        colorscale: [[0, color("--purple")], [1, color("--purple")]], zmin: 0, zmax: 1,
-        hovertemplate: "step %{x:,}<br>%{text}<br>NaN or Inf<extra></extra>",
-      });
-    }
-    const every = Math.ceil(labels.length / 40);
-    const ticks = labels.map((_, i) => i).filter((i) => i % every === 0);
-    return [traces, layout(Math.max(170, Math.min(760, 70 + 17 * labels.length)), {
-      yaxis: {
-        tickvals: ticks, ticktext: ticks.map((i) => labels[i]), tickfont: { size: 10 },
-        range: [-0.5, labels.length - 0.5], showgrid: false, automargin: true,
-      },
-      xaxis: { showgrid: false }, lastStep: Math.max(lastStep, table.x[table.x.length - 1]),
-    })];
+    const lines = [...line(run, clipped, "clipped", "--blue", { kind: "area" }), ...line(run, skipped, "skipped", "--orange", { kind: "area", dash: "5 3" })];
+    return { lines, percent: true, zero: true, height: 220 };
   }
 
   function drawAll(find, isLog) {
-    const all = Object.values(runs).filter((run) => has(find(run)));
+    const all = Object.entries(runs).filter(([key, run]) => has(find(run)) && !hidden.has(key));
     if (!all.length) return null;
-    const traces = all.map((run, i) => line(find(run), run.name, ROUND[i % ROUND.length]));
-    const type = isLog(traces) ? "log" : "linear";
-    const lastStep = Math.max(...all.map((run) => run.last_step));
-    return [traces, layout(320, { showlegend: true, lastStep, yaxis: { type }, margin: { ...MARGIN, t: 32 } })];
+    const lines = all.flatMap(([key, run]) => {
+      const [paint, more] = look(Object.keys(runs).indexOf(key));
+      return line(run, find(run), run.name, paint, more);
+    });
+    return { lines, log: isLog(all.map(([, run]) => find(run))), height: 320, whole: all.map(([, run]) => wholeOf(run)).reduce((a, b) => [Math.min(a[0], b[0]), Math.max(a[1], b[1])]) };
   }
 
   const DRAW = {
     loss: drawLoss, validation: drawValidation, norm: drawNorm, share: drawShare,
-    metrics: (run) => drawNamed(run, run.metrics, true), extra: (run) => drawNamed(run, run.extra, false),
-    rate: (run) => drawSteps(run, run.curves.learning_rate, "learning rate", "--teal", { rangemode: "tozero" }),
-    scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple", { type: "log" }),
-    layers: (run) => drawCells(run.norms, "norm", null, run.last_step),
-    ratios: (run) => drawCells(run.ratios, "ratio", -3, run.last_step),
+    metrics: (run) => drawNamed(run, run.metrics, "points"), extra: (run) => drawNamed(run, run.extra),
+    rate: (run) => drawSteps(run, run.curves.learning_rate, "learning rate", "--teal"),
+    scale: (run) => drawSteps(run, run.curves.loss_scale, "loss scale", "--purple"),
+    layers: (run, figure) => drawCells(run, run.norms, "norm", null, figure),
+    ratios: (run, figure) => drawCells(run, run.ratios, "ratio", -30, figure),
     compare_loss: () => drawAll((run) => run.curves.loss, isLogLoss),
     compare_validation: () => drawAll((run) => Object.values(run.validation || {})[0], isLogLoss),
     compare_norm: () => drawAll((run) => run.curves.grad_norm, () => true),
+    compare_rate: () => drawAll((run) => run.curves.learning_rate, (all) => all.some((points) => spread(points.y) > 100)),
   };
 
-  function draw(figure) {
-    const run = runs[figure.dataset.run] || {};
-    const drawn = figure.dataset.run && !run.curves ? null : DRAW[figure.dataset.chart](run);
-    figure.hidden = drawn === null;
-    if (drawn === null) return;
-    const plot = figure.querySelector(".plot");
-    const isNew = !plot.classList.contains("js-plotly-plot");
-    const zoomed = zooms[groupOf(figure)];
-    if (zoomed) drawn[1].xaxis.range = zoomed;
-    Plotly.react(plot, drawn[0], drawn[1], CONFIG);
-    if (isNew) listen(plot, figure);
+  /* --- maps --- */
+
+  function drawCells(run, table, what, centre, figure) {
+    if (!table || !table.x.length) return null;
+    const rows = chooseRows(table, figure);
+    const widths = table.x.slice(1).map((step, i) => step - table.x[i]).sort((a, b) => a - b);
+    const last = table.x[table.x.length - 1] + (widths[widths.length >> 1] || 1);
+    const edges = [table.x[0], last].map((step) => toX(run, step));
+    const height = Math.max(120, Math.min(760, 46 + 16 * rows.length));
+    const left = Math.max(70, Math.min(210, (figure.clientWidth || 800) * 0.24));
+    const cells = { picture: paintCells(table, rows, centre, last), steps: table.x, labels: rows.map((i) => table.names[i]), rows, edges, table, what };
+    return { cells, lines: [], height, left };
   }
 
-  const groupOf = (figure) => figure.dataset.run || figure.dataset.chart;
+  function chooseRows(table, figure) {
+    const find = figure.querySelector("input.find"), order = figure.querySelector("select.order");
+    const text = find ? find.value.toLowerCase() : "";
+    const rows = table.names.map((_, i) => i).filter((i) => table.names[i].toLowerCase().includes(text));
+    const largest = (i) => Math.max(...table.z[i].map((z) => (z === null ? -Infinity : z)));
+    if (order && order.value === "largest") rows.sort((a, b) => largest(b) - largest(a));
+    if (order && order.value === "bad") rows.sort((a, b) => table.bad[b].length - table.bad[a].length);
+    if (order && order.value === "name") rows.sort((a, b) => table.names[a].localeCompare(table.names[b]));
+    return rows.length ? rows : table.names.map((_, i) => i);
+  }
 
-  /* A zoom is kept here, not in the chart: with new steps the chart forgets one that was not made by mouse. */
+  function paintCells(table, rows, centre, last) {
+    const key = `${rows.join()}|${document.documentElement.dataset.theme}|${color("--heat-mid")}|${isTime()}`;
+    const cached = pictures.get(table);
+    if (cached && cached.key === key) return cached.url;
+    const values = table.z.flat().filter((z) => z !== null).sort((a, b) => a - b);
+    const middle = centre === null ? values[values.length >> 1] || 0 : centre;
+    const [low, mid, high] = ["--heat-low", "--heat-mid", "--heat-high"].map((name) => parse(color(name)));
+    const purple = color("--purple");
+    const canvas = document.createElement("canvas");
+    const width = Math.min(1440, 6 * table.x.length), tall = 5, span = last - table.x[0];
+    canvas.width = width; canvas.height = tall * rows.length;
+    const context = canvas.getContext("2d");
+    rows.forEach((row, line) => {
+      const bad = new Set(table.bad[row]);
+      table.x.forEach((step, i) => {
+        const from = Math.round(((step - table.x[0]) / span) * width);
+        const to = Math.max(from + 1, Math.round((((table.x[i + 1] ?? last) - table.x[0]) / span) * width));
+        const z = table.z[row][i];
+        if (z !== null) {
+          const share = Math.max(-1, Math.min(1, (z - middle) / 40));
+          const end = share < 0 ? low : high;
+          context.fillStyle = `rgb(${mid.map((one, n) => Math.round(one + (end[n] - one) * Math.abs(share)))})`;
+          context.fillRect(from, line * tall, to - from, tall);
+        }
+        if (!bad.has(i)) return;
+        context.fillStyle = purple;
+        if (z === null) context.fillRect(from, line * tall, to - from, tall);
+        else context.fillRect(from + Math.floor((to - from) / 3), line * tall + 1, Math.max(1, Math.ceil((to - from) / 3)), 3);
+      });
+    });
+    const url = canvas.toDataURL("image/png");
+    pictures.set(table, { key, url });
+    return url;
+  }
+
+  const parse = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+
+  /* --- figures --- */
+
+  function describe(figure) {
+    const run = runs[figure.dataset.run];
+    if (figure.dataset.run && !(run && run.curves)) return null;
+    const drawn = DRAW[figure.dataset.chart](run, figure);
+    if (!drawn) return null;
+    const whole = drawn.whole || wholeOf(run);
+    return { ...drawn, whole, range: zooms[groupOf(figure)] || whole, isTime: isTime() };
+  }
+
+  function draw(figure) {
+    dirty.delete(figure);
+    const spec = describe(figure);
+    figure.hidden = spec === null;
+    if (spec === null) return;
+    const plot = figure.querySelector(".plot");
+    if (!plot.dataset.ready) listen(plot, figure);
+    Chart.draw(plot, spec);
+    const zoomed = figure.querySelector('[data-move="0"]');
+    if (zoomed) zoomed.disabled = !zooms[groupOf(figure)];
+    writeLegend(figure, spec);
+  }
+
+  /* Those in view now, the others when they come into view; one that has nothing to show stays hidden. */
+  function drawEverything() {
+    for (const figure of figures()) {
+      const isShown = printing.on || isNear(figure) || figure.hidden;
+      if (isShown) draw(figure); else dirty.add(figure);
+    }
+    paintSwatches();
+  }
+
+  function isNear(figure) {
+    const box = figure.getBoundingClientRect();
+    return box.bottom > -400 && box.top < innerHeight + 400;
+  }
+
+  let waiting = false;
+  function drawSoon() {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => { waiting = false; drawEverything(); });
+  }
+
+  const drawDirty = () => { for (const figure of [...dirty]) if (isNear(figure)) draw(figure); };
+
+  function writeLegend(figure, spec) {
+    const legend = figure.querySelector(".legend");
+    const own = spec.lines.filter((one) => !one.isExtra);
+    const lines = own.length > 1 ? own.map((one) => [swatch(one.paint, one.dash, one.kind), one.name]) : [];
+    const marks = (spec.marks || []).map((mark) => {
+      const total = mark.counts.reduce((a, b) => a + b, 0);
+      return [symbol(mark), `${mark.name} ${total.toLocaleString("en-US")}×`];
+    });
+    legend.replaceChildren(...[...lines, ...marks].map(([sign, text]) => {
+      const item = document.createElement("span");
+      item.className = "item";
+      item.append(sign, text);
+      return item;
+    }));
+    legend.hidden = !legend.children.length;
+    if (spec.cells) { legend.hidden = false; legend.replaceChildren(...scaleOf(spec.cells)); }
+  }
+
+  const icon = (size) => {
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("width", size); svg.setAttribute("height", 12); svg.setAttribute("aria-hidden", "true");
+    return svg;
+  };
+  function swatch(paint, dash, kind) {
+    const svg = icon(24);
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("d", kind === "dots" ? "M5,6h0M12,6h0M19,6h0" : "M1,6H23");
+    path.setAttribute("style", `stroke:var(${paint});stroke-width:${kind === "dots" ? 4 : 2.5};stroke-linecap:${kind === "dots" ? "round" : "butt"};fill:none`);
+    if (dash) path.setAttribute("stroke-dasharray", dash);
+    svg.append(path);
+    return svg;
+  }
+  function symbol(mark) {
+    const svg = icon(12);
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("d", Chart.SYMBOLS[mark.symbol] || Chart.SYMBOLS.circle);
+    path.setAttribute("transform", "translate(6,6)");
+    path.setAttribute("style", `stroke:var(${mark.paint});stroke-width:1.8;fill:${Chart.OPEN.includes(mark.symbol) ? "none" : `var(${mark.paint})`}`);
+    svg.append(path);
+    return svg;
+  }
+  function scaleOf(cells) {
+    const words = cells.what === "norm" ? ["far below", "far above"] : ["hardly moves", "moves too fast"];
+    const bar = document.createElement("span");
+    bar.className = "heat";
+    const [low, high] = words.map((text) => { const one = document.createElement("span"); one.className = "item"; one.textContent = text; return one; });
+    const bad = document.createElement("span");
+    bad.className = "item";
+    bad.append(symbol({ symbol: "square", paint: "--purple" }), "held NaN or Inf");
+    return cells.table.bad.some((one) => one.length) ? [low, bar, high, bad] : [low, bar, high];
+  }
+
+  function paintSwatches() {
+    for (const box of document.querySelectorAll("[data-swatch]")) {
+      const n = Object.keys(runs).indexOf(box.dataset.swatch);
+      if (n >= 0) { const [paint, { dash }] = look(n); box.replaceChildren(swatch(paint, dash)); }
+    }
+    for (const box of document.querySelectorAll("[data-show]")) box.checked = !hidden.has(box.dataset.show);
+  }
+
+  /* --- zoom --- */
+
   function zoom(figure, range) {
     const group = groupOf(figure);
-    if (range) zooms[group] = range; else { delete zooms[group]; revision += 1; }
-    document.querySelectorAll("figure.chart").forEach((one) => { if (groupOf(one) === group) draw(one); });
+    if (range && range[1] - range[0] > 1e-9) zooms[group] = range; else delete zooms[group];
+    for (const one of figures()) if (groupOf(one) === group) dirty.add(one);
+    requestAnimationFrame(drawDirty);
   }
+
+  function move(figure, key) {
+    const plot = figure.querySelector(".plot");
+    if (!plot.state) return false;
+    const { from, to } = plot.state, size = to - from, by = MOVES[key];
+    if (key === "0") zoom(figure, null);
+    else if (by) zoom(figure, [from + by[0] * size, to + by[1] * size]);
+    return key === "0" || Boolean(by);
+  }
+
+  /* --- mouse, touch, keys in a chart --- */
 
   function listen(plot, figure) {
-    plot.on("plotly_relayout", (change) => {
-      const from = change["xaxis.range[0]"], to = change["xaxis.range[1]"];
-      if (from !== undefined) zoom(figure, [Number(from), Number(to)]);
+    plot.dataset.ready = "1";
+    const tip = document.createElement("div");
+    tip.className = "tip";
+    tip.hidden = true;
+    plot.append(tip);
+    let start = null;
+    const place = (event) => event.clientX - plot.getBoundingClientRect().left;
+    const valueAt = (pixel) => { const { frame, from, to } = plot.state; return from + ((pixel - frame.left) / (frame.right - frame.left)) * (to - from); };
+    plot.addEventListener("pointerdown", (event) => { if (event.button === 0) start = place(event); });
+    plot.addEventListener("pointermove", (event) => {
+      if (!plot.state) return;
+      if (start !== null && Math.abs(place(event) - start) > 5) {
+        if (!plot.hasPointerCapture(event.pointerId)) plot.setPointerCapture(event.pointerId);
+        const { frame, select } = plot.state;
+        const ends = [start, place(event)].map((one) => Math.max(frame.left, Math.min(frame.right, one))).sort((a, b) => a - b);
+        select.setAttribute("x", ends[0]); select.setAttribute("width", ends[1] - ends[0]); select.setAttribute("visibility", "visible");
+      }
+      showTip(plot, figure, tip, place(event), event);
     });
-    plot.on("plotly_doubleclick", () => zoom(figure, null));
-    plot.on("plotly_click", (event) => {
-      const point = event.points[0];
-      if (point.yaxis && point.yaxis._id === "y2") openIncident(figure, point.x);
+    const leave = () => { tip.hidden = true; setCursor(figure, null); };
+    plot.addEventListener("pointerleave", leave);
+    plot.addEventListener("pointercancel", () => { start = null; leave(); });
+    plot.addEventListener("pointerup", (event) => {
+      if (start === null || !plot.state) return;
+      const end = place(event), begin = start;
+      start = null;
+      plot.state.select.setAttribute("visibility", "hidden");
+      if (Math.abs(end - begin) > 5) { zoom(figure, [begin, end].map(valueAt).sort((a, b) => a - b)); return; }
+      const mark = event.target.closest && event.target.closest(".mark");
+      if (mark) openIncident(figure, Number(mark.dataset.step));
     });
-    plot.addEventListener("keydown", (event) => moveByKey(plot, figure, event));
+    plot.addEventListener("dblclick", () => zoom(figure, null));
+    plot.addEventListener("keydown", (event) => { if (move(figure, event.key)) event.preventDefault(); });
   }
 
-  function moveByKey(plot, figure, event) {
-    const [from, to] = plot.layout.xaxis.range.map(Number), size = to - from;
-    const move = MOVES[event.key];
-    if (!move && event.key !== "0") return;
-    zoom(figure, move ? [from + move[0] * size, to + move[1] * size] : null);
-    event.preventDefault();
+  function showTip(plot, figure, tip, pixel, event) {
+    const { frame, from, to, spec } = plot.state;
+    if (pixel < frame.left || pixel > frame.right) { tip.hidden = true; setCursor(figure, null); return; }
+    const value = from + ((pixel - frame.left) / (frame.right - frame.left)) * (to - from);
+    const rows = spec.cells ? tellCell(plot, spec.cells, value, event) : tellLines(spec, value);
+    if (!rows) { tip.hidden = true; return; }
+    tip.replaceChildren(...rows.map((text, i) => { const one = document.createElement(i ? "div" : "b"); one.textContent = text; return one; }));
+    tip.hidden = false;
+    const side = pixel > (frame.left + frame.right) / 2;
+    tip.style.left = side ? "" : `${pixel + 14}px`;
+    tip.style.right = side ? `${plot.clientWidth - pixel + 14}px` : "";
+    setCursor(figure, value);
   }
+
+  const tellPlace = (value) => (isTime() ? Chart.spellTime(value) : `step ${Chart.spellStep(value)}`);
+
+  function tellLines(spec, value) {
+    const own = spec.lines.filter((one) => one.series.x.length && !one.isExtra);
+    if (!own.length) return null;
+    const near = own.map((one) => Series.nearest(one.series, value));
+    const first = own[0].series.x[near[0]];
+    const reach = (spec.range[1] - spec.range[0]) / 40;
+    const told = own.map((one, n) => [one, near[n]]).filter(([one, i], n) => n === 0 || one.kind === "steps" || Math.abs(one.series.x[i] - first) <= reach || one.series.x.length === 2);
+    const rows = told.slice(0, 14).map(([one, i]) => `${one.name} ${spec.percent ? `${Chart.spell(100 * one.series.y[i])} %` : Chart.spell(one.series.y[i])}`);
+    return [tellPlace(first), ...rows];
+  }
+
+  function tellCell(plot, cells, value, event) {
+    const { frame, row } = plot.state;
+    const line = Math.floor((event.clientY - plot.getBoundingClientRect().top - frame.top) / row);
+    if (line < 0 || line >= cells.rows.length) return null;
+    const run = runs[plot.closest("figure").dataset.run];
+    let column = 0;
+    cells.table.x.forEach((step, i) => { if (toX(run, step) <= value) column = i; });
+    const at = cells.rows[line], z = cells.table.z[at][column];
+    const told = z === null ? "no finite value" : `${cells.what} ${Chart.spell(10 ** (z / 10), 2)}`;
+    const bad = cells.table.bad[at].includes(column) ? ["held NaN or Inf"] : [];
+    return [`step ${Chart.spellStep(cells.table.x[column])}`, cells.table.names[at], told, ...bad];
+  }
+
+  function setCursor(figure, value) {
+    for (const one of figures()) {
+      const { state } = one.querySelector(".plot");
+      if (!state || groupOf(one) !== groupOf(figure)) continue;
+      const isThere = value !== null && value >= state.from && value <= state.to;
+      state.cursor.setAttribute("visibility", isThere ? "visible" : "hidden");
+      if (isThere) { state.cursor.setAttribute("x1", state.x(value)); state.cursor.setAttribute("x2", state.x(value)); }
+    }
+  }
+
+  /* --- saving a chart --- */
+
+  function save(figure, kind) {
+    const name = `${(runs[figure.dataset.run] || { name: "runs" }).name}-${figure.dataset.chart}`.replace(/[^\w.-]+/g, "_");
+    const { svg, spec, width } = figure.querySelector(".plot").state;
+    if (kind === "csv") { offer(new Blob([toCsv(spec)], { type: "text/csv" }), `${name}.csv`); return; }
+    const text = toSvg(svg, figure, spec);
+    if (kind === "svg") { offer(new Blob([text], { type: "image/svg+xml" }), `${name}.svg`); return; }
+    const image = new Image();
+    image.onload = () => {
+      const canvas = document.createElement("canvas");
+      canvas.width = 2 * width; canvas.height = 2 * spec.height + 60;
+      const context = canvas.getContext("2d");
+      context.drawImage(image, 0, 0, canvas.width, canvas.height);
+      canvas.toBlob((blob) => offer(blob, `${name}.png`));
+    };
+    image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
+  }
+
+  function offer(blob, name) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }
+
+  /* A picture that stands alone: colours and fonts written out, with title and legend above. */
+  function toSvg(svg, figure, spec) {
+    const copy = svg.cloneNode(true);
+    const width = Number(svg.getAttribute("width")), height = spec.height + 30;
+    copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+    copy.setAttribute("viewBox", `0 -30 ${width} ${height}`);
+    copy.setAttribute("height", height);
+    copy.querySelectorAll(".cursor, .select").forEach((one) => one.remove());
+    const legend = [...figure.querySelectorAll(".legend .item")].map((one) => one.textContent).join(" · ");
+    const title = document.createElementNS("http://www.w3.org/2000/svg", "text");
+    title.setAttribute("x", 8); title.setAttribute("y", -10); title.setAttribute("class", "tick");
+    title.textContent = `${figure.querySelector("figcaption b").textContent}${legend ? `: ${legend}` : ""}`;
+    const back = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    for (const [key, value] of Object.entries({ x: 0, y: -30, width, height, style: "fill:var(--card)" })) back.setAttribute(key, value);
+    const style = document.createElementNS("http://www.w3.org/2000/svg", "style");
+    style.textContent = "text{font:11px system-ui,sans-serif;fill:var(--soft)}.grid{stroke:var(--grid)}.axis{stroke:var(--line)}.through{stroke-dasharray:2 3}.mark{stroke-width:1.8}";
+    copy.prepend(style, back, title);
+    return new XMLSerializer().serializeToString(copy).replace(/var\((--[\w-]+)\)/g, (_, name) => color(name));
+  }
+
+  const quote = (text) => (/[",\n]/.test(text) ? `"${String(text).replace(/"/g, '""')}"` : String(text));
+
+  function toCsv(spec) {
+    if (spec.cells) {
+      const { table, rows } = spec.cells;
+      const lines = rows.map((i) => [quote(table.names[i]), ...table.z[i].map((z) => (z === null ? "" : (10 ** (z / 10)).toPrecision(3)))].join());
+      return `parameter,${table.x.join()}\n${lines.join("\n")}\n`;
+    }
+    const own = spec.lines.filter((one) => !one.isExtra && one.points);
+    const table = new Map();
+    own.forEach((one, n) => one.points.x.forEach((step, i) => {
+      if (!table.has(step)) table.set(step, new Array(own.length).fill(""));
+      table.get(step)[n] = one.points.y[i];
+    }));
+    const rows = [...table.keys()].sort((a, b) => a - b).map((step) => [step, ...table.get(step)].join());
+    return `step,${own.map((one) => quote(one.name)).join()}\n${rows.join("\n")}\n`;
+  }
+
+  /* --- incidents --- */
 
   function openIncident(figure, step) {
     const all = [...document.querySelectorAll(`article[data-run="${figure.dataset.run}"] details.incident`)];
-    const far = (one) => Math.abs(one.dataset.step - step);
+    const far = (one) => Math.min(...one.dataset.steps.split(" ").concat(one.dataset.step).map((at) => Math.abs(at - step)));
     const nearest = all.reduce((best, one) => (best && far(best) <= far(one) ? best : one), null);
     if (nearest) reveal(nearest);
   }
 
   function reveal(incident) {
-    incident.open = true;
+    for (let above = incident; above; above = above.parentElement && above.parentElement.closest("details")) above.open = true;
     incident.querySelector("summary").focus({ preventScroll: true });
-    incident.scrollIntoView({ block: "center" });
+    incident.scrollIntoView({ block: "start" }); // the style sheet keeps it clear of the bar
   }
 
   function stepIncident(by) {
@@ -278,13 +487,19 @@ const steadygrad = (() => {
     if (next) reveal(next);
   }
 
-  function turnLoss() { // away from what is shown, which was chosen by the numbers until now
-    const shown = document.querySelector('figure[data-chart$="loss"] .js-plotly-plot');
-    logLoss = logLoss === null ? !(shown && shown.layout.yaxis.type === "log") : !logLoss;
+  /* --- options, theme, paper --- */
+
+  function set(name, value) {
+    options[name] = name === "smooth" ? Number(value) : value;
+    if (name === "across") { for (const group of Object.keys(zooms)) delete zooms[group]; known = new WeakMap(); pictures = new WeakMap(); }
+    for (const one of document.querySelectorAll(`[data-set="${name}"]`)) one.setAttribute("aria-pressed", String(one.dataset.value === value));
     drawEverything();
   }
 
-  const drawEverything = () => document.querySelectorAll("figure.chart").forEach(draw);
+  function turnLoss() { // away from what is shown, which was chosen by the numbers until now
+    const shown = document.querySelector('figure[data-chart$="loss"]:not([hidden]) .plot');
+    set("scale", shown && shown.state && shown.state.spec.log ? "linear" : "log");
+  }
 
   function turnTheme() {
     const root = document.documentElement;
@@ -292,8 +507,6 @@ const steadygrad = (() => {
     root.dataset.theme = now === "dark" ? "light" : "dark";
     drawEverything();
   }
-
-  const plots = () => document.querySelectorAll(".js-plotly-plot");
 
   /* Paper is light, narrow, and cannot be clicked. */
   function beginPrint() {
@@ -303,9 +516,8 @@ const steadygrad = (() => {
     Object.assign(printing, { on: true, theme: root.dataset.theme || "", closed });
     root.dataset.theme = "light";
     printing.closed.forEach((one) => { one.open = true; });
-    plots().forEach((plot) => { plot.style.width = "680px"; });
+    document.querySelectorAll(".plot").forEach((plot) => { plot.style.width = "680px"; });
     drawEverything();
-    plots().forEach((plot) => Plotly.relayout(plot, { width: 680, autosize: false }));
   }
 
   function endPrint() {
@@ -314,24 +526,112 @@ const steadygrad = (() => {
     printing.on = false;
     printing.closed.forEach((one) => { one.open = false; });
     if (printing.theme) root.dataset.theme = printing.theme; else delete root.dataset.theme;
-    plots().forEach((plot) => { plot.style.width = ""; });
+    document.querySelectorAll(".plot").forEach((plot) => { plot.style.width = ""; });
     drawEverything();
   }
 
+  /* --- tables: a click on a header sorts, a search box leaves out rows; a live page replaces the table under both --- */
+
+  const sorts = {};
+
+  function readyTables() {
+    for (const table of document.querySelectorAll("table[data-sortable]")) {
+      const heads = [...table.tHead.rows[0].cells];
+      if (!table.dataset.ready) {
+        table.dataset.ready = "1";
+        heads.forEach((head, i) => {
+          const button = document.createElement("button");
+          button.type = "button"; button.className = "sort"; button.textContent = head.textContent;
+          if (!head.textContent) return;
+          button.addEventListener("click", () => {
+            const now = sorts[table.className];
+            sorts[table.className] = { column: i, up: now && now.column === i ? !now.up : true };
+            readyTables();
+          });
+          head.replaceChildren(button);
+        });
+      }
+      const sort = sorts[table.className];
+      if (sort) sortRows(table, heads, sort);
+    }
+    filterRows();
+    paintSwatches();
+    tellTimes();
+  }
+
+  function sortRows(table, heads, { column, up }) {
+    heads.forEach((head, i) => head.setAttribute("aria-sort", i !== column ? "none" : up ? "ascending" : "descending"));
+    const read = (row) => {
+      const cell = row.cells[column], text = (cell.querySelector("[data-value]") || cell).textContent.trim();
+      const number = parseFloat(text.replace(/,/g, ""));
+      return { text, number: cell.querySelector("[data-value]") ? Number(cell.querySelector("[data-value]").dataset.value) : number };
+    };
+    const rows = [...table.tBodies[0].rows].map((row) => [row, read(row)]);
+    const rank = ([, a], [, b]) => (Number.isNaN(a.number) || Number.isNaN(b.number)
+      ? Number.isNaN(a.number) - Number.isNaN(b.number) || a.text.localeCompare(b.text, "en", { numeric: true }) : a.number - b.number);
+    rows.sort((a, b) => (up ? rank(a, b) : rank(b, a)));
+    table.tBodies[0].append(...rows.map(([row]) => row));
+  }
+
+  function filterRows() {
+    const find = document.querySelector("input[data-find]");
+    if (!find) return;
+    const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const table of document.querySelectorAll("table[data-sortable]")) {
+      for (const row of table.tBodies[0].rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+    }
+  }
+
+  function tellTimes() {
+    for (const one of document.querySelectorAll("time[datetime]")) {
+      one.dataset.text = one.dataset.text || one.textContent;
+      const seconds = Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000);
+      const ago = seconds < 100 ? `${Math.round(seconds)} s` : seconds < 6000 ? `${Math.round(seconds / 60)} min` : seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
+      one.textContent = `${one.dataset.text} (${ago} ago)`;
+    }
+  }
+
+  /* --- the page --- */
+
   function begin() {
     document.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
       if (event.key === "t") turnTheme();
       else if (event.key === "n") stepIncident(1);
       else if (event.key === "p") stepIncident(-1);
       else if (event.key === "l") turnLoss();
     });
+    document.addEventListener("click", (event) => {
+      const button = event.target.closest("button, a");
+      if (!button) return;
+      const figure = button.closest("figure.chart");
+      if (button.dataset.set) set(button.dataset.set, button.dataset.value);
+      else if (figure && button.dataset.move) move(figure, button.dataset.move);
+      else if (figure && button.dataset.save) save(figure, button.dataset.save);
+      else if (button.hash) {
+        const target = document.getElementById(button.hash.slice(1));
+        if (target && target.matches("details.incident")) { event.preventDefault(); reveal(target); }
+      }
+    });
+    document.addEventListener("change", (event) => {
+      const { show } = event.target.dataset;
+      if (show) { if (event.target.checked) hidden.delete(show); else hidden.add(show); drawEverything(); }
+      else if (event.target.matches("select.order")) draw(event.target.closest("figure"));
+    });
+    document.addEventListener("input", (event) => {
+      if (event.target.matches("[data-find]")) filterRows();
+      else if (event.target.matches("figure .find")) draw(event.target.closest("figure"));
+    });
     document.getElementById("theme").addEventListener("click", turnTheme);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawEverything);
     addEventListener("beforeprint", beginPrint);
     addEventListener("afterprint", endPrint);
+    addEventListener("scroll", drawDirty, { passive: true });
+    addEventListener("resize", drawSoon);
+    setInterval(tellTimes, 10000);
     const data = document.getElementById("data");
     if (data) show(JSON.parse(data.textContent).runs);
+    readyTables();
   }
 
   function show(found) {
@@ -340,5 +640,5 @@ const steadygrad = (() => {
   }
 
   document.addEventListener("DOMContentLoaded", begin);
-  return { show };
+  return { show, readyTables };
 })();

@@ -1,0 +1,77 @@
+"""Runs a script as Python would, and writes down how it ended: steps, CPU time of a step, a digest of its weights.
+
+    python probe.py TOLD.json BAD_CALL script.py [arguments...]        (or -m package.module)
+
+BAD_CALL: which call of the first layer in training gives NaN (0: none). The fault is of the data: whenever the same
+input comes again, as in a replay, the same NaN comes out. The script itself is not edited.
+"""
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+seen = {"optimizers": {}, "times": []}
+fault = {"at": 0, "layer": None, "calls": 0, "input": None}
+
+
+def note_step(optimizer, _args, _kwargs):
+    seen["optimizers"][id(optimizer)] = optimizer
+    seen["times"].append(time.process_time())
+
+
+def read_input(args):
+    return [float(x.double().sum()) for x in args if isinstance(x, torch.Tensor)]
+
+
+def spoil(module, args, output):
+    is_layer = not list(module.children()) and any(True for _ in module.parameters(recurse=False))
+    if not (is_layer and module.training and isinstance(output, torch.Tensor) and output.requires_grad):
+        return None
+    fault["layer"] = fault["layer"] or module
+    if module is not fault["layer"]:
+        return None
+    fault["calls"] += 1
+    if fault["calls"] == fault["at"]:
+        fault["input"] = read_input(args)
+    if fault["input"] is None or fault["input"] != read_input(args):
+        return None
+    return output + (output.detach().flatten()[:1] * 0 - 1).sqrt()  # HERE
+
+
+def tell(path):
+    digest, finite = hashlib.sha256(), True
+    for optimizer in seen["optimizers"].values():
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            values = parameter.detach()
+            values = values.to_local() if hasattr(values, "to_local") else values
+            digest.update(values.float().contiguous().numpy().tobytes())
+            finite = finite and bool(values.isfinite().all())
+    times = seen["times"][3:]
+    cost = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+    told = {"digest": digest.hexdigest(), "finite": finite, "steps": len(seen["times"]), "step_seconds": cost}
+    Path(path).write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    path, fault["at"], (target, *arguments) = os.path.abspath(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    register_optimizer_step_post_hook(note_step)
+    if fault["at"]:
+        torch.nn.modules.module.register_module_forward_hook(spoil)
+    try:
+        if target == "-m":
+            sys.argv[:] = arguments
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(target))
+            sys.argv[:] = [target, *arguments]
+            runpy.run_path(target, run_name="__main__")
+    finally:
+        if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+            tell(path)

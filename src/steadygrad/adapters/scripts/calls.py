@@ -1,0 +1,54 @@
+"""Listen for calls of a module without leaving a trace in what the script saves.
+
+A forward pre-hook lives in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold ours
+pickle and copy themselves as the plain ones they would be without it. In a compiled graph the hook does nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+OnCall = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
+
+
+class _Hooks(OrderedDict[int, Any]):
+    """A dict of hooks, one of which is ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours = -1
+        self.listeners: list[OnCall] = []
+
+    def values(self) -> Any:
+        """Return the hooks without ours: torch.jit.script compiles these, and ours is Python. Calls use `items()`."""
+        return {key: hook for key, hook in self.items() if key != self.ours}.values()
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter([(key, hook) for key, hook in self.items() if key != self.ours])
+
+
+def hear_calls(module: nn.Module, call: OnCall) -> bool:
+    """Have `call(module, args, kwargs)` run before each forward; return False where that is not possible."""
+    hooks, flags = (vars(module).get(name) for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"))
+    if isinstance(hooks, _Hooks):
+        hooks.listeners.append(call)
+        return True
+    if type(hooks) is not OrderedDict or type(flags) is not OrderedDict or hooks or flags:
+        return False  # the script's own handles refer to these dicts, and could no longer remove their hooks
+    hooks, flags = _Hooks(), _Hooks()
+    module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
+
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and called is module:
+            for listener in hooks.listeners:
+                listener(called, args, kwargs)
+
+    handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    hooks.ours = flags.ours = handle.id
+    hooks.listeners.append(call)
+    return True

@@ -1,0 +1,22 @@
+"""Run by Python at the start of every process that a script under `steadygrad run` has started; see children.py.
+
+The environment's own `sitecustomize`, if there is one, runs first, as it would without this one. Never raises.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+
+_folder = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _folder]
+_ours = sys.modules.pop(__name__, None)
+with contextlib.suppress(ImportError):
+    importlib.import_module(__name__)  # the next one on the path
+
+if _ours is not None:
+    sys.modules.setdefault(__name__, _ours)  # the import system looks for it when this file is done
+with contextlib.suppress(ImportError):  # another interpreter, without steadygrad
+    from steadygrad.adapters.scripts.children import arm
+
+    arm()

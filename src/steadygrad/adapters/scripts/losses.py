@@ -1,0 +1,45 @@
+"""Losses: what each backward since the last step began from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+LOSS = "_steadygrad_loss"
+"""Attribute under which a scaled loss keeps the unscaled one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss that a backward started from."""
+
+    value: Tensor
+    is_scaled: bool
+    """Whether it carries the loss scale, if there is one."""
+
+
+class Losses:
+    """The losses of one step; several optimizers may step after one backward."""
+
+    def __init__(self) -> None:
+        self._losses: list[Loss] = []
+        self._is_spent = False
+
+    def note(self, loss: Tensor) -> None:
+        """Note a loss whose backward is about to run; the first one after a step begins the next."""
+        if self._is_spent:
+            self._losses, self._is_spent = [], False
+        true_loss = vars(loss).get(LOSS)
+        value = loss.detach() if true_loss is None else true_loss
+        value = value.reshape(()) if value.dim() else value
+        self._losses.append(Loss(value, is_scaled=true_loss is None))
+
+    def spend(self) -> None:
+        """An optimizer has stepped."""
+        self._is_spent = True
+
+    def list(self) -> Sequence[Loss]:
+        """Return them in order."""
+        return self._losses

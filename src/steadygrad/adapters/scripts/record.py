@@ -1,0 +1,118 @@
+"""Record: one optimizer's run directory, and the lines that are printed when it begins and when it ends.
+
+Closed when the optimizer is freed or the process ends, so it holds no reference to the optimizer. A forked process that
+inherits it neither writes nor prints.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from steadygrad.adapters.scripts.messages import Terminal
+from steadygrad.config import GuardConfig
+from steadygrad.errors import ConfigError
+from steadygrad.facts import Cause, Incident
+from steadygrad.judgement import Judgement
+from steadygrad.record import Recorder
+from steadygrad.record.run_directory import make_record
+from steadygrad.record.run_folder import RunFolder
+from steadygrad.record.tally import Tally
+from steadygrad.words import spell_count
+
+UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+class Record:
+    """Where one optimizer's steps are written down."""
+
+    def __init__(self, name: str, terminal: Terminal) -> None:
+        """`name` is the optimizer's class."""
+        self._name, self._terminal, self._process = name, terminal, os.getpid()
+        self._held: RunFolder | None = None
+        self._ledger: tuple[Tally, list[Incident]] | None = None
+        self._finish: weakref.finalize[..., object] | None = None
+        self.recorder = Recorder([terminal])
+        self.folder: Path | None = None
+        """The run directory; None when nothing is written."""
+
+    def open(self, folder: Path | None, config: GuardConfig, names: Sequence[str]) -> None:
+        """Begin to write there; each start of a script is a separate run. A folder that cannot be used is reported."""
+        if folder is None:
+            return
+        try:
+            held = RunFolder(folder)
+            self._held = held
+            held.settle()
+            if held.is_used:
+                held.begin_anew()
+            sink = make_record(held.path, config, names, run_id=held.run_id)
+        except ConfigError as error:
+            self._terminal.say(f"no record is written: {error}")
+            return
+        self.recorder, self.folder = Recorder([sink, self._terminal]), held.path
+
+    def follow(self, owner: object, judgement: Judgement) -> None:
+        """Finish when `owner` is freed or the process ends."""
+        self._ledger = (judgement.tally, judgement.incidents)  # the judgement itself holds the optimizer
+        self._finish = weakref.finalize(owner, self._close)
+
+    def finish(self) -> None:
+        """Close the record and print a summary now."""
+        if self._finish is not None:
+            self._finish()
+
+    def report_start(self, parameters: Sequence[Tensor], owner: nn.Module) -> None:
+        """Print what is guarded and where the record is."""
+        size = spell_size(sum(p.numel() for p in parameters))
+        whose = "" if type(owner) is nn.Module else f" of {type(owner).__name__}"
+        where = "nothing is recorded" if self.folder is None else f"record in {self._spell_folder()}"
+        tensors = spell_count(len(parameters), "tensor")
+        self._terminal.say_few("an optimizer begins", f"guarding {self._name} ({tensors}, {size}){whose}; {where}")
+
+    def _close(self) -> None:
+        if os.getpid() != self._process or self._ledger is None:
+            return
+        self.recorder.close()
+        if self._held is not None:
+            self._held.release()
+        tally, incidents = self._ledger
+        self._terminal.add_totals(tally.num_steps, tally.num_skipped)
+        steps, found = spell_count(tally.num_steps, "step"), spell_count(len(incidents), "incident")
+        cause = spell_cause(incidents)
+        opened = "" if self.folder is None else f"; steadygrad report {self._spell_folder()}"
+        what = f"{self._name}: {steps}, {tally.num_skipped} skipped, {found}"
+        self._terminal.say_few("an optimizer ends", f"{what}{cause}{opened}")
+
+    def _spell_folder(self) -> str:
+        """Return the folder relative to the working directory, where that is shorter."""
+        assert self.folder is not None
+        try:
+            return str(self.folder.relative_to(Path.cwd()))
+        except (ValueError, OSError):
+            return str(self.folder)
+
+
+def spell_cause(incidents: Sequence[Incident]) -> str:
+    """Return '; step 5: NaN born in aten.div, train.py:14' for the first incident whose cause is known."""
+    known = (incident.cause for incident in incidents if incident.cause is not None)
+    cause = next((cause for cause in known if cause.phase != "unknown"), None)
+    return "" if cause is None else f"; {cause.headline}{_spell_line(cause)}"
+
+
+def _spell_line(cause: Cause) -> str:
+    if cause.file is None or f"{Path(cause.file).name}:{cause.line}" in cause.headline:
+        return ""
+    return f" ({Path(cause.file).name}:{cause.line})"
+
+
+def spell_size(count: int) -> str:
+    """Return '10.7M' for a number of elements."""
+    for unit, letter in UNITS:
+        if count >= unit:
+            return f"{count / unit:.3g}{letter}"
+    return str(count)

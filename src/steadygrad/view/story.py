@@ -1,0 +1,99 @@
+"""A run -> what broke, in order: what happened, the line of code, what was done, and since when it is healthy.
+
+The same words for the page, the terminal and the report's command. Problems with the same cause are told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from steadygrad.view.headline import LOST, spell_place
+from steadygrad.view.marks import find_mark
+from steadygrad.view.read.incident_log import Problem, look
+from steadygrad.view.read.run import RunReader
+from steadygrad.words import spell_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """One thing that went wrong."""
+
+    when: str
+    """'step 240', or '108 times, steps 60 to 2,180'."""
+    what: str
+    why: str
+    """Explanation of the cause; empty if it is unknown."""
+    place: str
+    """'model.py:41'; empty if it is unknown."""
+    source: str
+    did: str
+    problem: Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """All that went wrong, and how the run went on."""
+
+    episodes: list[Episode]
+    since: str
+    """'Healthy since step 311: 89 steps.'; empty if nothing went wrong, or nothing is healthy again."""
+
+
+def tell_story(run: RunReader) -> Story:
+    """Return the story of a run; without a serious problem there is none."""
+    episodes = [tell_problem(one) for one in run.incidents.serious_problems()]
+    return Story(episodes=episodes, since=_tell_since(run) if episodes else "")
+
+
+def tell_problem(problem: Problem) -> Episode:
+    """Return one problem in words."""
+    cause = problem.cause
+    message = str(look(problem.incident, "finding", "message") or problem.kind)
+    return Episode(
+        when=_tell_when(problem),
+        what=message if cause is None else _name_cause(cause, message),
+        why=str(look(cause, "explanation") or ""),
+        place=spell_place(cause),
+        source=str(look(cause, "source") or ""),
+        did=_tell_done(problem),
+        problem=problem,
+    )
+
+
+def _name_cause(cause: Mapping[str, Any], message: str) -> str:
+    """Return 'NaN gradient, born in the backward of aten.sqrt'; without a place, the message of the finding."""
+    what = str(cause.get("symptom") or cause.get("kind") or "trouble")
+    if cause.get("phase") in ("input", "parameter"):
+        name = f" {cause['name']}" if cause.get("name") else ""
+        return f"{what}, already in the {cause['phase']}{name}"
+    if not isinstance(cause.get("op"), str):
+        return message
+    return f"{what}, born in {'the backward of ' if cause.get('phase') == 'backward' else ''}{cause['op']}"
+
+
+def _tell_when(problem: Problem) -> str:
+    if problem.count == 1:
+        return f"step {problem.noticed:,}"
+    return f"{problem.count:,} times, steps {problem.noticed:,} to {problem.last_noticed:,}"
+
+
+def _tell_done(problem: Problem) -> str:
+    """Return what was done: in the words of the one incident, or counted over all of them."""
+    if problem.count == 1:
+        message = look(problem.incident, "outcome", "message")
+        if message and any(action != "none" for action in problem.actions):
+            return str(message)
+    done = [f"{find_mark(action).words} {count:,}×" for action, count in problem.actions.items() if action != "none"]
+    return ", ".join(done) or "reported only"
+
+
+def _tell_since(run: RunReader) -> str:
+    """Return since when nothing serious happened; a run that ended with it, or is lost, has not recovered."""
+    steps = run.steps
+    last = max(steps.last_bad_step, run.incidents.last_serious_step)
+    num_healthy = steps.last_step - last
+    if steps.num_lost >= LOST or num_healthy < 1 or run.incidents.halt is not None:
+        return ""
+    return f"Healthy since step {last + 1:,}: {spell_count(num_healthy, 'step')}."

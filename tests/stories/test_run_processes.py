@@ -1,0 +1,190 @@
+"""`steadygrad run`: processes that the script starts are guarded too, and ranks skip together or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import SCRIPTS
+
+TRAINING = """
+import sys
+import torch
+
+def train(number=0):
+    torch.manual_seed(number)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(10):
+        x = torch.randn(8, 4)
+        if step == 5:
+            x[0] = float("nan")
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    print("finite:", bool(model.weight.isfinite().all()), flush=True)
+"""
+STARTED = {
+    "subprocess": "import subprocess, sys\nsubprocess.run([sys.executable, 'train.py'], check=True)\n",
+    "spawned process": """
+import multiprocessing
+from training import train
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=train)
+    process.start()
+    process.join()
+""",
+    "forked process": """
+import multiprocessing
+from training import train
+process = multiprocessing.get_context("fork").Process(target=train)
+process.start()
+process.join()
+""",
+    "accelerate launch": """
+import subprocess, sys
+subprocess.run([sys.executable, "-m", "accelerate.commands.launch", "--cpu", "train.py"], check=True)
+""",
+    "accelerate's notebook launcher": """
+from accelerate import debug_launcher
+from training import train
+if __name__ == "__main__":
+    debug_launcher(train, num_processes=1)
+""",
+}
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, **environment},
+        timeout=600,
+    )
+
+
+def skipped_steps(folder: Path) -> list[int]:
+    lines = (folder / "steps.jsonl").read_text().splitlines()
+    return [record["step"] for record in map(json.loads, lines) if record["skipped"]]
+
+
+@pytest.mark.parametrize("starter", STARTED.values(), ids=STARTED.keys())
+def test_a_process_that_the_script_starts_is_guarded(starter: str, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    (tmp_path / "train.py").write_text("from training import train\ntrain()\n")
+    (tmp_path / "start.py").write_text(starter)
+    done = run(tmp_path, "-m", "steadygrad", "run", "--run-dir", "run", "start.py")
+
+    assert done.returncode == 0, done.stderr
+    assert "finite: True" in done.stdout
+    assert skipped_steps(tmp_path / "run" / "process-1") == [5]
+    assert "NOTHING" not in done.stderr
+
+
+def test_a_sitecustomize_of_the_environment_still_runs_in_started_processes(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('customized', flush=True)\n")
+    (tmp_path / "start.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'])\n")
+    paths = os.pathsep.join([str(tmp_path / "own"), os.environ.get("PYTHONPATH", "")])
+    done = run(tmp_path, "-m", "steadygrad", "run", "start.py", PYTHONPATH=paths)
+
+    assert done.stdout.split() == ["customized", "customized", "1"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork"])
+def test_ranks_that_lightning_starts_skip_the_same_step(strategy: str, tmp_path: Path) -> None:
+    script = str(SCRIPTS / "lightning_ddp.py")
+    done = run(tmp_path, "-m", "steadygrad", "run", "--run-dir", "run", script, "--strategy", strategy)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finite: True") == (2 if strategy == "ddp" else 1)
+    assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [5]
+
+
+def test_torchrun_can_be_run_as_a_command(tmp_path: Path) -> None:
+    script = [str(SCRIPTS / "ddp.py"), "--out", "w.pt", "--poison", "3"]
+    command = ["torchrun", "--nproc-per-node", "2", "--standalone", *script]
+    done = run(tmp_path, "-m", "steadygrad", "run", "--run-dir", "run", *command)
+
+    assert done.returncode == 0, done.stderr
+    assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
+
+
+# --- ranks without DistributedDataParallel --------------------------------------------------------------------------
+
+# gloo sometimes aborts a rank when it leaves, guarded or not: what counts is on disk by then, whatever the exit code.
+REDUCE_IN_STEP = """
+import datetime, gc
+import torch
+import torch.distributed as dist
+
+class DistSGD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        return super().step(closure)
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = DistSGD(model.parameters(), lr=0.1)
+torch.manual_seed(rank)
+for step in range(8):
+    x = torch.randn(8, 4)
+    if step == 3 and rank == 1:
+        x[0] = float("nan")
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("weights", model.weight.data.tolist(), flush=True)
+del optimizer
+gc.collect()  # its record is complete now
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_average_inside_the_optimizer_agree_before_they_skip(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REDUCE_IN_STEP)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "steadygrad", "run"]
+    done = run(tmp_path, *command, "--run-dir", "run", "train.py")
+
+    first, second = [line for line in done.stdout.splitlines() if "weights" in line]
+    assert first == second
+    assert "nan" not in first
+    assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [3]
+    assert "rank 0: step 3: another rank found values that are not finite" in done.stderr
+
+
+UNGUARDED_RANK = """
+import datetime
+import torch
+import steadygrad.adapters.scripts.agreement as agreement
+agreement.PATIENCE = datetime.timedelta(seconds=2)
+"""
+
+
+def test_a_rank_without_guard_is_reported_and_no_other_skips_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UNGUARDED_RANK + REDUCE_IN_STEP)
+    starter = "import os, runpy, sys\nif os.environ['RANK'] == '1':\n    os.environ['STEADYGRAD'] = 'off'\n"
+    (tmp_path / "start.py").write_text(
+        f"{starter}sys.argv[:] = sys.argv[1:]\nrunpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+    )
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "start.py", "steadygrad", "run"]
+    done = run(tmp_path, *command, "--run-dir", "run", "train.py")
+
+    assert "rank 0: not all of the 2 ranks are guarded" in done.stderr
+    assert skipped_steps(tmp_path / "run") == []
+    first, second = [line for line in done.stdout.splitlines() if "weights" in line]
+    assert first == second  # both took the bad step: they did not part
