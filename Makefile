@@ -12,13 +12,14 @@ STAMP  := $(VENV)/.installed
 # Capping oneDNN below AMX is safe everywhere and must happen before torch loads.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help demo test lint types unit coverage docs format bench clean
+.PHONY: help demo test lint types unit coverage docs format bench release clean
 
 help:
 	@echo "make demo    train a small transformer with three faults, unguarded and guarded (a minute)"
 	@echo "make test    lint, types, architecture, tests, the documentation built strictly"
 	@echo "make coverage  the tests, with a report of the lines that they run in build/coverage/html"
 	@echo "make docs    the documentation as a site, in site/"
+	@echo "make release  the wheel and the source archive in dist/, checked as the registry checks them"
 	@echo "make bench   every benchmark of this machine (an hour)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -62,6 +63,14 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m steadygrad bench
+
+# Builds and checks; nothing leaves this machine.
+release: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m pip install --dry-run --no-deps --ignore-installed --quiet dist/*.whl
+	@echo "Checked. To publish: twine upload dist/*"
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,7 @@
 """The results -> the numbers in README.md and the page docs/benchmarks.md. No number there is written by hand.
 
-README.md: the text between `<!-- numbers -->` and `<!-- /numbers -->`, and between the same of `peers` (tables.py).
-docs/benchmarks.md: between those of `results` (sections.py). A test fails when a page shows anything else.
+README.md: the text between `<!-- numbers -->` and `<!-- /numbers -->` (tables.py). docs/benchmarks.md: between the
+same, and between those of `results` (sections.py). A test fails when a page shows anything else.
 
     python benchmarks/publish.py [--check]
 """
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sections import render_sections
-from tables import render_numbers, render_peers
+from tables import render_headline, render_numbers
 
 ROOT = Path(__file__).parent.parent
 PLACES: tuple[tuple[str, str, Callable[[], str]], ...] = (
-    ("README.md", "peers", render_peers),
-    ("README.md", "numbers", render_numbers),
+    ("README.md", "numbers", render_headline),
+    ("docs/benchmarks.md", "numbers", render_numbers),
     ("docs/benchmarks.md", "results", render_sections),
 )
 """The page, the name of its marks, and what stands between them."""

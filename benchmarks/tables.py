@@ -1,4 +1,5 @@
-"""Results files -> the number tables of README.md. Imports nothing but Python's own, so that a test can load it alone.
+"""Results files -> the table of README.md and the claims of docs/benchmarks.md. Imports nothing but Python's own, so
+that a test can load it alone.
 
 Reads benchmarks/results/*.json and rounds; it computes nothing that a benchmark has not written, except counts and
 ratios of what is there. A file that is missing leaves its rows out. `publish.py` puts the text where it belongs;
@@ -25,8 +26,17 @@ Row = tuple[str, str, str]
 """What was measured, ours, and what it is to be seen beside."""
 
 
+def render_headline(results: Path = RESULTS) -> str:
+    """The README's table: six claims at most, means where a cost is meant."""
+    rows = []
+    for name, summarise in HEADLINE.items():
+        found = read(results, name)
+        rows += [] if found is None else [list(row) for row in summarise(found["results"])[:1]]
+    return f"{render_table(['', 'steadygrad', 'beside it'], rows, left=(0, 1, 2))}\n" if rows else ""
+
+
 def render_numbers(results: Path = RESULTS) -> str:
-    """The README's numbers: one row a claim, then what a step costs on a GPU."""
+    """All claims: one row each, then what a step costs on a GPU."""
     sections = [render_summary(results)]
     for name, render in (("whole_step", render_whole_step), ("guarded_step", render_guarded_step)):
         found = read(results, f"{name}_cuda")
@@ -40,15 +50,6 @@ def read(results: Path, name: str) -> dict[str, Any] | None:
     """One results file; None when there is none."""
     path = results / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def render_peers(results: Path = RESULTS) -> str:
-    """The peers beside each other, with machine and command."""
-    found = read(results, "peers")
-    if found is None:
-        return "Not measured yet.\n"
-    source = describe(found["machine"], find_command("peers", found["results"]))
-    return f"{render_peer_table(found['results'])}\n\n{source}\n"
 
 
 def render_peer_table(results: Results) -> str:
@@ -180,6 +181,12 @@ def summarise_peers(results: Results) -> list[Row]:
     ]
 
 
+def summarise_harm(results: Results) -> list[Row]:
+    ours, eager = (results[way]["summary"] for way in ("on_proof", "at_once"))
+    what = "Healthy but unusual trainings (RL, GANs, curricula) that a guard changed"
+    return [(what, f"{ours['num_harmed']} of {ours['num_runs']}", f"acting at the first symptom {eager['num_harmed']}")]
+
+
 def summarise_rescue(results: Results) -> list[Row]:
     num = sum(len(story["Guard"]) for story in results.values())
     saved = {way: sum(is_saved(run) for s in results.values() for run in s[way]) for way in RESCUERS}
@@ -280,7 +287,7 @@ def summarise_multiway(results: Results) -> list[Row]:
 
 def summarise_report(results: Results) -> list[Row]:
     what = f"A report of {results['num_steps']:,} steps, as one file that opens offline"
-    return [(what, f"{results['report_seconds']:.0f} s, {results['report_megabytes']:.1f} MB", "")]
+    return [(what, f"{results['report_cpu_seconds']:.0f} s of CPU, {results['report_megabytes']:.1f} MB", "")]
 
 
 def summarise_distributed(results: Results) -> list[Row]:
@@ -294,6 +301,7 @@ SUMMARIES: dict[str, Callable[[Results], list[Row]]] = {
     "whole_step_cuda": summarise_whole_step,
     "guarded_step_cuda": summarise_guarded_step,
     "whole_step_cpu": summarise_whole_step,
+    "harm": summarise_harm,
     "zoo": summarise_zoo,
     "peers": summarise_peers,
     "rescue": summarise_rescue,
@@ -307,6 +315,11 @@ SUMMARIES: dict[str, Callable[[Results], list[Row]]] = {
     "multiway_cuda": summarise_multiway,
     "report": summarise_report,
     "distributed_cpu": summarise_distributed,
+}
+
+
+HEADLINE: dict[str, Callable[[Results], list[Row]]] = {
+    name: SUMMARIES[name] for name in ("long_run_cuda", "harm", "zoo", "peers", "rescue", "crash")
 }
 
 

@@ -81,10 +81,15 @@ def test_the_readme_counts_what_is_there() -> None:
 def test_the_readme_has_no_figure_of_its_own(benchmarks: dict[str, ModuleType]) -> None:
     """Percentages, ratios, times and sizes stand only between the marks."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for mark in ("numbers", "peers"):
-        text = benchmarks["publish"].fill(text, mark, "")
+    text = benchmarks["publish"].fill(text, "numbers", "")
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     assert not re.findall(r"\d+(?:\.\d+)?\s?(?:%|x\b|ms\b|s\b|GiB|MiB|GB|MB)", text)
+
+
+def test_the_readme_is_one_screen_and_a_half(benchmarks: dict[str, ModuleType]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    assert len(text.split()) <= 700
 
 
 def test_a_page_without_its_marks_is_refused(benchmarks: dict[str, ModuleType]) -> None:

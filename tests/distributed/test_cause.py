@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranked_trainings import Training, assert_alike, make_batches
@@ -89,22 +90,35 @@ def train_gathering() -> dict[str, Any]:
     return training.tell() | {"causes": tell_causes(training)}
 
 
-def test_a_step_that_talks_to_other_ranks_is_not_replayed_alone_and_says_so() -> None:
+def test_a_step_that_talks_to_other_ranks_is_replayed_by_all_of_them() -> None:
     results = run_ranks(train_gathering, 2)
     assert_alike(results)
     for result in results:
         assert result["skipped"] == 1
-        assert result["causes"][0]["phase"] == "unknown"
-        assert "talks to other ranks" in result["causes"][0]["note"]
+        cause = result["causes"][0]
+        assert (cause["op"], cause["samples"]) == ("aten.sqrt", (5,))
+        assert cause["note"].startswith("Replayed on rank 1.")
 
 
-def train_static() -> dict[str, Any]:
-    training = Rooted(ddp={"static_graph": True})
-    training.run(make_spoilt())
+def train_static(at: int, enabled: bool) -> dict[str, Any]:
+    from steadygrad import DiagnoseConfig
+
+    training = Rooted(ddp={"static_graph": True}, diagnose=DiagnoseConfig(enabled=enabled))
+    batches = make_batches()
+    if dist.get_rank() == 1:
+        batches[at][0][5, 0] = -1000.0
+    training.run(batches)
     return training.tell() | {"causes": tell_causes(training)}
 
 
-def test_a_static_graph_trains_on_without_a_diagnosis() -> None:
-    results = run_ranks(train_static, 2)
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_static_graph_is_replayed_without_a_trace(at: int) -> None:
+    """Also in its first steps, in which DDP learns the graph."""
+    results, without = run_ranks(train_static, 2, at, True), run_ranks(train_static, 2, at, False)
     assert_alike(results)
-    assert all(result["skipped"] == 1 and result["causes"] == [] for result in results)
+    for result, other in zip(results, without):
+        assert result["skipped"] == 1
+        assert (result["causes"][0]["op"], result["causes"][0]["samples"]) == ("aten.sqrt", (5,))
+        assert other["causes"] == []
+        for name, value in other["state"].items():
+            assert torch.equal(result["state"][name], value), name

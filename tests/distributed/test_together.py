@@ -159,3 +159,21 @@ def test_parameters_that_join_later_are_guarded_on_all_ranks() -> None:
     assert_same(first["state"], second["state"])
     assert "4.weight" in first["names"]
     assert first["skipped"] == second["skipped"] == 1
+
+
+def train_in_two_forms() -> dict[str, Any]:
+    """One rank gives the guard a function, the other a loss: their forwards are at different places of the step."""
+    training = Training(norm=True)
+    for batch in mask_labels(make_batches(), 4):
+        if dist.get_rank() == 0:
+            training.guard.step(training.loss, batch)
+        else:
+            training.guard.step(training.loss(batch))
+    return training.tell()
+
+
+def test_ranks_whose_steps_have_different_forms_train_on_together() -> None:
+    results = run_ranks(train_in_two_forms, 2)
+    assert [result["skipped"] for result in results] == [1, 1]
+    weights = [{n: t for n, t in result["state"].items() if "running" not in n} for result in results]
+    assert_same(*weights)

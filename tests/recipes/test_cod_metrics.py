@@ -55,13 +55,13 @@ def test_the_s_measure_is_that_of_its_paper(seed: int) -> None:
 def test_a_perfect_prediction_has_the_best_scores() -> None:
     y = torch.zeros(8, 8, dtype=torch.bool)
     y[2:5, 3:7] = True
-    assert score_mask(y.double(), y) == pytest.approx((1.0, 1.0, 0.0, 1.0))
+    assert score_mask(y.double(), y) == pytest.approx((1.0, 1.0, 0.0, 1.0, 1.0, 1.0))
 
 
 def test_the_opposite_of_the_mask_has_the_worst_scores() -> None:
     y = torch.zeros(8, 8, dtype=torch.bool)
     y[2:5, 3:7] = True
-    iou, dice, mae, s = score_mask(1 - y.double(), y)
+    iou, dice, mae, s, *_ = score_mask(1 - y.double(), y)
     assert (iou, dice, mae) == (0.0, 0.0, 1.0)
     assert s == pytest.approx(0.0, abs=1e-12)
 
@@ -69,15 +69,15 @@ def test_the_opposite_of_the_mask_has_the_worst_scores() -> None:
 def test_iou_and_dice_count_pixels_above_a_half() -> None:
     y = torch.tensor([[True, True, False, False]])
     p = torch.tensor([[0.9, 0.4, 0.6, 0.1]], dtype=torch.float64)
-    iou, dice, mae, _ = score_mask(p, y)
+    iou, dice, mae, _, *_ = score_mask(p, y)
     assert iou == pytest.approx(1 / 3)
     assert dice == pytest.approx(2 / 4)
     assert mae == pytest.approx((0.1 + 0.6 + 0.6 + 0.1) / 4)
 
 
 def test_an_image_without_an_object_that_is_predicted_empty_is_perfect() -> None:
-    assert score_mask(torch.zeros(4, 4).double(), torch.zeros(4, 4, dtype=torch.bool)) == (1.0, 1.0, 0.0, 1.0)
-    assert score_mask(torch.ones(4, 4).double(), torch.ones(4, 4, dtype=torch.bool)) == (1.0, 1.0, 0.0, 1.0)
+    assert score_mask(torch.zeros(4, 4).double(), torch.zeros(4, 4, dtype=torch.bool)) == (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+    assert score_mask(torch.ones(4, 4).double(), torch.ones(4, 4, dtype=torch.bool)) == (1.0, 1.0, 0.0, 1.0, 1.0, 1.0)
 
 
 def test_an_object_that_is_missed_scores_nothing() -> None:

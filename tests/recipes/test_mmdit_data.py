@@ -156,7 +156,7 @@ def test_a_missing_folder_and_an_empty_one_are_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data.path is no folder: .*nowhere. Give a folder of .safetensors"):
         read(tmp_path / "nowhere")
     (tmp_path / "readme.txt").touch()
-    with pytest.raises(UsageError, match=r"no .safetensors or .npz file in .*, it holds readme.txt. Put files there"):
+    with pytest.raises(UsageError, match=r"no .safetensors, .npz, .npy or .jsonl file in .*, it holds readme.txt. Put"):
         read(tmp_path)
 
 

@@ -107,7 +107,7 @@ def test_a_failure_of_every_part_is_no_matter_of_samples() -> None:
 
     assert cause is not None
     assert cause.samples == ()
-    assert cause.samples_note == "samples 0, 4 and 7 each fail alone: it is no matter of one"
+    assert cause.samples_note == "samples 0, 4 and 7 each fail on their own: no single one is to blame"
 
 
 def test_a_step_that_refuses_parts_says_so() -> None:

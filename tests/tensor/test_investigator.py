@@ -121,7 +121,7 @@ def test_switched_off_nothing_is_held_and_nothing_hooked(tmp_path: Path) -> None
     guard.step(loss_of(model), batch(bad=True))
 
     assert causes(guard) == []
-    assert len(model._forward_pre_hooks) == 2  # for buffers and for gradients of other losses
+    assert len(model._forward_pre_hooks) == 3  # for buffers, other losses, and what the program does
     assert not (tmp_path / "batches").exists()
 
 

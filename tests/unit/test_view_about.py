@@ -172,7 +172,7 @@ def test_runs_are_compared_by_their_verdicts_and_numbers(tmp_path: Path) -> None
 
 def test_runs_with_the_same_settings_are_said_to_be_so(tmp_path: Path) -> None:
     page = read_report(*(write_run(tmp_path / name, {"clip": {"max_norm": 1.0}}) for name in "ab"))
-    assert "Their settings are the same." in list_texts(page, ".//p[@class='note']")
+    assert "The settings of their guards are the same." in list_texts(page, ".//p[@class='note']")
 
 
 def test_a_run_that_tells_no_settings_differs_in_none(tmp_path: Path) -> None:

@@ -230,6 +230,18 @@ def test_a_report_is_a_page_and_nothing_else(tmp_path: Path) -> None:
         write_report([write_run(tmp_path / "run", 5)], tmp_path / "report.pdf")
 
 
+def test_steps_that_were_not_replayed_are_told_with_the_ones_that_were(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path)
+    directory.write_step(make_step(0))
+    for step in range(1, 40):
+        directory.write_incident(make_incident(step, cause=CAUSE if step % 10 == 1 else None))
+    directory.close()
+    text = read_report(tmp_path).text
+    story = text[text.index("What broke first") : text.index("largest norm")]
+    assert "4 times, steps 1 to 31; 35 more of this kind were not replayed NaN gradient" in story
+    assert "the loss is NaN" not in story
+
+
 def test_what_broke_stands_above_the_numbers_with_its_line_and_since_when_it_is_healthy(tmp_path: Path) -> None:
     text = read_report(write_run(tmp_path)).text
     story = text[text.index("What broke first") : text.index("largest norm")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 from view_runs import make_incident, make_step
 
+from steadygrad import Guard
 from steadygrad.facts import Finding, Severity
 from steadygrad.view.progress import describe_step
 from steadygrad.view.sparkline import draw_bars, squeeze
@@ -146,3 +149,23 @@ def test_bars_of_nothing_are_nothing() -> None:
     assert draw_bars([], 10, 3) == []
     assert draw_bars([float("nan")], 10, 3) == []
     assert draw_bars([0.0, 0.0], 10, 1, log=True) == ["▁▁"]
+
+
+def test_a_formatter_that_writes_every_attribute_as_json_can_write_a_finding() -> None:
+    """As the workers of Ray do: an object that json does not know would fill their logs with tracebacks."""
+    model = torch.nn.Linear(2, 1)
+    written: list[str] = []
+
+    class Json(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            own = {key: value for key, value in vars(record).items() if key in ("finding", "outcome")}
+            written.append(json.dumps(own))
+
+    handler = Json()
+    logging.getLogger("steadygrad").addHandler(handler)
+    try:
+        guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        guard.step(lambda: model(torch.full((1, 2), torch.nan)).sum())
+    finally:
+        logging.getLogger("steadygrad").removeHandler(handler)
+    assert '{"finding": "nonfinite_loss", "outcome": "skip"}' in written

@@ -7,25 +7,52 @@ click, rich and torch are loaded by the command that needs them, so that `steady
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from steadygrad.cli.exit_codes import DONE, FAILED
 
-__all__ = ["main"]
+__all__ = ["main", "run_program"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+
+    def load() -> Any:
+        from steadygrad.cli.commands import steadygrad
+
+        return steadygrad
+
+    return _run(load, arguments, "steadygrad")
+
+
+def run_program(module: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a training of your own as `steadygrad train` runs a recipe; return the exit code.
+
+    `module` offers what a recipe does: `SUMMARY`, `Config`, `QUICK` and `train`. `steadygrad new` writes one.
+    """
+
+    def load() -> Any:
+        from steadygrad.cli.recipes import Recipe
+        from steadygrad.cli.train import RecipeCommand
+
+        name = module.rpartition(".")[2]
+        return RecipeCommand(Recipe(name, module), program=f"python -m {module}")
+
+    return _run(load, arguments, f"python -m {module}")
+
+
+def _run(load: Callable[[], Any], arguments: Sequence[str] | None, name: str) -> int:
+    """Run the command that `load` returns, and turn what it raises into words and an exit code."""
     try:
         import click
     except ImportError:
         print("steadygrad's command line needs click, which is not installed. Run: pip install click", file=sys.stderr)
         return FAILED
-    from steadygrad.cli.commands import steadygrad
     from steadygrad.errors import SteadygradError
 
     try:
-        code = steadygrad.main(args=arguments, prog_name="steadygrad", standalone_mode=False)
+        code = load().main(args=arguments, prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return FAILED

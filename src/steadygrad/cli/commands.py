@@ -12,6 +12,7 @@ from steadygrad.cli.clean import clean
 from steadygrad.cli.console import Console
 from steadygrad.cli.diagnose import diagnose
 from steadygrad.cli.ls import ls
+from steadygrad.cli.new import new
 from steadygrad.cli.plot import plot
 from steadygrad.cli.report import report
 from steadygrad.cli.run import run
@@ -24,12 +25,13 @@ from steadygrad.cli.watch import watch
 SECTIONS = {
     "Begin": {
         "demo": "a training that a NaN kills, and the same one guarded",
-        "doctor": "what this machine and torch offer, and what to choose",
+        "doctor": "what this machine offers, or what is wrong with a script",
     },
     "Train": {
         "run": "run any training script, and keep bad steps from its weights",
         "train": "run one of the five recipes: data, model, record, report",
         "tune": "choose settings by how stable training is with them",
+        "new": "write a small training project of your own",
     },
     "Look": {
         "ls": "list the runs of a folder: state, last step, loss, incidents",
@@ -114,20 +116,34 @@ def demo(context: click.Context, run_dir: str | None, device: str | None, quick:
     context.exit(load_demo().tell_demo(Console(), run_dir=run_dir, device=device, quick=quick))
 
 
-@steadygrad.command()
+@steadygrad.command(context_settings={"allow_interspersed_args": False})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(min=1), default=64, show_default=True, help="Steps of SCRIPT to check."
+)
+@click.argument("script", required=False, metavar="[SCRIPT]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 @click.pass_context
-def doctor(context: click.Context, as_json: bool) -> None:
-    """Say what this machine and torch offer, and what to choose.
+def doctor(
+    context: click.Context, as_json: bool, num_steps: int, script: str | None, arguments: tuple[str, ...]
+) -> None:
+    """Say what this machine and torch offer, or what is wrong with the first steps of a training script.
 
-    Half-precision matmuls are tried in processes of their own: on some virtual CPUs they kill the process. Exit code 0:
-    nothing to fix; 1: something was found that should be fixed; 2: torch could not be looked at.
+    Without a script, half-precision matmuls are tried in processes of their own: on some virtual CPUs they kill the
+    process. With one, it runs as it is, with every check on, and ends after --steps steps. Exit code 0: nothing to fix;
+    1: something was found that should be fixed; 2: torch could not be looked at, or the script made no step.
 
     \b
     Example:
       steadygrad doctor
       steadygrad doctor --json
+      steadygrad doctor --steps 100 train.py --epochs 3
     """
+    if script is not None:
+        from steadygrad.cli.check import check_script
+
+        console = Console()
+        context.exit(check_script(console, script, arguments, num_steps=num_steps, as_json=as_json))
     from steadygrad.cli.doctor import tell_machine
 
     context.exit(tell_machine(Console(), as_json=as_json))
@@ -140,6 +156,7 @@ steadygrad.add_command(run)
 steadygrad.add_command(train)
 steadygrad.add_command(tune)
 steadygrad.add_command(ls)
+steadygrad.add_command(new)
 steadygrad.add_command(report)
 steadygrad.add_command(plot)
 steadygrad.add_command(watch)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from steadygrad.detect.memory import Remembering
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.facts import Broadcast, Fact, Finding, GraphScan, Severity
+from steadygrad.facts.program import LossScan
 from steadygrad.words import spell_count
 
 
@@ -52,7 +53,7 @@ class SilentBroadcast(Remembering):
     """A prediction (N, 1) met a target (N,), and the loss is over all N x N pairs: the model learns the mean."""
 
     name = "silent_broadcast"
-    hears = (GraphScan,)
+    hears = (GraphScan, LossScan)
     memory = ("_told",)
 
     def __init__(self) -> None:
@@ -60,9 +61,9 @@ class SilentBroadcast(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, with the shapes."""
-        if not isinstance(fact, GraphScan) or self._told:
+        if not isinstance(fact, GraphScan | LossScan) or self._told:
             return
-        for one in fact.broadcasts:
+        for one in fact.broadcasts if isinstance(fact, GraphScan) else _find_expanded(fact):
             if _is_silent(one):
                 self._told = True
                 yield Finding(
@@ -77,6 +78,19 @@ class SilentBroadcast(Remembering):
                 return
 
 
+def _find_expanded(scan: LossScan) -> list[Broadcast]:
+    """Return the losses whose prediction (N, 1) was expanded to (N, N): the target was (N,)."""
+    return [
+        Broadcast(
+            op=call.op, left=call.expanded_from, right=call.expanded_to[:-2] + call.expanded_to[-1:], where=call.where
+        )
+        for call in scan.calls
+        if len(call.expanded_from) == len(call.expanded_to) == 2
+        and call.expanded_from[:-1] == call.expanded_to[:-1]
+        and call.expanded_from[-1] == 1
+    ]
+
+
 def _is_silent(one: Broadcast) -> bool:
     """(N, 1) with (N,): the ranks differ, and the sizes that matter are the same. An outer product names its axes."""
     left, right = (one.left, one.right) if len(one.left) > len(one.right) else (one.right, one.left)
@@ -89,7 +103,7 @@ class DoubleSoftmax(Remembering):
     """A softmax is fed to a softmax: cross entropy has its own, and gradients shrink."""
 
     name = "double_softmax"
-    hears = (GraphScan,)
+    hears = (GraphScan, LossScan)
     memory = ("_told",)
 
     def __init__(self) -> None:
@@ -97,16 +111,22 @@ class DoubleSoftmax(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, with the line."""
-        if not isinstance(fact, GraphScan) or self._told or not fact.double_softmaxes:
+        if self._told:
+            return
+        if isinstance(fact, LossScan):
+            places = [c.where or c.op for c in fact.calls if c.softmax_fed_by in ("softmax", "log_softmax")]
+        else:
+            places = list(fact.double_softmaxes) if isinstance(fact, GraphScan) else []
+        if not places:
             return
         self._told = True
         yield Finding(
             kind=self.name,
             severity=Severity.WARNING,
             step=fact.step,
-            message=f"a softmax is applied to a softmax at {show(fact.double_softmaxes)}",
+            message=f"a softmax is applied to a softmax at {show(places)}",
             advice="Give cross_entropy the logits: it applies log_softmax itself.",
-            evidence={"where": list(fact.double_softmaxes[:SHOWN])},
+            evidence={"where": places[:SHOWN]},
         )
 
 

@@ -106,18 +106,24 @@ class LossSpike(Remembering):
         )
 
 
+NEVER = 16
+"""Steps with loss and gradient exactly 0, from the first on, after which nothing is learnt."""
+
+
 class ZeroLoss(Remembering):
     """The loss is exactly zero and so is the gradient: nothing is learnt from this step.
 
     Seen when every label of a batch is masked and the mean is guarded against 0/0. A loss that has come down to zero,
-    or a margin loss that is satisfied, is healthy: an info. One that was never near zero before is a warning.
+    or a margin loss that is satisfied, is healthy: an info. One that was never near zero before is a warning, and so
+    are `NEVER` steps from the first on: advantages that are all zero, because all rewards of a group are the same.
     """
 
     name = "zero_loss"
-    memory = ("_first", "_recent", "_streak", "_seen", "_info")
+    memory = ("_first", "_recent", "_streak", "_seen", "_info", "_has_learnt")
 
     def __init__(self, config: DetectConfig) -> None:
         self._patience = config.loss.zero_patience
+        self._has_learnt = False
         self._recent: deque[float] = deque(maxlen=8)
         self._first: float | None = None
         self._streak = Streak()
@@ -132,16 +138,23 @@ class ZeroLoss(Remembering):
         length = self._streak.feed(fact.step, zero)
         sudden = zero and not self._seen and self._was_far_from_zero()
         self._seen = self._seen or fact.loss == 0.0
+        self._has_learnt |= not zero
+        never = length == NEVER and not self._has_learnt
         if fact.loss != 0.0:
             self._recent.append(abs(fact.loss))
             self._first = self._first or abs(fact.loss)
-        if sudden or self._info.tell(fact.step, length >= self._patience):
+        if sudden or never or self._info.tell(fact.step, length >= self._patience):
             yield Finding(
                 kind=self.name,
-                severity=Severity.WARNING if sudden else Severity.INFO,
+                severity=Severity.WARNING if sudden or never else Severity.INFO,
                 step=fact.step if sudden else self._streak.start,
-                message="loss and gradient are exactly 0" + (f" for {length} steps" if length > 1 else ""),
-                advice="Check that this batch has labels that are not masked (-100), and that the loss depends on the "
+                message="loss and gradient are exactly 0"
+                + (f" for {length} steps" if length > 1 else "")
+                + (", from the first one on: nothing is learnt" if never else ""),
+                advice="Check that rewards differ within a group (equal ones give advantages of 0), that labels are "
+                "not all masked (-100), and that the loss depends on the model's output."
+                if never
+                else "Check that this batch has labels that are not masked (-100), and that the loss depends on the "
                 "model's output.",
                 evidence={"num_steps": length},
             )

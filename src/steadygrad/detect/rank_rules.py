@@ -7,12 +7,18 @@ acted on: a rank that acts alone diverges from the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from steadygrad.detect.base import Rule
 from steadygrad.facts import ActivationScan, Fact, GraphScan, InputScan
+from steadygrad.facts.program import ProgramFact
+from steadygrad.facts.program_scans import ProgramScan
 
-OWN_FACTS = (InputScan, ActivationScan, GraphScan)
-ABOUT_BATCHES = frozenset({"nonfinite_input", "outlier_input", "all_labels_masked"})
+OWN_FACTS = (InputScan, ActivationScan, GraphScan, *get_args(ProgramFact), *get_args(ProgramScan))
+ABOUT_BATCHES = frozenset(
+    {"nonfinite_input", "outlier_input", "all_labels_masked"}
+    | {"eval_while_training", "train_mode_validation", "independent_labels", "eps_gradient"}
+)
 
 
 def split_rules(rules: Sequence[Rule]) -> tuple[list[Rule], list[Rule]]:

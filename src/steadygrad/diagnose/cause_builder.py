@@ -16,12 +16,16 @@ from steadygrad.diagnose.closeup import View, find_bad_rows, measure_operand
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.expressions import name_operands
 from steadygrad.diagnose.frames import Place, read_source, spell_place
+from steadygrad.diagnose.own_names import use_own_names
 from steadygrad.diagnose.situation import Operand, Situation
 from steadygrad.diagnose.trace import Event, Trace
 from steadygrad.facts import Cause
 
 MAX_NEIGHBOURS = 6
 """Ops before and after the culprit that an explanation can use."""
+
+OUTSIDE_OF_STEP = "made outside of the step"
+"""Name of a tensor that is neither of the batch nor of the model."""
 
 
 @dataclass(slots=True)
@@ -135,7 +139,7 @@ class CauseBuilder:
             node=self.origin.event.node,
             inputs=self.spell_operands(place, situation),
             explanation=why.text,
-            fixes=why.fixes,
+            fixes=use_own_names(why.fixes, self.name_operands(place, situation), self.culprit.name),
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
             chain=self._describe_chain(),
@@ -183,9 +187,14 @@ class CauseBuilder:
         }
 
     @staticmethod
+    def name_operands(place: Place, situation: Situation) -> tuple[str, ...]:
+        """Return the texts of the operands on the user's line; empty where it does not spell the op."""
+        return name_operands(place.code, place.instruction, situation.op) if place.code is not None else ()
+
+    @staticmethod
     def spell_operands(place: Place, situation: Situation) -> tuple[str, ...]:
         """What went in, under the user's own names where the line spells them."""
-        names = name_operands(place.code, place.instruction, situation.op) if place.code is not None else ()
+        names = CauseBuilder.name_operands(place, situation)
         texts = []
         for position, operand in enumerate(situation.operands):
             fits = len(names) >= len(situation.operands) and names[position]
@@ -220,7 +229,7 @@ def tell_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tenso
     """The Cause of a value that was bad before the step began. `owners`: storage -> phase, name, tensor."""
     origin = builder.origin
     key = builder.find_given_key()
-    phase, name, tensor = owners.get(key or 0, ("input", "made outside of the step", None))
+    phase, name, tensor = owners.get(key or 0, ("input", OUTSIDE_OF_STEP, None))
     operand = None if tensor is None else measure_operand(name, tensor)
     situation = Situation(
         op=phase, phase=phase, kind=builder.born, operands=() if operand is None else (operand,), output=operand

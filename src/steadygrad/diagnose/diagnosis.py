@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.diagnose.blame import Blame, Hurt, Origin
-from steadygrad.diagnose.cause_builder import CauseBuilder, name_owners, tell_given
+from steadygrad.diagnose.cause_builder import OUTSIDE_OF_STEP, CauseBuilder, name_owners, tell_given
 from steadygrad.diagnose.closeup import Closeup, View
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.failures import find_failure, find_refusal
 from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.health import find_ailment, find_amplifier
+from steadygrad.diagnose.meeting import CollectiveError
 from steadygrad.diagnose.optimizers import trace_optimizers
+from steadygrad.diagnose.own_names import use_own_names
 from steadygrad.diagnose.ranges import Range
-from steadygrad.diagnose.replay import CollectiveError, Observer, Run, Step, call_user, sum_outputs
+from steadygrad.diagnose.replay import Observer, Run, Step, call_user, sum_outputs
 from steadygrad.diagnose.samples import SampleSearch
 from steadygrad.diagnose.situation import Situation
 from steadygrad.diagnose.step_arguments import name_inputs, name_modules
@@ -36,6 +38,9 @@ from steadygrad.measure.loss import find_loss
 
 EXACT = "yes, bit for bit (software, not hardware)"
 SAME_KIND = "yes, the same kind with other bits: an op of the step is not deterministic"
+SENDING = ("c10d", "_c10d_functional")
+RECEIVED = "it came from another rank, through a collective"
+TALKS = "the step itself talks to other ranks, so that it cannot be replayed on one"
 COLLECTIVE_REPLAYS = 3
 """Every rank makes this many, whatever it finds: the others wait for it in their collectives."""
 NOT_AGAIN = "no: the same step, replayed, was healthy"
@@ -50,10 +55,11 @@ class Diagnosis:
         *,
         optimizers: Sequence[Optimizer] = (),
         suspect: str | None = None,
-        collective: bool = False,
     ) -> None:
         self._step, self._optimizers, self._suspect = step, optimizers, suspect
-        self._collective, self._num_replays = collective, 0
+        self._collective, self._num_replays = step.meeting is not None, 0
+        self.fingerprints: list[tuple[int, ...]] = []
+        """Of the first replays: equal if the step is deterministic."""
         self._modules = name_modules(step.model)
         self._stack = StackReader(self._modules, call_user, sum_outputs)
         self._trace = Trace(self._stack)
@@ -78,29 +84,30 @@ class Diagnosis:
     def _make(self) -> Cause | None:
         with self._replay() as run:
             first = find_symptoms(run, self._step.model)
+            self.fingerprints.append(first.fingerprint)
             if not first.hurts and run.loss is None and not run.grads:
                 find_loss(run.result)  # raises: without loss and gradient nothing was looked at
         if isinstance(first.error, CollectiveError):
-            return unknown(
-                "the step itself talks to other ranks, so that it cannot be replayed on one. Diagnose the saved batch "
-                "in one process."
-            )
+            return unknown(str(first.error) if self._collective else TALKS)
         if not first.hurts and not self._collective:
             return self._look_further()
         with self._replay(self._trace) as run:
             second = find_symptoms(run, self._step.model)
+            self.fingerprints.append(second.fingerprint)
             terms = describe_named_terms(run.result)
             hurts = self._find_hurts(run, second)
             self._trace.ranges.read()
         blame = Blame(self._trace.events, self._trace.ranges)
+        if self._step.sharded:
+            hurts = [hurt for hurt in hurts if not hurt.name.startswith("gradient")] + self._find_sent(blame)
         if first.error is not None:
             hurts += find_failure(self._trace, blame)
         origin = blame.find_origin(hurts)
         if origin is None or (first.error is not None and origin.event.constant):
             return self._tell_without_origin(first, second)
         cause, view = self._tell(origin, blame)
-        if self._collective and cause.file is None:
-            return unknown("it came from another rank, through a collective", kind=cause.kind)
+        if self._collective and (cause.file is None or cause.name == OUTSIDE_OF_STEP):
+            return unknown(RECEIVED, kind=cause.kind)
         if not terms and hurts[0].name == "loss":
             terms = describe_summed_terms(self._trace, blame, hurts[0].read)
         cause = dataclasses.replace(cause, terms=terms, reproducible=compare_replays(first, second))
@@ -114,7 +121,7 @@ class Diagnosis:
         """Return why the step must not be replayed; empty if it may be."""
         group = torch.distributed
         num_ranks = group.get_world_size() if group.is_available() and group.is_initialized() else 1
-        if num_ranks == 1 or self._collective or self._step.alone is not None:
+        if num_ranks == 1 or self._collective or self._step.is_alone:
             return ""
         return (
             f"{num_ranks} ranks train together: a replay on one of them would wait in a collective for the others. "
@@ -131,6 +138,15 @@ class Diagnosis:
         found += [(f"gradient of {name}", run.grads[name], range) for name, range in symptoms.gradients.items()]
         reads = ((name, self._trace.find_read(tensor), range) for name, tensor, range in found if tensor is not None)
         return [Hurt(name, read, range) for name, read, range in reads if read is not None]
+
+    def _find_sent(self, blame: Blame) -> list[Hurt]:
+        """What this rank gave to collectives: gradients that come out of them are made of other ranks' as well."""
+        events = self._trace.events
+        given = [read for event in events if event.name.startswith(SENDING) for read in event.reads]
+        # Room for what will be received holds anything before it is.
+        sent = [read for read in given if not all(events[writer].is_uninitialised for writer in read.writers)]
+        ranges = [(read, blame.find_range(read)) for read in sent]
+        return [Hurt("value sent to other ranks", read, one) for read, one in ranges if one.is_nonfinite]
 
     def _look_further(self) -> Cause | None:
         """Loss, gradients and buffers are finite: the optimizer's arithmetic, then sizes that are out of hand."""
@@ -190,12 +206,14 @@ class Diagnosis:
         return builder.tell(), closeup.views.get(origin.event.number)
 
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
-        if cause.phase in ("input", "parameter") or self._collective:
+        if cause.phase in ("input", "parameter"):
             return cause
         if self._culprit is not None and not self._sees_batch(self._culprit):
             return dataclasses.replace(cause, samples_note="none is to blame: the op sees nothing of the batch")
         rows, num_rows = ((), 0) if view is None else (view.bad_rows, view.num_rows)
-        samples, note = SampleSearch(self._step).find(rows, num_rows)
+        search = SampleSearch(self._step)
+        # Parts of the batch are not tried on many ranks: each might need another number of replays.
+        samples, note = search.read_rows(rows, num_rows) if self._collective else search.find(rows, num_rows)
         return dataclasses.replace(cause, samples=samples, samples_note=note)
 
     def _sees_batch(self, event: Event) -> bool:
@@ -220,6 +238,8 @@ class Diagnosis:
             return unknown(f"the replay with every op watched failed: {second.error!r:.200}", kind=first.kind)
         if not second.hurts:
             return None if not first.hurts else unknown("", kind=first.kind, reproducible=NOT_AGAIN)
+        if self._collective:
+            return unknown(RECEIVED, kind=second.kind)
         reason = self._trace.trouble or "it was made by code that torch's dispatcher does not show"
         where = next(iter(second.gradients), "the loss")
         return unknown(f"{second.kind} in {where}, and no op was seen making it: {reason}", kind=second.kind)
@@ -248,7 +268,7 @@ class Diagnosis:
             symptom=spell_error(error),
             name=why.name,
             explanation=why.text,
-            fixes=why.fixes,
+            fixes=use_own_names(why.fixes, CauseBuilder.name_operands(refusal.place, situation), refusal.op),
             inputs=CauseBuilder.spell_operands(refusal.place, situation),
             **CauseBuilder.where_of(refusal.place, self._modules),
         )

@@ -19,6 +19,7 @@ from steadygrad.diagnose.symptoms import find_symptoms
 from steadygrad.facts import Cause
 
 FINITE_KINDS = ("exploding", "vanishing", "dead")
+HARDWARE = "suspect the hardware, or code that keeps state in Python"
 OUTSIDE = (
     "The model's forward is healthy when it is replayed: look at the loss and at the code around the model. To have "
     "them replayed too, give guard.step the function, or run: steadygrad diagnose RUN --entry MODULE:FUNCTION"
@@ -67,24 +68,24 @@ def diagnose_capture(
     suspect: str | None = None,
     optimizers: Sequence[Optimizer] = (),
     expects: str | None = None,
-    collective: bool = False,
-    alone: nn.parallel.DistributedDataParallel | None = None,
     effects: Effects | None = None,
+    **how: Any,
 ) -> Cause | None:
     """Diagnose a step that was captured before it ran. Never raises: failures are reported in the Cause.
 
     `scale` is the loss scale it ran with; `suspect` ('exploding', 'vanishing', 'dead') what its numbers look like;
     `expects` ('nan', 'inf') what was seen when it ran: a healthy replay is then reported as such, with what to suspect.
-    Weights and buffers must be those that the step began with. `collective`: every rank makes this call.
-    `alone`: this rank alone makes it, and trains this model with others. `effects`: what the step does to objects of
-    the program's own, put back after each replay.
+    Weights and buffers must be those that the step began with. `effects`: what the step does to objects of the
+    program's own, put back after each replay. `how`: the fields of a Step that say who replays it, this rank alone or
+    all ranks together.
     """
-    step = dataclasses.replace(Step.of(capture, scale), alone=alone, effects=effects)
+    step = dataclasses.replace(Step.of(capture, scale), effects=effects, **how)
     try:
         changed = capture.find_changes()
-        cause = Diagnosis(step, optimizers=optimizers, suspect=suspect, collective=collective).make()
+        diagnosis = Diagnosis(step, optimizers=optimizers, suspect=suspect)
+        cause = diagnosis.make()
         if expects is not None and (cause is None or cause.kind in FINITE_KINDS):
-            cause = tell_unrepeated(step, expects, changed)
+            cause = tell_unrepeated(step, expects, changed, diagnosis.fingerprints)
     except Exception as error:
         cause = unknown(f"the replay raised {error!r:.200}")
     return None if cause is None else _qualify(cause, capture, changed)
@@ -124,19 +125,20 @@ def diagnose_captures(
     return None, None
 
 
-def tell_unrepeated(step: Step, kind: str, changed: Sequence[str]) -> Cause:
-    """The step failed when it ran, and does not when it is replayed: two more replays say what to suspect."""
+def tell_unrepeated(step: Step, kind: str, changed: Sequence[str], known: Sequence[tuple[int, ...]] = ()) -> Cause:
+    """The step failed when it ran, and does not when it is replayed: two more replays say what to suspect.
+
+    On all ranks together no more are made: `known` fingerprints have to do.
+    """
     if changed or step.is_model_call:
         why = "the replay was healthy; the batch has changed since" if changed else OUTSIDE
         return unknown(why, kind=kind, reproducible="no: the replay is not exact")
-    prints = []
-    for _ in range(2):
+    prints = list(known[:2]) if step.meeting is not None else []
+    while len(prints) < 2:
         with step.replay() as run:
             prints.append(find_symptoms(run, step.model).fingerprint)
     if prints[0] == prints[1]:
-        suspect = (
-            "two replays are healthy and equal bit for bit: suspect the hardware, or code that keeps state in Python"
-        )
+        suspect = f"two replays are healthy and equal bit for bit: {HARDWARE}"
     else:
         suspect = "two replays are healthy and differ: an op of the step is not deterministic"
     return unknown(suspect, kind=kind, reproducible=f"no: {suspect}")

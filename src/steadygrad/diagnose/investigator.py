@@ -23,8 +23,10 @@ from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.entry import diagnose_captures
 from steadygrad.diagnose.frames import read_source
+from steadygrad.diagnose.meeting import Meeting
 from steadygrad.diagnose.quarantine import Quarantine
 from steadygrad.facts import Cause, Finding, Reading, Severity
+from steadygrad.state.shards import is_dtensor
 
 logger = logging.getLogger("steadygrad")
 SUSPECTS = {"exploding_gradient": "exploding", "vanishing_gradient": "vanishing", "dead_units": "dead"}
@@ -46,7 +48,7 @@ class Investigator:
         ddp: nn.parallel.DistributedDataParallel | None = None,
         notes: bool = False,
     ) -> None:
-        """`ddp`: the wrapper by which this rank trains `model` together with others.
+        """`ddp`: the wrapper by which this rank trains `model` together with others, if there is one.
 
         `notes`: note microbatches even if no diagnosis is wanted, for other code that replays steps.
         """
@@ -135,11 +137,33 @@ class Investigator:
         self._num_made, self._last_step = self._num_made + 1, reading.step
         return True
 
-    def investigate(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
-        """Return the cause of what was found, if it can be determined; keep the batch. Call `claim` first."""
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether no rank can run the model alone: it holds a part of the weights only."""
+        return any(is_dtensor(p) for p in self._model.parameters())
+
+    def find_obstacle(self, captures: Sequence[Capture]) -> str:
+        """Return why this rank cannot take part in a replay of all ranks; empty if it can."""
+        if not captures:
+            return "nothing of the step was captured"
+        return Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs).obstacle or ""
+
+    def investigate(
+        self,
+        captures: Sequence[Capture],
+        reading: Reading,
+        findings: Sequence[Finding],
+        *,
+        meeting: Meeting | None = None,
+        is_suspect: bool = True,
+    ) -> Cause | None:
+        """Return the cause of what was found, if it can be determined; keep the batch. Call `claim` first.
+
+        `meeting`: all ranks make this call at once. `is_suspect`: whether the step was bad on this rank.
+        """
         if not captures:
             return None
-        expects = None if not reading.is_nonfinite else _name_kind(reading)
+        expects = _name_kind(reading) if reading.is_nonfinite and is_suspect else None
         effects = Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs)
         if effects.obstacle is not None:
             self._report_obstacle(effects.obstacle)
@@ -153,8 +177,8 @@ class Investigator:
                 suspect=None if expects else self._find_suspect(findings),
                 optimizers=self._optimizers,
                 expects=expects,
-                alone=self._ddp,
                 effects=effects,
+                **self._choose_replay(reading, meeting),
             )
             return self._keep_batch(cause, capture, reading.step, scale)
         except Exception as error:  # a failed diagnosis must not end the training
@@ -162,6 +186,17 @@ class Investigator:
             return None
         finally:
             self._inside = inside
+
+    def _choose_replay(self, reading: Reading, meeting: Meeting | None) -> dict[str, Any]:
+        """Return the fields of a Step that say who replays it."""
+        if not _has_many_ranks():
+            return {}
+        if meeting is None:
+            return {"alone": self._ddp, "is_alone": True}
+        sharded = self.needs_all_ranks
+        # A bad loss is made in the forward: the backward of shards, with its own collectives, need not be run.
+        forward_only = sharded and reading.loss_is_nonfinite
+        return {"together": self._ddp, "meeting": meeting, "sharded": sharded, "forward_only": forward_only}
 
     def _report_obstacle(self, obstacle: str) -> None:
         """Report once that a replay would use up data. From now on note the model's own call, which can be replayed."""
@@ -178,13 +213,8 @@ class Investigator:
         return next((SUSPECTS[f.kind] for f in worst if f.kind in SUSPECTS), None)
 
     def _can_replay(self, reading: Reading) -> bool:
-        """On many ranks only a bad step of a model that one rank can run alone."""
-        if not self._config.enabled:
-            return False
-        if not _has_many_ranks():
-            return True
-        # Its first steps enqueue an all-reduce of their own kind, which cannot be held back.
-        return reading.is_nonfinite and self._ddp is not None and not self._ddp.static_graph
+        """On many ranks only a bad step."""
+        return self._config.enabled and (reading.is_nonfinite or not _has_many_ranks())
 
     def _keep_batch(self, cause: Cause | None, capture: Capture | None, step: int, scale: float) -> Cause | None:
         if cause is None or capture is None:

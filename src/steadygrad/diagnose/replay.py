@@ -19,14 +19,17 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad.act.call_listener import listeners_muted
+from steadygrad.act.patches import Patches
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
+from steadygrad.diagnose.meeting import CollectiveError, Meeting
 from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.errors import UsageError
 from steadygrad.measure.graph import find_leaves
 from steadygrad.measure.loss import find_loss
 from steadygrad.state.collect import settle_shards
+from steadygrad.state.shards import take_local
 
 COLLECTIVES = ("c10d", "c10d_functional", "_c10d_functional", "_dtensor")
 """Where torch's dispatcher keeps the ops that wait for other ranks."""
@@ -105,16 +108,20 @@ class Step:
     extra_leaves: tuple[tuple[str, Tensor], ...] = ()
     """Leaves besides the model's parameters whose gradients count."""
     alone: nn.parallel.DistributedDataParallel | None = None
-    """Replayed on this rank while the others wait elsewhere: nothing may be exchanged with them."""
+    """The wrapper by which this rank trains with others, while they wait elsewhere: nothing may be exchanged."""
+    is_alone: bool = False
+    """Replayed on this rank while the others wait elsewhere: a collective is not made."""
     stops_at_bad_loss: bool = False
     """No backward from a loss that is not finite: whether the step fails is known then."""
     forward_only: bool = False
     """No backward at all: only the loss is wanted."""
     sharded: bool = False
-    """FSDP2 holds the weights: no graph is built, since it expects a backward after a forward that has one, and the
-    weights that the forward gathered are let go."""
+    """FSDP2 holds the weights: without a backward no graph is built, since it expects a backward after a forward that
+    has one, and the weights that the forward gathered are let go."""
     together: nn.parallel.DistributedDataParallel | None = None
     """Replayed on all ranks at once: collectives of the forward are made, gradients and buffers are not exchanged."""
+    meeting: Meeting | None = None
+    """Replayed on all ranks at once: they agree before each collective, so that none waits for one that raised."""
     effects: Effects | None = None
     """What the function can reach of the program's own objects, put back after each replay."""
 
@@ -154,13 +161,12 @@ class Step:
             on_one_device(self.wrappers),
             on_one_rank(self.alone or self.together),
             undone(self.optimizers),
-            torch.set_grad_enabled(not self.sharded),
+            torch.set_grad_enabled(not (self.sharded and self.forward_only)),
         ):
             run = Run(keeper=keeper)
             outside: list[tuple[Tensor, Tensor | None]] = []
             try:
-                with observe(keeper, observer, alone=self.alone is not None):
-                    self._run(run, outside)
+                self._run_observed(run, outside, observer)
                 self._settle()
                 yield run
             finally:
@@ -170,6 +176,16 @@ class Step:
                 if self.effects is not None:
                     self.effects.undo()
                 run.forget()  # an output of the size of a vocabulary must not live through the next replay
+
+    def _run_observed(self, run: Run, outside: list[tuple[Tensor, Tensor | None]], observer: Observer | None) -> None:
+        if self.meeting is not None:
+            self.meeting.begin()
+        try:
+            with observe(run.keeper, observer, alone=self.is_alone, meeting=self.meeting):
+                self._run(run, outside)
+        finally:
+            if self.meeting is not None:
+                self.meeting.finish(failed=run.error is not None)
 
     def _settle(self) -> None:
         """Put shards back before modules are compared or restored: gathered weights are in their place."""
@@ -194,7 +210,7 @@ class Step:
         finally:
             named = [*self.named_leaves, *(("", leaf) for leaf, _ in outside)]
             run.grads = {
-                name or f"a tensor of shape {tuple(leaf.shape)} outside of the model": leaf.grad
+                name or f"a tensor of shape {tuple(leaf.shape)} outside of the model": take_local(leaf.grad)
                 for name, leaf in named
                 if leaf.grad is not None
             }
@@ -243,16 +259,23 @@ def on_one_device(wrappers: Iterable[nn.DataParallel[Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_one_rank(ddp: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
-    """Inside, the model sends nothing: as in `ddp.no_sync()`, and its buffers are not broadcast."""
+    """Inside, the model sends nothing: as in `ddp.no_sync()`, and its buffers are not broadcast.
+
+    A static graph counts its forwards, and its first ones enqueue an all-reduce that `no_sync` does not hold back:
+    there the wrapper's own forward is left out.
+    """
     if ddp is None:
         yield
         return
-    before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-    ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+    patches = Patches()
+    patches.replace(ddp, "require_backward_grad_sync", False)
+    patches.replace(ddp, "require_forward_param_sync", False)
+    if ddp.static_graph:
+        patches.replace(ddp, "forward", lambda *args, **kwargs: ddp.module(*args, **kwargs))
     try:
         yield
     finally:
-        ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+        patches.undo()
 
 
 def find_loss_if_any(result: Any) -> Tensor | None:
@@ -273,21 +296,24 @@ def _open(result: Any) -> Iterable[Any]:
     return result if isinstance(result, tuple | list) else [result]
 
 
-class CollectiveError(RuntimeError):
-    """A replay on one rank would have waited for the others."""
+def observe(
+    keeper: StorageKeeper, observer: Observer | None, *, alone: bool = False, meeting: Meeting | None = None
+) -> TorchDispatchMode:
+    """A mode that shows each call to both; `alone`: one that would wait for other ranks is not made.
 
-
-def observe(keeper: StorageKeeper, observer: Observer | None, *, alone: bool = False) -> TorchDispatchMode:
-    """A mode that shows each call to both; `alone`: one that would wait for other ranks is not made."""
-    return _ReplayMode(keeper, observer, alone=alone)
+    `meeting`: the other ranks make it too, if they all come to it.
+    """
+    return _ReplayMode(keeper, observer, alone=alone, meeting=meeting)
 
 
 class _ReplayMode(TorchDispatchMode):
     """Shows each call to the keeper and to the observer."""
 
-    def __init__(self, keeper: StorageKeeper, observer: Observer | None, *, alone: bool) -> None:
+    def __init__(
+        self, keeper: StorageKeeper, observer: Observer | None, *, alone: bool, meeting: Meeting | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keeper, self._observer, self._alone = keeper, observer, alone
+        self._keeper, self._observer, self._alone, self._meeting = keeper, observer, alone, meeting
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -298,8 +324,11 @@ class _ReplayMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._alone and func.namespace in COLLECTIVES:
-            raise CollectiveError(f"{func} talks to other ranks")
+        if func.namespace in COLLECTIVES:
+            if self._alone:
+                raise CollectiveError(f"{func} talks to other ranks")
+            if self._meeting is not None:
+                self._meeting.before_call(str(func))
         self._keeper.before(func, args, kwargs)
         if self._observer is None:
             result = func(*args, **kwargs)

@@ -63,6 +63,12 @@ class SampleSearch:
         remark = describe_samples(self._step, found, size)
         return found, self._spell(found) + (f": {remark}" if remark else "")
 
+    def read_rows(self, rows: Sequence[int], num_rows: int) -> tuple[tuple[int, ...], str]:
+        """The samples by the rows that were bad where the value was born; nothing is run."""
+        if num_rows != self._size or not 0 < len(rows) < num_rows:
+            return (), ""
+        return tuple(rows), f"{self._spell(rows)}, by the rows of the op"
+
     def _spell(self, found: Sequence[int]) -> str:
         return f"{len(found)} of {self._size} in the batch ({spell_indices(tuple(found))})"
 
@@ -92,7 +98,9 @@ class SampleSearch:
         assert self._size is not None
         tried = (0, self._size // 2, self._size - 1)
         if self._size > FEW and all(self._fails([index]) for index in tried):
-            raise CannotSplit(f"samples {tried[0]}, {tried[1]} and {tried[2]} each fail alone: it is no matter of one")
+            raise CannotSplit(
+                f"samples {tried[0]}, {tried[1]} and {tried[2]} each fail on their own: no single one is to blame"
+            )
 
     def _find_bad_halves(self, part: Sequence[int]) -> list[Sequence[int]]:
         halves = part[: len(part) // 2], part[len(part) // 2 :]

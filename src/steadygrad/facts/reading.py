@@ -111,6 +111,8 @@ class Reading:
     """Adam family: name -> sqrt(mean(g^2 / max(v, eps^2))), v with bias correction, after this step entered it."""
     update_norm: float | None = None
     """Global L2 norm of what the optimizer added to the weights; None when it was not measured."""
+    extra: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """What the program passed to `guard.log`, by name; empty with several ranks, whose values may differ."""
 
     @property
     def learning_rate(self) -> float | None:

@@ -1,18 +1,26 @@
 """Inquiry: a step that was judged bad -> where it began, and what caused it.
 
-Each of several ranks shares what it alone has seen, and the rank on which a bad step began replays it for all. A
-replay starts from the buffers that the step started from, and puts them back afterwards.
+Each of several ranks shares what it alone has seen, and the rank on which a bad step began replays it for all. Where
+no rank can do so alone, because the weights are sharded or the step talks to other ranks, all ranks replay it together.
+A replay starts from the buffers that the step started from, and puts them back afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.detect.rank_rules import split_facts
 from steadygrad.diagnose.capture import Capture
+from steadygrad.diagnose.diagnosis import TALKS, unknown
+from steadygrad.diagnose.entry import HARDWARE
 from steadygrad.diagnose.investigator import Investigator, tell_since_when
+from steadygrad.diagnose.meeting import Meeting
 from steadygrad.facts import Cause, Fact, Finding, Reading
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Judgement
@@ -53,21 +61,61 @@ class Inquiry:
     ) -> Cause | None:
         """Return the cause of a bad step; with several ranks, the one where it began finds it and sends it to all."""
         ranks = self._ranks
-        if ranks.many and (origin is None or not origin.ranks or ranks.is_joining):
+        if ranks.many and (origin is None or ranks.is_joining):
+            return None
+        if origin is not None and not origin.ranks and not self._investigator.needs_all_ranks:
             return None
         if not self._investigator.claim(reading, findings):
             return None
         if origin is None:
             return self._replay(captures, reading, findings)
+        if self._watched.trained.is_fragmented:  # the engine's own hooks would take a replay for a step
+            return None
+        if self._investigator.needs_all_ranks:
+            return self._replay_together(captures, origin, reading, findings)
         chosen = origin.ranks[0]
         cause = self._replay(captures, reading, findings) if ranks.rank == chosen else None
-        if cause is not None:
-            cause = dataclasses.replace(cause, note=f"Replayed on {ranks.name(chosen)}. {cause.note}".strip())
-        told: Cause | None = ranks.gather(cause)[chosen]
+        told: Cause | None = ranks.gather(self._name_rank(cause))[chosen]
+        if told is not None and TALKS in told.note:
+            return self._replay_together(captures, origin, reading, findings)
         return told
 
-    def _replay(self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding]) -> Cause | None:
+    def _replay_together(
+        self, captures: Sequence[Capture], origin: Origin, reading: Reading, findings: Sequence[Finding]
+    ) -> Cause | None:
+        """Have all ranks replay the step at once; return the cause that one of them found, those where it began first.
+
+        Each replays its own batch and looks at its own ops; what it received from another rank, that one explains.
+        """
+        ranks = self._ranks
+        answers = ranks.gather((len(captures), self._investigator.find_obstacle(captures)))
+        obstacle = next((why for _, why in answers if why), "")
+        if obstacle or len({num for num, _ in answers}) > 1:
+            return unknown(f"the ranks cannot replay it together: {obstacle or 'they have different microbatches'}")
+        cause = self._replay(
+            captures, reading, findings, meeting=Meeting(ranks.gather), is_suspect=ranks.rank in origin.ranks
+        )
+        causes: list[Cause | None] = ranks.gather(self._name_rank(cause))
+        order = [*origin.ranks, *(rank for rank in range(ranks.num) if rank not in origin.ranks)]
+        found = [cause for rank in order if (cause := causes[rank]) is not None]
+        return next((cause for cause in found if cause.phase != "unknown"), found[0] if found else None)
+
+    def _name_rank(self, cause: Cause | None) -> Cause | None:
+        """Say which rank replayed the step; and which machine, if the replay went well where the step did not."""
+        if cause is None:
+            return None
+        ranks = self._ranks
+        place = f"Replayed on {ranks.name(ranks.rank)}."
+        if HARDWARE in cause.note:
+            device = self._watched.trained.named[0][1].device
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+            place = f"Replayed on {ranks.name(ranks.rank)}, host {socket.gethostname()}, device {device} ({name})."
+        return dataclasses.replace(cause, note=f"{place} {cause.note}".strip())
+
+    def _replay(
+        self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding], **how: Any
+    ) -> Cause | None:
         with self._buffers.as_saved(), self._buffers.unchanged(), self._watched.own_gradients.looking_away():
-            cause = self._investigator.investigate(captures, reading, findings)
+            cause = self._investigator.investigate(captures, reading, findings, **how)
         given = self._watched.periodic_scans.given_nonfinite
         return cause if cause is None or given is None else tell_since_when(cause, given)

@@ -97,6 +97,9 @@ class Judging:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
         with self._buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
             facts = self._watched.periodic_scans.read(reading, looks)  # a late judgement runs after the next forward
+        logged = {} if looks.logged is None else looks.logged.read()
+        if logged and not self._ranks.many:  # ranks must judge the same facts, and each logs its own
+            reading = dataclasses.replace(reading, extra=logged)
         origin = None
         if self._ranks.many:
             self.is_asked_to_stop |= told.asks_to_stop
@@ -106,7 +109,7 @@ class Judging:
             facts,
             find_cause=functools.partial(self._inquiry.find_cause, looks.captures, origin),
             origin=origin,
-            extra={} if looks.logged is None else looks.logged.read(),
+            extra=logged,
             captures=looks.captures,
         )
         if healthy is not None:

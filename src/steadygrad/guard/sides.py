@@ -66,6 +66,9 @@ def build_device_side(
     buffers = make_buffers(training, model)
     other_gradients = OtherGradients(training.model, training.optimizers, watch=not training.off)
     optimizers = Optimizers(training, buffers)
+    watched = Watched(trained, config.measure, clipper=clipper, ranks=ranks, scaler=optimizers.scaler, buffers=buffers)
+    if not training.off and config.measure.scan_every:
+        watched.listen((trained.model, *find_wrappers(model)))
     return DeviceSide(
         training=training,
         ranks=ranks,
@@ -73,9 +76,7 @@ def build_device_side(
         buffers=buffers,
         other_gradients=other_gradients,
         optimizers=optimizers,
-        watched=Watched(
-            trained, config.measure, clipper=clipper, ranks=ranks, scaler=optimizers.scaler, buffers=buffers
-        ),
+        watched=watched,
     )
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steadygrad.act.buffers import BufferKeeper
+from steadygrad.act.call_listener import CallListeners
 from steadygrad.act.microbatches import MicrobatchGate
 from steadygrad.act.reflex import Reflex
 from steadygrad.act.scaler import LossScale
@@ -23,6 +24,7 @@ from steadygrad.measure import Measurement, Meter, Transfer
 from steadygrad.measure.edits import EditWatch
 from steadygrad.measure.origin import OwnGradients
 from steadygrad.measure.periodic_scans import PeriodicScans
+from steadygrad.measure.program import ProgramWatch
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch, UsedMark
 from steadygrad.measure.updates import UpdateMeter
@@ -44,7 +46,13 @@ class Watched:
     ) -> None:
         self._config, self._clipper, self._ranks, self._scaler, self._buffers = config, clipper, ranks, scaler, buffers
         self.transfer = Transfer(slots=6)
+        self.program = ProgramWatch(trained, every=config.scan_every)
+        self._listeners: CallListeners | None = None
         self._watch(trained)
+
+    def listen(self, models: Sequence[nn.Module]) -> None:
+        """Listen to calls of the model, directly and through its wrappers."""
+        self._listeners = CallListeners(models, self.program.hear_call)
 
     def _watch(self, trained: TrainedParameters) -> None:
         named, ranks = trained.named, self._ranks
@@ -65,7 +73,7 @@ class Watched:
             scaler=self._scaler,
             buffers=self._buffers,
         )
-        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks)
+        self.periodic_scans = PeriodicScans(trained, self._config, ranks=ranks, program=self.program)
         self._signature = _sign(trained.optimizers)
 
     def compile(self) -> None:
@@ -83,6 +91,7 @@ class Watched:
         """Watch the new parameters from now on. Every earlier step must have been judged."""
         trained = find_trained_parameters(self.trained.model, self.trained.optimizers)
         self.own_gradients.close()
+        self.periodic_scans.close()
         self._watch(trained)
 
     def measure(self, loss: Tensor | None, *, step: int, scale: Tensor | None) -> Measurement | None:
@@ -105,8 +114,11 @@ class Watched:
         self.edits.forget()
 
     def close(self) -> None:
-        """Release the parameters."""
+        """Release the parameters and the model."""
         self.own_gradients.close()
+        self.periodic_scans.close()
+        if self._listeners is not None:
+            self._listeners.close()
 
 
 def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:

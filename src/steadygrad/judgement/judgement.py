@@ -37,6 +37,7 @@ from steadygrad.facts import (
     Validation,
     Verdict,
 )
+from steadygrad.facts.carried import Carried
 from steadygrad.facts.kinds import find_kind
 from steadygrad.judgement.event import BY_REFLEX, Event, make_incidents
 from steadygrad.measure.origin import Origin
@@ -247,7 +248,10 @@ class Judgement:
             more,
             event.outcome.message,
             finding.advice,
-            extra={"finding": finding, "outcome": event.outcome},
+            extra={
+                "finding": Carried(finding.kind, finding),
+                "outcome": Carried(event.outcome.action.value, event.outcome),
+            },
         )
 
     def _record_step(self, record: StepRecord, reading: Reading, findings: list[Finding]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from steadygrad.facts import Broadcast, GraphScan
+from steadygrad.measure.mixed_axes import ReshapeWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps
 from steadygrad.state.trained_parameters import TrainedParameters
 
@@ -47,21 +48,29 @@ class GraphWatch:
 
     def __init__(self, trained: TrainedParameters) -> None:
         self._trained = trained
-        self._mode: _Mode | None = None
+        self._mode: CallWatch | None = None
         self._stack = contextlib.ExitStack()
         self._broadcasts: tuple[Broadcast, ...] = ()
         self._double_softmaxes: tuple[str, ...] = ()
+        self.loss_places: dict[str, str] = {}
+        """Loss functions that were called, and file:line of the last call."""
+        self.reshapes = ReshapeWatch()
 
     def __enter__(self) -> Self:
         try:
             if self._mode is None and may_enter(self._trained.model):
                 buffers = {id(b) for b in self._trained.model.buffers()}
-                self._mode = _Mode(SuspiciousOps(constants=buffers))
+                self._mode = CallWatch(SuspiciousOps(constants=buffers), self.reshapes)
         except Exception:
             self._mode = None
         if self._mode is not None:
             self._stack.enter_context(self._mode)
         return self
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a forward is being watched now, of which more may follow."""
+        return self._mode is not None
 
     def __exit__(self, *exception: object) -> None:
         mode, self._mode = self._mode, None
@@ -69,6 +78,7 @@ class GraphWatch:
             self._stack.close()
             self._broadcasts = tuple(mode.suspicious_ops.broadcasts)
             self._double_softmaxes = tuple(mode.suspicious_ops.double_softmaxes)
+            self.loss_places = mode.suspicious_ops.loss_places
 
     def read(self, step: int, loss: Tensor | None) -> GraphScan:
         """Return what was seen while entered, and what `loss` was made from; before or after its backward."""
@@ -86,12 +96,12 @@ class GraphWatch:
             return GraphScan(step=step)
 
 
-class _Mode(TorchFunctionMode):
-    """Passes each call on to `suspicious_ops`; one failure there ends the watch."""
+class CallWatch(TorchFunctionMode):
+    """Passes each call on to `suspicious_ops` and `reshapes`; one failure there ends the watch."""
 
-    def __init__(self, suspicious_ops: SuspiciousOps) -> None:
+    def __init__(self, suspicious_ops: SuspiciousOps, reshapes: ReshapeWatch) -> None:
         super().__init__()
-        self.suspicious_ops = suspicious_ops
+        self.suspicious_ops, self.reshapes = suspicious_ops, reshapes
         self._broken = False
 
     def __torch_function__(
@@ -104,6 +114,7 @@ class _Mode(TorchFunctionMode):
             self._try(self.suspicious_ops.before, func, args, kwargs)
         result = func(*args, **kwargs)
         self._try(self.suspicious_ops.after, func, args, kwargs, result)
+        self._try(self.reshapes.after, func, args, result)
         return result
 
     def _try(self, look: Callable[..., None], *call: Any) -> None:

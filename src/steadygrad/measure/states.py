@@ -7,7 +7,7 @@ not wait for. Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,20 @@ class PendingParameterScan:
     """A scan of the weights whose numbers are still being copied. Read it once."""
 
     def __init__(
-        self, watch: ParameterWatch, subjects: Sequence[Subject] = (), ticket: Ticket | None = None, *, compares: bool
+        self,
+        watch: ParameterWatch,
+        subjects: Sequence[Subject] = (),
+        ticket: Ticket | Callable[[], Ticket] | None = None,
+        *,
+        compares: bool,
     ) -> None:
+        """`ticket`: the numbers, or what sends them when they are read."""
         self._watch, self._subjects, self._ticket, self._compares = watch, subjects, ticket, compares
 
     def read(self, step: int) -> ParameterScan:
         """Return the scan after `step`; pass the Reading of that step to the watch first."""
-        numbers = self._ticket.wait() if self._ticket is not None else ()
+        ticket = self._ticket() if callable(self._ticket) else self._ticket
+        numbers = ticket.wait() if ticket is not None else ()
         pushed = self._watch.take_pushed(step)
         rows = [(subject, numbers[WIDTH * i : WIDTH * (i + 1)]) for i, subject in enumerate(self._subjects)]
         known = [(s.name, row[CHANGED]) for s, row in rows if s.is_trained and self._compares and row[CHANGED] >= 0]
@@ -64,6 +71,7 @@ class PendingParameterScan:
             num_changed=sum(changed > 0 for _, changed in known),
             changed=tuple(name for name, changed in known if changed),
             norms={s.name: row[NORM] for s, row in rows if s.is_weighed},
+            checksums=_read_checksums(self._subjects, numbers[WIDTH * len(self._subjects) :]),
         )
 
 
@@ -105,16 +113,31 @@ class ParameterWatch:
                 self._still.remove(name)
                 self._pushed[name] = reading.step
 
-    def begin(self) -> PendingParameterScan:
-        """Queue a scan of the current weights; waits for nothing."""
+    def begin(self, *, shares_later: bool = False) -> PendingParameterScan:
+        """Queue a scan of the current weights; waits for nothing.
+
+        `shares_later`: the ranks exchange their numbers when the scan is read. At this moment another rank may be in
+        a collective of the model, in a step of another form.
+        """
         try:
             subjects = list(self._list_subjects())
             numbers, compares = self._look_at(subjects)
-            ticket = (self._transfer or Transfer(slots=1)).send(numbers.reshape(-1))
-            return PendingParameterScan(self, subjects, ticket, compares=compares)
+            halves = self._split_hashes()
+
+            def send() -> Ticket:
+                shared = torch.cat([self._share(numbers, subjects).reshape(-1), halves])
+                return (self._transfer or Transfer(slots=1)).send(shared)
+
+            return PendingParameterScan(self, subjects, send if shares_later else send(), compares=compares)
         except Exception:  # an unusual tensor, or no memory: measuring must never end the training
             self._last = None
             return PendingParameterScan(self, compares=False)
+
+    def _split_hashes(self) -> Tensor:
+        """Return both halves of this rank's own hashes, as float64 holds them: [2 * N]."""
+        assert self._last is not None
+        hashes = self._last[1]
+        return torch.cat([hashes & 0xFFFFFFFF, hashes >> 32]).double()
 
     def scan(self, step: int) -> ParameterScan:
         """Scan and read at once: one host read."""
@@ -167,7 +190,7 @@ class ParameterWatch:
                 stayed = [(i, places[name]) for i, name in enumerate(names) if name in places]
                 now, then = torch.tensor(stayed, device=hashes.device, dtype=torch.int64).reshape(-1, 2).unbind(1)
                 changed[now, 0] = (hashes[now] != last[1][then]).double()
-        return self._share(torch.cat([numbers, changed], 1), subjects), last is not None
+        return torch.cat([numbers, changed], 1), last is not None
 
     def _look_on_each_device(self, subjects: Sequence[Subject]) -> tuple[Tensor, Tensor]:
         by_device: dict[torch.device, list[int]] = {}
@@ -249,6 +272,12 @@ class Looker:
 
 def _can_be_nonfinite(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _read_checksums(subjects: Sequence[Subject], halves: Sequence[float]) -> dict[str, int]:
+    low, high = halves[: len(subjects)], halves[len(subjects) :]
+    pairs = zip(subjects, low, high)
+    return {s.name: int(one) ^ int(other) & 0xFFFFFFFF for s, one, other in pairs if s.is_trained}
 
 
 def is_statistic(name: str) -> bool:

@@ -48,6 +48,7 @@ SAME = _words(
     "contiguous clone to type type_as float half double bfloat16 dropout dropout1d dropout2d dropout3d alpha_dropout "
     "dropout_ requires_grad_ retain_grad"
 )
+CLASS_LOSSES = _words("cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits")
 OUR_FOLDERS = tuple(
     os.path.join(os.path.dirname(os.path.abspath(path)), "")
     for path in (torch.__file__, sys.modules["steadygrad"].__file__ or "")
@@ -73,6 +74,7 @@ class SuspiciousOps:
     def __init__(self, constants: Collection[int] = ()) -> None:
         self.broadcasts: list[Broadcast] = []
         self.double_softmaxes: list[str] = []
+        self.loss_places: dict[str, str] = {}
         self._constants = frozenset(constants)
         self._meant: Any = WeakTensorKeyDictionary()  # tensors with an axis that the program asked for
         self._softmaxed: Any = WeakTensorKeyDictionary()
@@ -84,6 +86,8 @@ class SuspiciousOps:
             self._compare(name, *_first_two(args, kwargs))
         elif name in SOFTMAXES or name == "cross_entropy":
             self._look_for_softmax(name, args, kwargs)
+        if name in CLASS_LOSSES:
+            self.loss_places[name] = find_caller()
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Mark the results."""

@@ -23,6 +23,7 @@ from steadygrad.diagnose.calls import find_tensors, read_signature
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.lineage import find_storages
+from steadygrad.diagnose.meeting import Meeting
 from steadygrad.diagnose.replay import Step
 from steadygrad.measure.ranks import Ranks
 from steadygrad.state.collect import settle_shards
@@ -95,6 +96,7 @@ class PairedTest:
                 forward_only=True,
                 sharded=any(is_dtensor(p) for p in self.model.parameters()),
                 together=self._ddp,
+                meeting=Meeting(self._ranks.gather) if self._ranks.many else None,
                 optimizers=self._optimizers,
                 effects=effects,
                 is_model_call=False,

@@ -8,6 +8,7 @@ taken as it is: its groups, its `state` under any key, and what a `state_dict()`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -194,7 +195,18 @@ def settle_shards(model: nn.Module) -> None:
     """Let go of weights that FSDP2 has gathered: a forward without backward leaves them, and they outlive a restore."""
     for module in model.modules():
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            _end_forward(module)
             module.reshard()  # type: ignore[operator]
+
+
+def _end_forward(module: Any) -> None:
+    """Bring shards out of a forward that raised: they would keep what was gathered, and take it for the next one's."""
+    with contextlib.suppress(AttributeError):  # another version of torch
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None and group._training_state.name != "IDLE":
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group._training_state = type(group._training_state).IDLE
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -5,10 +5,11 @@ The same words for the page, the terminal and the report's command. Problems wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from steadygrad.facts.kinds import find_kind
 from steadygrad.view.headline import LOST, spell_place
 from steadygrad.view.marks import find_mark
 from steadygrad.view.read.incident_log import Problem, look
@@ -43,8 +44,23 @@ class Story:
 
 def tell_story(run: RunReader) -> Story:
     """Return the story of a run; without a serious problem there is none."""
-    episodes = [tell_problem(one) for one in run.incidents.serious_problems()]
-    return Story(episodes=episodes, since=_tell_since(run) if episodes else "")
+    problems = run.incidents.serious_problems()
+    episodes = [tell_problem(one) for one in problems if not _find_diagnosed(one, problems)]
+    told = [_add_unexplained(one, problems) for one in episodes]
+    return Story(episodes=told, since=_tell_since(run) if episodes else "")
+
+
+def _find_diagnosed(problem: Problem, problems: Sequence[Problem]) -> Problem | None:
+    """Return the diagnosed problem of which an undiagnosed one is most likely more: later steps are seldom replayed."""
+    if problem.cause is not None or not find_kind(problem.kind).about_step:
+        return None
+    return next((one for one in problems if one.cause is not None and one.kind == problem.kind), None)
+
+
+def _add_unexplained(episode: Episode, problems: Sequence[Problem]) -> Episode:
+    same = [one for one in problems if _find_diagnosed(one, problems) is episode.problem]
+    count = sum(one.count for one in same)
+    return replace(episode, when=f"{episode.when}; {count:,} more of this kind were not replayed") if count else episode
 
 
 def tell_problem(problem: Problem) -> Episode:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from steadygrad.facts import Action, Finding, Outcome, Severity
+from steadygrad.facts.carried import open_carried
 from steadygrad.words import make_printable
 
 if TYPE_CHECKING:
@@ -65,12 +66,12 @@ class FindingsHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print a finding, or any other record of the logger."""
         try:
-            finding = getattr(record, "finding", None)
+            finding = open_carried(getattr(record, "finding", None))
             if not isinstance(finding, Finding):
                 for line in record.getMessage().splitlines():
                     self._write(make_printable(line))
                 return
-            for line in self._take(finding, getattr(record, "outcome", None)):
+            for line in self._take(finding, open_carried(getattr(record, "outcome", None))):
                 self._write(line)
         except Exception:
             self.handleError(record)

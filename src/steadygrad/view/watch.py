@@ -176,20 +176,18 @@ def _draw_layers(run: RunReader, rows: int) -> RenderableType:
 
 
 def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
-    """Draw the problems, the newest on top with its line of code; each once, however often it struck."""
+    """Draw the problems, the newest on top, each once; the newest that was diagnosed with its line of code."""
     from rich.panel import Panel
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ellipsis")
     newest = sorted(run.incidents.problems, key=lambda one: -one.last_noticed)
-    for problem in newest[:rows]:
+    diagnosed = next((one for one in newest if spell_place(one.cause)), None)
+    for problem in newest[: rows if diagnosed is None else max(1, rows - 1)]:
         _write_problem(text, problem)
-        place = spell_place(problem.cause)
-        if problem is newest[0] and place and rows > 1:
-            source = str(look(problem.cause, "source") or "")
-            text.append(f"          {make_printable(place)}", style="bold")
-            text.append(f"  {make_printable(source)}\n")
-            rows -= 1
+        if problem is diagnosed and rows > 1:
+            text.append(f"          {make_printable(spell_place(problem.cause))}", style="bold")
+            text.append(f"  {make_printable(str(look(problem.cause, 'source') or ''))}\n")
     text.rstrip()
     num_problems = len(newest)
     told = "" if num_problems == run.incidents.count else f" in {spell_count(num_problems, 'problem')}"

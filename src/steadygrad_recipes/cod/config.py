@@ -21,7 +21,7 @@ class CodConfig(BatchSettings):
     """Two-stage training of camouflaged-object segmentation."""
 
     dataset_path: str | None = None
-    """Folder of COD10K: Train/Image, Train/GT_Object, Test/Image, Test/GT_Object. None: pictures are generated."""
+    """Folder in the layout of COD10K, CAMO or NC4K, or with images and masks alone. None: pictures are generated."""
     batch_size: int = 2
     """Images per forward pass."""
     accumulation_steps: int = 4
@@ -57,7 +57,9 @@ class CodConfig(BatchSettings):
     side_weight: float = 0.5
     """Weight of the losses of the coarser outputs, relative to the finest one."""
     model_size: str = "resnet50"
-    """The network: tiny, resnet18, resnet34 or resnet50."""
+    """The network: tiny, resnet18, resnet34, resnet50, or timm:NAME with a backbone of timm."""
+    model: str | None = None
+    """A network of your own instead: module:function or file.py:function that returns it; see docs/recipes/cod.md."""
     backbone_weights: str | None = None
     """File of trained ResNet weights for the backbone (.safetensors or .pth); None: random initialisation."""
     image_size: int = 352
@@ -88,7 +90,8 @@ class CodConfig(BatchSettings):
         require(fits, self, "stage1_epochs", f"be less than epochs, which is {self.epochs}", "Stage 2 has the rest.")
         fits = self.image_size >= 64 and self.image_size % 32 == 0
         require(fits, self, "image_size", "be a multiple of 32, at least 64", "352 is usual in this field.")
-        require_choice(self, "model_size", SIZES)
+        fits = self.model_size in SIZES or self.model_size.startswith("timm:")
+        require(fits, self, "model_size", f"be one of {', '.join(SIZES)}, or timm:NAME", _hint("model_size"))
         require_shared(self)
         require_choice(self, "precision", PRECISIONS)
         require(

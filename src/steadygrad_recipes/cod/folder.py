@@ -1,7 +1,8 @@
-"""A folder in COD10K's layout -> pairs of image and mask, and what is wrong with the others. Imports no torch.
+"""A folder in the layout of COD10K, CAMO or NC4K -> pairs of image and mask, and what is wrong with the others.
 
 Nothing is dropped silently: an image without a mask, a mask without an image, a file that is not a picture and a pair
-with two sizes are each found before training and named. Only file headers are read here, and no code is run.
+with two sizes are each found before training and named. Only file headers are read here, no code is run, and torch is
+not imported.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 
 SPLITS = {"train": ("Train", "TrainDataset", "train"), "test": ("Test", "TestDataset", "TestDataset/COD10K", "test")}
-IMAGES = ("Image", "Imgs", "Images", "images")
-MASKS = ("GT_Object", "GT", "masks")
+IMAGES = ("Image", "Imgs", "Images", "images", "imgs", "image")
+MASKS = ("GT_Object", "GT", "gt", "masks", "Masks", "mask")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 NONCAM = "COD10K-NonCAM"
 MAX_SHOWN = 5
@@ -49,9 +50,16 @@ def find_split(root: str | Path, name: str, *, include_noncam: bool = False) -> 
             f"dataset_path: there is no folder {root}. Give the folder that holds {SPLITS['train'][0]} and "
             f"{SPLITS['test'][0]}, or leave dataset_path out to train on pictures that are made."
         )
-    images, masks = _find_folders(root, name)
+    images, masks, every = _find_folders(root, name)
     found, twice = _list_files(images)
+    if every:  # one folder for both: every tenth image is for the test
+        chosen = {stem for number, stem in enumerate(sorted(found)) if (number % every == 0) == (name == "test")}
+        others = set(found) - chosen
+        found = {stem: file for stem, file in found.items() if stem in chosen}
     masks_found, masks_twice = _list_files(masks)
+    if every or _shares_masks(root, masks):  # masks of the other split lie there too
+        others = others if every else {file.stem for split in images.parent.iterdir() for file in split.glob("*")}
+        masks_found = {stem: file for stem, file in masks_found.items() if stem in found or stem not in others}
     alone = [file.name for stem, file in masks_found.items() if stem not in found]
     bad = [*twice, *masks_twice, *(f"{name}: no image of this name" for name in alone)]
     pairs, num_noncam = [], 0
@@ -94,12 +102,24 @@ def import_pillow(what: str) -> Any:
     return import_extra("recipes", "PIL.Image", what=what, error=UsageError)
 
 
-def _find_folders(root: Path, name: str) -> tuple[Path, Path]:
+def _shares_masks(root: Path, masks: Path) -> bool:
+    """Whether the masks of all splits lie in one folder, as CAMO's do."""
+    return masks.parent == root
+
+
+def _find_folders(root: Path, name: str) -> tuple[Path, Path, int]:
+    """Return the folders of images and masks, and 0; where there are no splits, how many images make a test image."""
     for split in SPLITS[name]:
         for images in IMAGES:
             for masks in MASKS:
-                if (root / split / images).is_dir() and (root / split / masks).is_dir():
-                    return root / split / images, root / split / masks
+                if (root / split / images).is_dir() and (root / split / masks).is_dir():  # COD10K
+                    return root / split / images, root / split / masks, 0
+                if (root / images / split).is_dir() and (root / masks).is_dir():  # CAMO
+                    return root / images / split, root / masks, 0
+    for images in IMAGES:
+        for masks in MASKS:
+            if (root / images).is_dir() and (root / masks).is_dir():  # NC4K, CHAMELEON: no splits
+                return root / images, root / masks, 10
     here = ", ".join(sorted(one.name for one in root.iterdir() if one.is_dir())[:8]) or "no folder"
     split = SPLITS[name][0]
     raise UsageError(

@@ -1,18 +1,20 @@
-"""Predicted and true masks -> IoU, Dice, MAE and S-measure, each the mean over images.
+"""Predicted and true masks -> IoU, Dice, and the field's MAE, S-measure, weighted F and E-measure; means over images.
 
-IoU and Dice threshold the prediction at 0.5, MAE and S-measure use the probabilities. An image without an object that
-is predicted empty is perfect. All in float64 on the host: a metric is read once per epoch, and must not depend on the
-precision used in training.
+IoU and Dice threshold the prediction at 0.5, the E-measure at twice its mean, the others use the probabilities. An
+image without an object that is predicted empty is perfect. All in float64 on the host: a metric is read once per epoch,
+and must not depend on the precision used in training.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-NAMES = ("iou", "dice", "mae", "s_measure")
+NAMES = ("iou", "dice", "mae", "s_measure", "weighted_f", "e_measure")
 ALPHA = 0.5
 """Weight of the object term in the S-measure, as its authors set it (Fan et al., ICCV 2017)."""
 EPS = torch.finfo(torch.float64).eps
@@ -22,7 +24,7 @@ class MaskScores:
     """Accumulates images, then returns the means."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, float, float, float]] = []
+        self._rows: list[tuple[float, ...]] = []
 
     def add(self, probabilities: Tensor, masks: Tensor) -> None:
         """Add a batch, [N, 1, H, W] each; probabilities in [0, 1], masks 0 or 1."""
@@ -35,15 +37,15 @@ class MaskScores:
         return {name: sum(column) / len(column) for name, column in zip(NAMES, columns)}
 
 
-def score_mask(p: Tensor, y: Tensor) -> tuple[float, float, float, float]:
-    """Return IoU, Dice, MAE and S-measure of one image: probabilities [H, W] and a boolean mask [H, W]."""
+def score_mask(p: Tensor, y: Tensor) -> tuple[float, ...]:
+    """Return the measures of one image, as in `NAMES`: probabilities [H, W] and a boolean mask [H, W]."""
     found = p > 0.5
     overlap, union = float((found & y).sum()), float((found | y).sum())
     iou = overlap / union if union else 1.0
     total = float(found.sum() + y.sum())
     dice = 2 * overlap / total if total else 1.0
     mae = float((p - y.double()).abs().mean())
-    return iou, dice, mae, measure_structure(p, y)
+    return iou, dice, mae, measure_structure(p, y), measure_weighted_f(p, y), measure_alignment(p, y)
 
 
 def measure_structure(p: Tensor, y: Tensor) -> float:
@@ -92,3 +94,66 @@ def _compare_quarter(p: Tensor, y: Tensor) -> float:
     if top != 0.0:
         return top / (bottom + EPS)
     return 1.0 if bottom == 0.0 else 0.0
+
+
+# --- weighted F (Margolin et al., CVPR 2014) and E-measure (Fan et al., IJCAI 2018) -----------------------------------
+
+
+def measure_weighted_f(p: Tensor, y: Tensor) -> float:
+    """Return the weighted F-measure: errors near each other count less, errors far from the object more."""
+    if not bool(y.any()):
+        return float(1 - p.double().mean())  # undefined there; a prediction of nothing is right
+    errors = (p.double() - y.double()).abs()
+    distance, nearest = find_nearest(y)
+    spread = torch.where(y, errors, errors.flatten()[nearest])
+    smooth = _blur(spread)
+    errors = torch.where(y & (smooth < errors), smooth, errors)
+    importance = torch.where(y, 1.0, 2.0 - torch.exp(math.log(0.5) / 5.0 * distance))
+    weighted = errors * importance
+    hits = float(y.sum() - weighted[y].sum())
+    recall, false = float(1 - weighted[y].mean()), float(weighted[~y].sum())
+    precision = hits / (EPS + hits + false)
+    return max(0.0, 2 * recall * precision / (EPS + recall + precision))
+
+
+def find_nearest(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each pixel's distance to the nearest pixel of the object, and that one's flat index; both [H, W]."""
+    height, width = y.shape
+    rows, columns = torch.arange(height), torch.arange(width)
+    far = float((height + width) ** 2)
+    gaps = (rows[:, None] - rows[None, :]).square().double()  # [H, H]
+    best = torch.empty(height, width, dtype=torch.float64)
+    row = torch.empty(height, width, dtype=torch.long)
+    for column in range(width):  # the nearest within each column first, then over the columns
+        there = gaps + torch.where(y[:, column], 0.0, far)[None, :]
+        best[:, column], row[:, column] = there.min(1)
+    steps = (columns[:, None] - columns[None, :]).square().double()  # [W, W]
+    distance = torch.empty(height, width, dtype=torch.float64)
+    nearest = torch.empty(height, width, dtype=torch.long)
+    for line in range(height):
+        distance[line], column_of = (best[line][None, :] + steps).min(1)
+        nearest[line] = row[line, column_of] * width + column_of
+    return distance.sqrt(), nearest
+
+
+def _blur(values: Tensor) -> Tensor:
+    """Apply the paper's Gaussian: 7 x 7, sigma 5, zeros around the image."""
+    reach = torch.arange(-3, 4, dtype=torch.float64)
+    line = torch.exp(-reach.square() / 50)
+    kernel = line[:, None] * line[None, :]
+    return F.conv2d(values[None, None], (kernel / kernel.sum())[None, None], padding=3)[0, 0]
+
+
+def measure_alignment(p: Tensor, y: Tensor) -> float:
+    """Return the E-measure of the prediction above twice its mean: how pixels and whole images agree."""
+    found = (p >= min(1.0, 2 * float(p.double().mean()))).double() if bool(p.any()) else torch.zeros_like(p).double()
+    truth = y.double()
+    if not bool(y.any()):
+        enhanced = 1 - found
+    elif bool(y.all()):
+        enhanced = found
+    else:
+        ours, theirs = found - found.mean(), truth - truth.mean()
+        aligned = 2 * ours * theirs / (ours.square() + theirs.square() + EPS)
+        enhanced = (aligned + 1).square() / 4
+    return min(1.0, float(enhanced.sum()) / (y.numel() - 1 + EPS))

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steadygrad.errors import ConfigError
+from steadygrad.extras import import_extra
 from steadygrad.scan.foreign import load_checkpoint
-from steadygrad_recipes.cod.config import SIZES
+from steadygrad_recipes.cod.config import SIZES, CodConfig
+from steadygrad_recipes.loading import load_function
+
+TIMM = "timm:"
+"""Begins the name of a backbone of timm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +127,22 @@ class Decoder(nn.Module):
 class CamouflageNet(nn.Module):
     """[N, 3, H, W] -> logits [N, 1, H, W]; while training, those of every level, the finest first."""
 
+    backbone: nn.Module
+
     def __init__(self, size: str, *, weights: str | Path | None = None) -> None:
         super().__init__()
-        if size not in _SIZES:
-            raise ConfigError(f"CamouflageNet.size must be one of {', '.join(_SIZES)}, got {size!r}. Use 'resnet50'.")
-        chosen = _SIZES[size]
-        self.backbone = Backbone(chosen)
-        self.decoder = Decoder(self.backbone.channels, chosen.decoder)
-        self.head = nn.ModuleList([nn.Conv2d(chosen.decoder, 1, 1) for _ in self.backbone.channels])
+        if size.startswith(TIMM):
+            self.backbone, channels, width = open_timm(size.removeprefix(TIMM))
+        elif size in _SIZES:
+            chosen = _SIZES[size]
+            self.backbone = own = Backbone(chosen)
+            channels, width = own.channels, chosen.decoder
+        else:
+            raise ConfigError(
+                f"CamouflageNet.size must be one of {', '.join(_SIZES)} or timm:NAME, got {size!r}. Use 'resnet50'."
+            )
+        self.decoder = Decoder(channels, width)
+        self.head = nn.ModuleList([nn.Conv2d(width, 1, 1) for _ in channels])
         self.keep_statistics = weights is not None
         if weights is not None:
             load_backbone(self.backbone, weights)
@@ -151,6 +164,48 @@ class CamouflageNet(nn.Module):
                 if isinstance(module, nn.BatchNorm2d):
                     module.eval()
         return self
+
+
+def open_timm(name: str) -> tuple[nn.Module, list[int], int]:
+    """Return a backbone of timm with random weights, the channels of its last four levels, and the decoder's width."""
+    timm = import_extra("timm", "timm", what=f"--model-size timm:{name}", error=ConfigError)
+    try:
+        found = timm.create_model(name, features_only=True, pretrained=False)
+        num = len(found.feature_info.channels())
+        levels = tuple(range(max(0, num - 4), num))
+        found = timm.create_model(name, features_only=True, pretrained=False, out_indices=levels)
+    except Exception as error:  # timm's own, and whatever a model's constructor raises
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"model_size timm:{name} cannot be built: {reason}. timm.list_models() names those that it has."
+        ) from None
+    return found, list(found.feature_info.channels()), 128
+
+
+def load_network(name: str) -> nn.Module:
+    """Return what the user's function `module:function` or `file.py:function` returns."""
+    made = load_function(name, "CodConfig.model")()
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"CodConfig.model: {name} returned {type(made).__name__}, not a torch.nn.Module.")
+    return made
+
+
+def build_network(config: CodConfig) -> nn.Module:
+    """Return the network that the config names."""
+    if config.model is not None:
+        return load_network(config.model)
+    return CamouflageNet(config.model_size, weights=config.backbone_weights)
+
+
+def take_outputs(found: Tensor | Sequence[Tensor], size: Sequence[int]) -> list[Tensor]:
+    """Return a network's logits [N, 1, H, W] at the images' size, the finest first, whether it gives one or several."""
+    outputs = [found] if isinstance(found, Tensor) else list(found)
+    return [
+        one
+        if list(one.shape[-2:]) == list(size)
+        else F.interpolate(one, size=tuple(size), mode="bilinear", align_corners=False)
+        for one in outputs
+    ]
 
 
 def load_backbone(backbone: nn.Module, path: str | Path) -> None:

@@ -33,7 +33,7 @@ def write_pictures(
     folder.mkdir(parents=True, exist_ok=True)
     captions = {}
     for number, (image, mask, p) in enumerate(zip(images.cpu(), masks.cpu(), probabilities.float().cpu())):
-        iou, dice, mae, s = score_mask(p[0].double(), mask[0] > 0.5)
+        iou, dice, mae, s, *_ = score_mask(p[0].double(), mask[0] > 0.5)
         file = f"prediction-{number:02d}.png"
         captions[file] = (
             f"{names[number]}, {when}: image, true mask, prediction. "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steadygrad.checkpoint.run import FOLDER
@@ -17,7 +18,7 @@ from steadygrad.trainer.ranks import is_first
 from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.data import PairDataset, Sample, open_datasets, open_loaders, read_picture
 from steadygrad_recipes.cod.folder import SUFFIXES, Split, import_pillow
-from steadygrad_recipes.cod.model import CamouflageNet
+from steadygrad_recipes.cod.model import build_network, take_outputs
 from steadygrad_recipes.cod.pictures import encode_png
 from steadygrad_recipes.cod.trainer import CodTrainer, choose_place
 
@@ -57,7 +58,7 @@ def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any)
     files = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise UsageError(f"there is no picture at {path}. Give an image, or a folder that holds {', '.join(SUFFIXES)}.")
-    model = CamouflageNet(config.model_size)
+    model = build_network(dataclasses.replace(config, backbone_weights=None))
     load_trained(run_dir, model)
     device, _ = choose_place(config)
     model.to(device).eval()
@@ -72,13 +73,12 @@ def predict(config: CodConfig, path: str | Path, *, run_dir: Path, console: Any)
 
 
 @torch.no_grad()
-def _find_mask(model: CamouflageNet, file: Path, size: int, device: str) -> Tensor:
+def _find_mask(model: nn.Module, file: Path, size: int, device: str) -> Tensor:
     """Return probabilities at the picture's own size: [1, H, W]."""
     pixels = read_picture(file, size)[None].to(device)
     with import_pillow("reading pictures").open(file) as picture:
         width, height = picture.size
-    logits = model(pixels)
-    assert isinstance(logits, Tensor)
+    logits = take_outputs(model(pixels), pixels.shape[-2:])[0]
     return F.interpolate(logits, size=(height, width), mode="bilinear", align_corners=False)[0].sigmoid().cpu()
 
 
@@ -117,5 +117,6 @@ def _tell_end(stats: dict[str, Any], console: Any) -> None:
     skipped = f"; {stats['num_skipped']} of {num_steps} steps skipped" if num_steps else ""
     console.say(
         f"Done: IoU {last['iou']:.4f}, Dice {last['dice']:.4f}, MAE {last['mae']:.4f}, "
-        f"S-measure {last['s_measure']:.4f}{skipped}."
+        f"S-measure {last['s_measure']:.4f}, weighted F {last['weighted_f']:.4f}, "
+        f"E-measure {last['e_measure']:.4f}{skipped}."
     )

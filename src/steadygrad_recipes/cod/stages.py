@@ -46,8 +46,15 @@ def make_stages(config: CodConfig, *, fused: bool, make_scaler: MakeScaler | Non
 
 
 def freeze_backbone(model: nn.Module) -> None:
-    """Stage 1: freeze the backbone."""
-    model.get_submodule("backbone").requires_grad_(False)
+    """Stage 1: freeze the backbone, if the network has one under that name."""
+    for parameter in list_backbone(model):
+        parameter.requires_grad_(False)
+
+
+def list_backbone(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of `model.backbone`; none for a network without one."""
+    backbone = getattr(model, "backbone", None)
+    return list(backbone.parameters()) if isinstance(backbone, nn.Module) else []
 
 
 def free_backbone(model: nn.Module) -> None:
@@ -57,10 +64,11 @@ def free_backbone(model: nn.Module) -> None:
 
 def make_optimizer(model: nn.Module, config: CodConfig, *, stage: int, fused: bool) -> torch.optim.Optimizer:
     """Return AdamW: decoder and head in its first group, in stage 2 the backbone in its second."""
-    main = [p for name in ("decoder", "head") for p in model.get_submodule(name).parameters()]
+    backbone = list_backbone(model)
+    known = {id(parameter) for parameter in backbone}
+    main = [parameter for parameter in model.parameters() if id(parameter) not in known]
     groups: list[dict[str, Any]] = [{"params": main, "lr": config.lr if stage == 1 else config.stage2_lr}]
-    if stage == 2:
-        backbone = list(model.get_submodule("backbone").parameters())
+    if stage == 2 and backbone:
         groups.append({"params": backbone, "lr": config.stage2_backbone_lr})
     return torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=fused)
 

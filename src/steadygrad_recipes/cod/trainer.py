@@ -26,7 +26,7 @@ from steadygrad_recipes.cod import words
 from steadygrad_recipes.cod.config import CodConfig
 from steadygrad_recipes.cod.data import Sample
 from steadygrad_recipes.cod.metrics import MaskScores
-from steadygrad_recipes.cod.model import CamouflageNet
+from steadygrad_recipes.cod.model import build_network, take_outputs
 from steadygrad_recipes.cod.pictures import write_pictures
 from steadygrad_recipes.cod.stages import make_stages
 
@@ -48,7 +48,7 @@ class CodTrainer(Trainer):
         self._stop = None if config.protect and not is_switched_off() else self._make_stop()
         torch.manual_seed(config.seed)  # the same initial weights, whatever the caller drew before
         super().__init__(
-            CamouflageNet(config.model_size, weights=config.backbone_weights),
+            build_network(config),
             make_trainer_config(config, device, precision),
             stages=make_stages(
                 config,
@@ -82,19 +82,20 @@ class CodTrainer(Trainer):
         if self._epoch_began is None:
             self._epoch_began = time.monotonic()
         images, masks = mirror(batch["image"], batch["mask"]) if self.cod.mirror else (batch["image"], batch["mask"])
-        fine, *coarse = (structure_loss(logits.float(), masks) for logits in self.model(images))
-        side = torch.stack(coarse).mean()
+        outputs = take_outputs(self.model(images), masks.shape[-2:])
+        fine, *coarse = (structure_loss(logits.float(), masks) for logits in outputs)
+        side = torch.stack(coarse).mean() if coarse else torch.zeros_like(fine)
         loss = fine + self.cod.side_weight * side
         if self._stop is not None:
             self._stop.check_loss(loss)
         return loss, {"mask": fine.detach(), "side": side.detach()}
 
     def evaluate(self, val_loader: Iterable[Sample]) -> dict[str, float]:
-        """Return structure loss, IoU, Dice, MAE and S-measure."""
+        """Return structure loss, IoU, Dice, MAE, S-measure, weighted F and E-measure."""
         scores, losses = MaskScores(), []
         for batch in val_loader:
             images, masks = batch["image"].to(self.device), batch["mask"].to(self.device)
-            logits = self.model(images).float()
+            logits = take_outputs(self.model(images), masks.shape[-2:])[0].float()
             losses += structure_loss(logits, masks, reduction="none").flatten().tolist()
             scores.add(logits.sigmoid(), masks)
         return {"loss": sum(losses) / max(1, len(losses)), **scores.mean()}
@@ -175,7 +176,8 @@ class CodTrainer(Trainer):
         assert self.run_dir is not None
         images, masks = (torch.stack([sample[key] for _, sample in self._shown]) for key in ("image", "mask"))
         with self._as_evaluated(), torch.no_grad(), self.autocast():
-            found = torch.cat([self.model(image[None].to(self.device)).float().sigmoid() for image in images])
+            answers = (take_outputs(self.model(image[None].to(self.device)), image.shape[-2:]) for image in images)
+            found = torch.cat([answer[0].float().sigmoid() for answer in answers])
         names = [name for name, _ in self._shown]
         if is_first():
             write_pictures(self.run_dir, images, masks, found, names=names, when=when)

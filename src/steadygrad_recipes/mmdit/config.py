@@ -20,7 +20,11 @@ class DataConfig:
     """Which texts and latents to learn."""
 
     path: str | None = None
-    """Folder of .safetensors or .npz files with `tokens`, `latents`, optionally `mask`; None: a small made-up set."""
+    """Folder of .safetensors, .npz, .npy or .jsonl files with texts and latents; None: a small made-up set."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer, as transformers saves it, for .jsonl files of texts."""
+    max_text: int = 256
+    """Number of tokens of a text in a .jsonl file that are used."""
     val_fraction: float = 0.1
     """Share of the rows kept for validation when the folder has no `train` and `val` folders inside."""
     vocab_size: int | None = None
@@ -155,9 +159,14 @@ class SamplingConfig:
     """Below 1: likelier words are preferred."""
     seed: int = 0
     """Seed of the samples."""
+    text: str | None = None
+    """Sample latents for this text; None: text and latents together."""
+    latents: str | None = None
+    """Sample texts for the latents in this .npy file, [N, T, D] or [T, D]."""
 
     def __post_init__(self) -> None:
         require_numbers(self, zero=("seed",), infinite=("temperature",))
+        require(self.text is None or self.latents is None, self, "text", "be None if latents are given", "Give one.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Every row is checked once, when it is read: ids inside the vocabulary, at least one word, finite latents. A row that
 fails is named with its file and number, never lost silently. Files are read as tensors only: nothing in them is run.
-All rows are held in memory, in the dtype they were stored in.
+Rows are held in memory, in the dtype they were stored in; latents of a single pair of .npy files stay on the disk.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad_recipes.mmdit.config import DataConfig
 from steadygrad_recipes.mmdit.model import Shapes
+from steadygrad_recipes.mmdit.texts import LATENTS, list_words, open_tokenizer, read_pair, read_texts
 
-ENDINGS = (".safetensors", ".npz")
+ENDINGS = (".safetensors", ".npz", LATENTS, ".jsonl")
 FORMAT = "tokens [N, L] of whole numbers, latents [N, D] or [N, T, D], and perhaps mask [N, L]"
 MAX_TOLD = 5
 """Number of bad rows that are named; the others are counted."""
@@ -81,10 +84,11 @@ def read_corpus(config: DataConfig) -> Corpus:
         raise UsageError(
             f"data.path is no folder: {folder}. Give a folder of .safetensors or .npz files, each with {FORMAT}."
         )
-    vocab = _read_vocab(folder / "vocab.json")
+    tokenizer = None if config.tokenizer is None else open_tokenizer(config.tokenizer)
+    vocab = _read_vocab(folder / "vocab.json") if tokenizer is None else list_words(tokenizer)
     inner = [folder / name for name in ("train", "val")]
     has_split = all(one.is_dir() for one in inner)
-    parts = [_read_folder(one, config) for one in (inner if has_split else [folder])]
+    parts = [_read_folder(one, config, tokenizer) for one in (inner if has_split else [folder])]
     size = config.vocab_size or (len(vocab) if vocab else _count_ids(rows for part in parts for _, rows in part))
     notes: list[str] = []
     left_out: list[str] = []
@@ -98,14 +102,15 @@ def read_corpus(config: DataConfig) -> Corpus:
     return Corpus(train, val, size, vocab, tuple(notes), tuple(left_out))
 
 
-def _read_folder(folder: Path, config: DataConfig) -> list[tuple[Path, Rows]]:
-    files = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS)
+def _read_folder(folder: Path, config: DataConfig, tokenizer: Any) -> list[tuple[Path, Rows]]:
+    files = sorted(path for path in folder.iterdir() if path.name.endswith(ENDINGS))
     if not files:
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) or "nothing"
         raise UsageError(
-            f"there is no .safetensors or .npz file in {folder}, it holds {found}. Put files there, each with {FORMAT}."
+            f"there is no .safetensors, .npz, .npy or .jsonl file in {folder}, it holds {found}. "
+            f"Put files there, each with {FORMAT}."
         )
-    parts = [(path, _read_file(path, config)) for path in files]
+    parts = _pad_texts([(path, _read_file(path, config, tokenizer)) for path in files])
     first = parts[0][1]
     for path, rows in parts:
         ours, theirs = ((r.tokens.shape[1], *r.latents.shape[1:]) for r in (rows, first))
@@ -117,8 +122,19 @@ def _read_folder(folder: Path, config: DataConfig) -> list[tuple[Path, Rows]]:
     return parts
 
 
-def _read_file(path: Path, config: DataConfig) -> Rows:
-    arrays = _read_arrays(path)
+def _pad_texts(parts: list[tuple[Path, Rows]]) -> list[tuple[Path, Rows]]:
+    """Give the texts of .jsonl files one length; other files say their own."""
+    longest = max(rows.tokens.shape[1] for _, rows in parts)
+
+    def pad(rows: Rows) -> Rows:
+        more = (0, longest - rows.tokens.shape[1])
+        return Rows(F.pad(rows.tokens, more), F.pad(rows.mask, more), rows.latents)
+
+    return [(path, pad(rows) if path.suffix == ".jsonl" else rows) for path, rows in parts]
+
+
+def _read_file(path: Path, config: DataConfig, tokenizer: Any) -> Rows:
+    arrays = _read_arrays(path, config, tokenizer)
     missing = [name for name in ("tokens", "latents") if name not in arrays]
     if missing:
         names = ", ".join(sorted(arrays)) or "nothing"
@@ -144,8 +160,14 @@ def _read_file(path: Path, config: DataConfig) -> Rows:
     return Rows(tokens, mask.bool(), latents)
 
 
-def _read_arrays(path: Path) -> dict[str, Tensor]:
+def _read_arrays(path: Path, config: DataConfig, tokenizer: Any) -> dict[str, Tensor]:
     """Return the tensors of one file."""
+    if path.name.endswith(LATENTS):
+        return read_pair(path)
+    if path.suffix == ".jsonl":
+        if tokenizer is None:
+            raise UsageError(f"{path} holds texts, and there is no tokenizer for them. Give --data.tokenizer FOLDER.")
+        return read_texts(path, tokenizer, config.max_text)
     try:
         if path.suffix == ".npz":
             numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
@@ -202,7 +224,7 @@ def _check_rows(
             found = find(rows, vocab_size) & ~bad
             told += [f"{path.name} row {int(i)}: {what}" for i in found.nonzero()]
             bad |= found
-        kept.append(rows.take(~bad))
+        kept.append(rows.take(~bad) if bool(bad.any()) else rows)
     if told:
         text = "; ".join(told[:MAX_TOLD]) + (f"; and {len(told) - MAX_TOLD} more" if len(told) > MAX_TOLD else "")
         count = f"{len(told)} of {sum(len(rows) for _, rows in parts)} rows in {parts[0][0].parent}"
@@ -212,7 +234,9 @@ def _check_rows(
             )
         notes.append(f"left out {count}: {text}")
         left_out += told
-    rows = Rows(*(torch.cat(column) for column in zip(*((r.tokens, r.mask, r.latents) for r in kept))))
+    rows = kept[0]
+    if len(kept) > 1:
+        rows = Rows(*(torch.cat(column) for column in zip(*((r.tokens, r.mask, r.latents) for r in kept))))
     tokens = torch.where(rows.mask, rows.tokens, 0)  # padding positions may hold any number, such as -100
     return Rows(tokens, rows.mask, rows.latents)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from steadygrad.act.precision import half_matmul_works
@@ -29,6 +30,7 @@ from steadygrad_recipes.mmdit.data import Corpus, Rows, make_corpus, measure_row
 from steadygrad_recipes.mmdit.metrics import Batch, measure_baseline
 from steadygrad_recipes.mmdit.model import MMDiT, Shapes
 from steadygrad_recipes.mmdit.sampling import draw_samples, spell
+from steadygrad_recipes.mmdit.texts import encode_texts, map_array, open_tokenizer
 from steadygrad_recipes.mmdit.trainer import MMDiTTrainer
 
 VAL_BATCH = 64
@@ -197,7 +199,8 @@ def write_samples(
     model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None, run_dir: Path, console: Teller
 ) -> Rows:
     """Write `samples/samples.safetensors`, which can be trained on again, and `samples/samples.txt`, for reading."""
-    rows = draw_samples(model, config.sampling, config.diffusion)
+    texts, latents = read_given(model, config, vocab)
+    rows = draw_samples(model, config.sampling, config.diffusion, texts=texts, latents=latents)
     if not is_first():  # it took part: each rank has only a part of a sharded model
         return rows
     folder = run_dir / "samples"
@@ -208,6 +211,46 @@ def write_samples(
         console.say(f"  {line}", "dim")
     console.say(f"{len(rows)} samples are in {folder}")
     return rows
+
+
+def read_given(
+    model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None
+) -> tuple[Rows | None, torch.Tensor | None]:
+    """Return the text, or the latents, that the samples are to fit; None for what is sampled."""
+    sampling, shapes = config.sampling, model.shapes
+    if sampling.latents is not None:
+        given = map_array(Path(sampling.latents))
+        given = given[None] if given.dim() == 2 else given
+        wanted = (shapes.num_latents, shapes.latent_dim)
+        if tuple(given.shape[1:]) != wanted:
+            raise UsageError(
+                f"{sampling.latents} has {list(given.shape)}, and the model wants [N, {wanted[0]}, {wanted[1]}]."
+            )
+        return None, given.float()
+    if sampling.text is None:
+        return None, None
+    if config.data.tokenizer is not None:
+        tokens, mask = encode_texts([sampling.text], open_tokenizer(config.data.tokenizer), shapes.text_length)
+    else:
+        ids = find_words(sampling.text, vocab)[: shapes.text_length]
+        tokens, mask = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)
+    more = (0, shapes.text_length - tokens.shape[1])
+    num = sampling.num_samples
+    tokens, mask = F.pad(tokens.long(), more).expand(num, -1), F.pad(mask, more).expand(num, -1)
+    return Rows(tokens, mask, torch.empty(num, 0)), None
+
+
+def find_words(text: str, vocab: tuple[str, ...] | None) -> list[int]:
+    """Return the ids of a text's words; UsageError names a word that the model does not know."""
+    if vocab is None:
+        raise UsageError(
+            "sampling.text needs a vocab.json beside the data, or --data.tokenizer: ids have no words here."
+        )
+    unknown = [word for word in text.split() if word not in vocab]
+    if unknown or not text.split():
+        known = ", ".join(vocab[:12])
+        raise UsageError(f"sampling.text: {', '.join(unknown) or 'no word'} is not in the vocabulary ({known}, ...).")
+    return [vocab.index(word) for word in text.split()]
 
 
 # --- what the run is ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.data import Names, SEOData, encode_rows, load_data
 from steadygrad_recipes.seo.features import parse_page
 from steadygrad_recipes.seo.model import UltraOptimizedSEOMetricsModule
-from steadygrad_recipes.seo.readers import PAGES, Row
+from steadygrad_recipes.seo.readers import PAGES, Row, is_table, read_unscored, require_html
 from steadygrad_recipes.seo.trainer import UltraOptimizedSEOTrainer
 
 NUM_SHOWN = 5
@@ -69,26 +69,58 @@ def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
 
 
 def predict_page(config: UltraOptimizedConfig, path: str, *, run_dir: Path, console: Any) -> int:
-    """Print the scores of a page, or of every page of a folder; returns the exit code."""
-    pages = _find_pages(Path(path))
+    """Print the scores of a page, of every page of a folder, or of each row of a table; returns the exit code."""
+    rows, left_out = _read_subjects(Path(path))
     names = Names.read(run_dir)
     model = UltraOptimizedSEOMetricsModule(config, num_features=len(names.features), metrics=names.metrics)
     step = load_trained(run_dir, model)
     model.eval()
     console.say(f"Scores by {run_dir}, trained for {step} steps:", "bold")
-    for page in pages:
-        scores = score_page(page.read_text(encoding="utf-8", errors="replace"), model, names, config)
-        console.say(f"{page}: " + ", ".join(f"{name}={value:.1f}" for name, value in scores.items()))
+    for place, row in rows:
+        require_known(place, row, names)
+        scores = score_row(row, model, names, config)
+        console.say(f"{place}: " + ", ".join(f"{name}={value:.1f}" for name, value in scores.items()))
+    for line in left_out:
+        console.say(f"not scored: {line}", "yellow")
     return 0
 
 
-@torch.no_grad()
+def _read_subjects(path: Path) -> tuple[list[tuple[str, Row]], list[str]]:
+    """Return place and row of what is to be scored, and what cannot be."""
+    if path.is_file() and is_table(path):
+        rows, left_out = read_unscored(path)
+        if not rows:
+            raise UsageError(f"{path} has no row that can be scored: {'; '.join(left_out[:3]) or 'it has no rows'}.")
+        return rows, left_out
+    pages = [(str(page), parse_page(require_html(page))) for page in _find_pages(path)]
+    return [(place, Row(page.features, page.text, {})) for place, page in pages], []
+
+
+def require_known(place: str, row: Row, names: Names) -> None:
+    """Raise UsageError if the model was trained on features of which this row has none."""
+    if not names.features or set(names.features) & set(row.features):
+        return
+    has, wants = ", ".join(list(row.features)[:5]) or "none", ", ".join(names.features[:5])
+    raise UsageError(
+        f"{place} has none of the features that this run was trained on. It has {has}; the run wants {wants}. "
+        "Give rows with those columns, or a run that was trained on such pages."
+    )
+
+
 def score_page(
     html: str, model: UltraOptimizedSEOMetricsModule, names: Names, config: UltraOptimizedConfig
 ) -> dict[str, float]:
     """Return metric -> score of one page."""
     page = parse_page(html)
-    features, words, _, _ = encode_rows([Row(page.features, page.text, {})], names, config)
+    return score_row(Row(page.features, page.text, {}), model, names, config)
+
+
+@torch.no_grad()
+def score_row(
+    row: Row, model: UltraOptimizedSEOMetricsModule, names: Names, config: UltraOptimizedConfig
+) -> dict[str, float]:
+    """Return metric -> score of one row."""
+    features, words, _, _ = encode_rows([row], names, config)
     return dict(zip(names.metrics, model.predict(features, words)[0].tolist()))
 
 

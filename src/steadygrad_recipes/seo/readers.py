@@ -2,7 +2,8 @@
 
 A folder holds pages (*.html, *.htm) and their scores in scores.csv or scores.jsonl, by file name. A file has a row for
 each page: `file` (a path beside it) or `html`, or the features themselves and `text`. Scores are the columns that begin
-with `score_`, or an object `scores`. A bad row affects no other, is named with its line, and is never lost silently.
+with `score_`, or an object `scores`. A table with an `Address` is a crawler's export (`crawl.py`). A bad row affects no
+other, is named with its line, and is never lost silently.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from steadygrad.errors import UsageError
+from steadygrad_recipes.seo.crawl import ADDRESSES, find_fault, is_export, read_export
 from steadygrad_recipes.seo.features import FEATURES, parse_page
 
 PREFIX = "score_"
 RESERVED = ("file", "html", "text", "scores", "features")
 TABLES = ("scores.csv", "scores.jsonl")
 PAGES = (".html", ".htm")
+TAG = re.compile(r"<\s*(!doctype\s+html|html|head|body|title|p|div|h1|main|article|a)\b", re.IGNORECASE)
+"""A tag that only a page has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,42 @@ def read_rows(path: str | Path) -> Rows:
         reasons = "; ".join(read.left_out[:3]) or "it has no rows"
         raise UsageError(f"{path} has no page with a score: {reasons}. See docs/recipes/seo.md for the format.")
     return read
+
+
+def read_unscored(table: Path) -> tuple[list[tuple[str, Row]], list[str]]:
+    """Return place and row of each page or feature row of a table, scores or not, and what cannot be scored."""
+    rows: list[tuple[str, Row]] = []
+    left_out: list[str] = []
+    for where, line in _read_lines(table):
+        try:
+            rows.append((name_row(where, line), _read_row(line, table.parent, needs_scores=False)))
+        except BadRow as bad:
+            left_out.append(f"{where}: {bad}")
+    return rows, left_out
+
+
+def name_row(where: str, line: Any) -> str:
+    """Return the file or address that a row is about; its place where it names none."""
+    names = ("file", *ADDRESSES)
+    return next((str(line[name]) for name in names if isinstance(line, Mapping) and line.get(name)), where)
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file holds rows, by its name."""
+    return path.suffix.lower() in (".csv", ".jsonl", ".ndjson")
+
+
+def require_html(path: Path) -> str:
+    """Return the text of a page; raise UsageError for a file that is none."""
+    content = path.read_bytes()
+    text = content.decode("utf-8", errors="replace")
+    if b"\0" in content[:4096] or not TAG.search(text):
+        begins = text[:20].split("\n")[0].strip()
+        raise UsageError(
+            f"{path} is no HTML page: it begins with {begins!r}, and has no tag of one. Give a page, a folder of them, "
+            "or a .csv or .jsonl table of feature rows."
+        )
+    return text
 
 
 def _read_folder(folder: Path) -> Rows:
@@ -123,10 +164,16 @@ def _read_jsonl(table: Path) -> Iterator[tuple[str, Any]]:
             yield f"{table.name}:{number}", row
 
 
-def _read_row(line: Any, folder: Path) -> Row:
+def _read_row(line: Any, folder: Path, *, needs_scores: bool = True) -> Row:
     if not isinstance(line, Mapping):
         raise BadRow(line if isinstance(line, str) else f"is {type(line).__name__}, not an object")
-    scores = _read_scores(line)
+    scores = _read_scores(line, needs_scores=needs_scores)
+    if is_export(line):
+        fault = find_fault(line)
+        if fault is not None:
+            raise BadRow(f"{name_row('', line)} {fault}")
+        features, text = read_export(line, prefix=PREFIX)
+        return Row(features, text, scores)
     html = _find_html(line, folder)
     if html is not None:
         page = parse_page(html)
@@ -154,14 +201,14 @@ def _find_html(line: Mapping[str, Any], folder: Path) -> str | None:
         raise BadRow(f"file {line['file']} cannot be read: {error.strerror}") from None
 
 
-def _read_scores(line: Mapping[str, Any]) -> dict[str, float]:
+def _read_scores(line: Mapping[str, Any], *, needs_scores: bool) -> dict[str, float]:
     given = line.get("scores")
     if given is not None and not isinstance(given, Mapping):
         raise BadRow(f"scores must be an object of metric to number, found {type(given).__name__}")
     flat = {n.removeprefix(PREFIX): v for n, v in line.items() if n and n.startswith(PREFIX)}
     pairs = {**flat, **(given or {})}
     scores = {str(name): _as_number(value, str(name)) for name, value in pairs.items() if value is not None}
-    if not scores:
+    if not scores and needs_scores:
         raise BadRow(f"has no score: no column that begins with {PREFIX}, no scores object")
     return scores
 

@@ -7,8 +7,6 @@ weights always score the same. Nothing here changes the model.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from steadygrad.errors import ConfigError
+from steadygrad_recipes.loading import load_function
 from steadygrad_recipes.sft.data import Example
 from steadygrad_recipes.sft.rows import encode_prompt
 
@@ -63,26 +61,7 @@ Checker = Callable[[str, str], Any] | None
 
 def load_checker(name: str | None) -> Checker:
     """Return the function that `module:function` or `file.py:function` names."""
-    if name is None:
-        return None
-    place, _, function = name.rpartition(":")
-    advice = "Give module:function, or file.py:function, of an answer and its completion."
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location("checker", place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-        found = getattr(module, function)
-    except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise ConfigError(f"SftConfig.checker: {name} cannot be loaded ({error}). {advice}") from None
-    if not callable(found):
-        raise ConfigError(f"SftConfig.checker: {name} is {type(found).__name__}, not a function. {advice}")
-    checker: Checker = found
-    return checker
+    return None if name is None else load_function(name, "SftConfig.checker")
 
 
 def score(

@@ -72,6 +72,7 @@ class Session:
         """Install all hooks."""
         _current[:] = [self]
         self._keep_log_to_itself()
+        _note_loads()
         _replace(Optimizer, "__init__", self._after_making)
         _replace(torch.autograd, "backward", self._around_backward)
         _replace(torch.amp.GradScaler, "scale", self._around_scaling)
@@ -281,6 +282,8 @@ class Session:
 
     def hear(self, watch: Watch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when a model is called."""
+        if self._is_here:
+            self._ours(watch.hear_call, module, args, kwargs)
         if self._is_here and module.training and torch.is_grad_enabled():
             self._ours(watch.begin, module, args, kwargs)
 
@@ -347,6 +350,13 @@ def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(place, name, replaced)
+
+
+def _note_loads() -> None:
+    """Note which weights the script loads, from now on."""
+    from steadygrad.measure import loads
+
+    loads.install()
 
 
 def _is_called_by_guard() -> bool:

@@ -19,6 +19,13 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
     return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
 
 
+def list_trained_parameters(owner: nn.Module, optimizer: Optimizer) -> TrainedParameters:
+    """Return the parameters of an optimizer under their names in `owner`."""
+    names = {id(p): name for name, p in owner.named_parameters()}
+    named = tuple((names[id(p)], p) for p in list_parameters(optimizer) if id(p) in names)
+    return TrainedParameters(model=owner, optimizers=(optimizer,), named=named, unoptimized=(), foreign=())
+
+
 def name_trained(
     owner: nn.Module, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], *, beside: Sequence[Optimizer]
 ) -> TrainedParameters:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,15 @@ from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
 from steadygrad.adapters.scripts.record import Record
-from steadygrad.adapters.scripts.trained import describe_unreached, list_parameters, name_trained
+from steadygrad.adapters.scripts.trained import (
+    describe_unreached,
+    list_parameters,
+    list_trained_parameters,
+    name_trained,
+)
 from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
+from steadygrad.detect.rank_agreement import describe_wait
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.entry import OUTSIDE
 from steadygrad.diagnose.investigator import MOST_CAPTURES, Investigator
@@ -43,6 +50,8 @@ from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
+from steadygrad.measure.program import ProgramWatch
+from steadygrad.measure.rank_waits import RankWaits, watch_ranks
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
 LIVE_STEPS = 32
@@ -114,6 +123,9 @@ class Watch:
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
         self.owner = find_owner(list_parameters(optimizer))
+        self._program = ProgramWatch(
+            list_trained_parameters(self.owner, optimizer), every=options.config.measure.scan_every
+        )
         self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
         settings = self._config.diagnose
         self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=options.run_dir)
@@ -136,6 +148,7 @@ class Watch:
         """Steps that are still to be watched while they run, after a failure without a cause."""
         self._num_live_causes = 0
         self._record: Record | None = None
+        self._waits: RankWaits | None = None
 
     @property
     def has_stepped(self) -> bool:
@@ -163,11 +176,17 @@ class Watch:
     def note_backward(self, loss: Tensor) -> None:
         """Called when the script calls backward, in the script's own stack."""
         self._clipped = None  # new gradients are added
+        if self._program.has_call:
+            self._program.before_backward(self._step, loss)
         if self._forward_scans is not None:
             self._forward_scans.note_loss(loss)
         capture = self._callers.note_backward(self.owner)
         if capture is not None:
             self._losses = [*self._losses[-MOST_CAPTURES + 1 :], capture]
+
+    def hear_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Called when the model, or a part of it, is called for anything."""
+        self._program.hear_call(module, args, kwargs)
 
     def is_about(self, parameters: set[int]) -> bool:
         """Whether these ids are all of this optimizer's parameters that have a gradient."""
@@ -191,6 +210,7 @@ class Watch:
         if self._forward_scans is not None:
             self._forward_scans.read(self._step, self._looks)
         self._prepare()
+        self._periodic_scans.before_optimizer(self._looks, scale_is_known=around.loss_scale is not None)
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
         if m is None:
@@ -340,12 +360,18 @@ class Watch:
         trained = name_trained(self.owner, self.optimizer, named, beside=self._list_optimizers())
         self._named = named
         self._meter = Meter(named, self._config.measure.implementation)
-        self._periodic_scans = PeriodicScans(trained, self._config.measure)
+        self._periodic_scans = PeriodicScans(trained, self._config.measure, program=self._program)
         self._periodic_scans.begin()
         self._forward_scans = ForwardScans(self._periodic_scans)
         self._uncleared = UnclearedGradientsWatch(named)
         if self._judgement is None:
-            self._judgement = self._open_judgement([name for name, _ in named])
+            self._judgement = judgement = self._open_judgement([name for name, _ in named])
+            here = weakref.ref(self)
+            self._waits = watch_ranks(
+                None,
+                lambda: getattr(here(), "_step", 0),
+                lambda wait: judgement.note(describe_wait(wait)),
+            )
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))

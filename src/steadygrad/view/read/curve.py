@@ -58,15 +58,30 @@ class Curve:
 
     def _widen(self) -> None:
         while len(self._buckets) > self._max_buckets:  # may take several rounds if steps are far apart
-            joined: dict[int, list[float]] = {}
-            for key, bucket in self._buckets.items():
-                other = joined.setdefault(key >> 1, bucket)
-                if bucket[1] < other[1]:
-                    other[0], other[1] = bucket[0], bucket[1]
-                if bucket[3] > other[3]:
-                    other[2], other[3] = bucket[2], bucket[3]
-            self._buckets = joined
-            self.width *= 2
+            self._double()
+
+    def _double(self) -> None:
+        joined: dict[int, list[float]] = {}
+        for key, bucket in self._buckets.items():
+            other = joined.setdefault(key >> 1, bucket)
+            if bucket[1] < other[1]:
+                other[0], other[1] = bucket[0], bucket[1]
+            if bucket[3] > other[3]:
+                other[2], other[3] = bucket[2], bucket[3]
+        self._buckets = joined
+        self.width *= 2
+
+    def join(self, other: Curve) -> None:
+        """Add all that another curve holds."""
+        self._widen_to(other.width)
+        other._widen_to(self.width)
+        for low_step, low, high_step, high in other._buckets.values():
+            self._add(int(low_step), low)
+            self._add(int(high_step), high)
+
+    def _widen_to(self, width: int) -> None:
+        while self.width < width:
+            self._double()
 
     def points(self) -> tuple[list[int], list[float]]:
         """Return steps and values, in the order of the steps."""
@@ -118,6 +133,13 @@ class Share:
         self._buckets = joined
         self.width *= 2
 
+    def join(self, other: Share) -> None:
+        """Add all that another holds."""
+        while self.width != other.width:
+            (self if self.width < other.width else other)._widen()
+        for num_hits, num_steps, step in other._buckets.values():
+            self._add(step, num_hits, num_steps)
+
     def points(self) -> tuple[list[int], list[float]]:
         """Return the middle of each bucket, and the share there."""
         keys = sorted(self._buckets)
@@ -144,6 +166,12 @@ class Clock:
             while len(self._points) > self._max_points:
                 self._width *= 2
                 self._points = {step // self._width: (step, time) for step, time in sorted(self._points.values())}
+
+    def join(self, other: Clock, offset: float) -> None:
+        """Add the times of another, that many seconds later."""
+        steps, seconds = other.points()
+        for step, time in zip(steps, seconds):
+            self.extend([step], [offset + time])
 
     def points(self) -> tuple[list[int], list[float]]:
         """Return steps and seconds, in the order of the steps."""

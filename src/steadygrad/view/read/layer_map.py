@@ -30,6 +30,8 @@ class _Column:
         self.lows, self.highs = [math.inf] * size, [-math.inf] * size
 
     def grow(self, size: int) -> None:
+        if size == len(self.sums):
+            return
         more = _Column(size - len(self.sums))
         for name in self.__slots__:
             getattr(self, name).extend(getattr(more, name))
@@ -61,6 +63,14 @@ class _Column:
         self.lows = list(map(min, self.lows, other.lows))
         self.highs = list(map(max, self.highs, other.highs))
 
+    def move(self, places: list[int], size: int) -> _Column:
+        """Return a column whose cells stand at other positions."""
+        moved = _Column(size)
+        for name in self.__slots__:
+            for value, place in zip(getattr(self, name), places):
+                getattr(moved, name)[place] = value
+        return moved
+
     def show(self, positions: list[int]) -> float | None:
         """Return the number of one cell, or of several folded into one; None if no value was finite."""
         known = [i for i in positions if i < len(self.sums) and self.counts[i]]
@@ -87,14 +97,19 @@ class LayerMap:
         self.width = 1
         self._columns: dict[int, _Column] = {}
         self._positions: dict[str, int] = {}
+        self._usual: Sequence[str] | None = None  # the list that was last seen to hold exactly these names
 
     def add(self, step: int, names: Sequence[str], values: Sequence[float]) -> None:
         """Add the numbers of one step; NaN and Inf mean that something was not finite there."""
-        for name in names:
-            self._positions.setdefault(name, len(self._positions))
-        column = self._columns.setdefault(step // self.width, _Column(len(self._positions)))
+        if names is not self._usual:
+            for name in names:
+                self._positions.setdefault(name, len(self._positions))
+            self._usual = names if list(names) == list(self._positions) else None
+        column = self._columns.get(step // self.width)
+        if column is None:
+            column = self._columns[step // self.width] = _Column(len(self._positions))
         column.grow(len(self._positions))
-        if list(names) == list(self._positions) and min(values, default=0.0) > 0 and math.isfinite(sum(values)):
+        if self._usual is not None and min(values, default=0.0) > 0 and math.isfinite(sum(values)):
             column.add_all([max(ZERO_EXPONENT, exponent) for exponent in map(math.log10, values)])
         else:
             for name, value in zip(names, values):
@@ -110,6 +125,20 @@ class LayerMap:
                 other.join(column)
         self._columns = joined
         self.width *= 2
+
+    def join(self, other: LayerMap) -> None:
+        """Add all that another map holds, whatever the order of its names."""
+        while self.width != other.width:
+            (self if self.width < other.width else other)._widen()
+        self._usual = None
+        places = [self._positions.setdefault(name, len(self._positions)) for name in other.names]
+        for key, column in other._columns.items():
+            moved = column if places == list(range(len(places))) else column.move(places, len(self._positions))
+            mine = self._columns.setdefault(key, moved)
+            if mine is not moved:
+                mine.join(moved)
+        while len(self._columns) > self._max_columns:
+            self._widen()
 
     @property
     def names(self) -> list[str]:

@@ -17,6 +17,7 @@ from steadygrad.errors import UsageError
 from steadygrad.record.run_folder import find_parts
 from steadygrad.view.read.curve import MAX_BUCKETS
 from steadygrad.view.read.incident_log import IncidentLog, find_acted, look
+from steadygrad.view.read.layer_lines import LayerLine, read_layer_lines
 from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.pictures import Pictures, read_pictures
 from steadygrad.view.read.rank_log import RankLogs
@@ -24,6 +25,7 @@ from steadygrad.view.read.state import State, find_state
 from steadygrad.view.read.step_lines import read_step_lines
 from steadygrad.view.read.step_log import StepLog
 from steadygrad.view.read.tail import Row, Tail, as_number
+from steadygrad.view.read.together import read_together
 from steadygrad.view.read.validation_log import ValidationLog
 
 FILES = ("steps.jsonl", "layers.jsonl", "incidents.jsonl")
@@ -82,13 +84,38 @@ class RunReader:
                 return changed
 
     def read_all(self) -> RunReader:
-        """Read to the end, including the last line if it is complete."""
+        """Read to the end, including the last line if it is complete; large files with every core."""
+        self._read_together()
         self.update()
         for tail, feed in zip(self._tails, self._feeds):
             feed(tail.finish())
         self.ranks.read(finish=True)
         self._take_from_ranks(finish=True)
         return self
+
+    def _read_together(self) -> None:
+        """Read steps and layers by several processes, if nothing was read yet and they are large enough."""
+        tails = self._tails[:2]
+        if self.path.is_file() or self._within is not None or any(tail.offset for tail in tails):
+            return
+        found = read_together([tail.path for tail in tails], self._max_buckets)
+        if found is None:
+            return
+        logs: tuple[list[Any], ...] = [self.steps], [self.norms, self.ratios]
+        for tail, mine, parts in zip(tails, logs, found):
+            for theirs, num_bad, end in parts:
+                for log, part in zip(mine, theirs):
+                    log.join(part)
+                tail.num_bad += num_bad
+                tail.skip_to(end)
+
+    def open_tail(self, path: Path) -> Tail:
+        """Return the reader of one of its files, from its beginning."""
+        return self._open_tails()[self._paths.index(path)]
+
+    def feed_of(self, path: Path) -> Callable[[list[Row]], None]:
+        """Return what takes the lines of one of its files."""
+        return self._feeds[self._paths.index(path)]
 
     @property
     def _feeds(self) -> tuple[Callable[[list[Row]], None], ...]:
@@ -104,7 +131,7 @@ class RunReader:
         return True
 
     def _open_tails(self) -> list[Tail]:
-        quick = {0: read_step_lines}
+        quick = {0: read_step_lines, 1: read_layer_lines}
         return [Tail(path, within=self._within, quick=quick.get(i)) for i, path in enumerate(self._paths)]
 
     def _read_about(self) -> bool:
@@ -124,8 +151,11 @@ class RunReader:
         self._about_note = "" if self.about else "run.json holds no object"
         return True
 
-    def _feed_layers(self, rows: list[Row]) -> None:
+    def _feed_layers(self, rows: list[Row] | list[LayerLine]) -> None:
         for row in rows:
+            if isinstance(row, LayerLine):
+                self.norms.add(row.step, row.names, row.norms)
+                continue
             step, table = row.get("step"), row.get("gradients")
             if type(step) is not int or not isinstance(table, dict):
                 continue

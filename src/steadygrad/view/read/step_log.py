@@ -58,7 +58,10 @@ class StepLog:
         self.rate_jumps = Share(max_buckets=400)
         """Where the learning rate jumped."""
         self.num_steps = self.num_skipped = self.num_clipped = self.num_nonfinite = self.num_dropped = 0
-        self.last_step = -1
+        self.first_step = self.last_step = -1
+        self.first_rate: float | None = None
+        self.first_time: float | None = None
+        """Learning rate and time of the first line, with which a part of a run begins."""
         self.num_returns = 0
         """How often the step number went back because the run was resumed from an earlier step."""
         self.first_losses: list[float] = []
@@ -95,7 +98,10 @@ class StepLog:
         if not rows:
             return
         lines = rows if isinstance(rows, StepLines) else self._read_rows(rows)
+        is_first = not self.num_steps
         steps, skipped, clipped = self._number(lines.steps), lines.skipped, lines.clipped
+        if is_first:
+            self.first_step, self.first_rate = steps[0], lines.learning_rate[0]
         columns = {"loss": lines.loss, "grad_norm": lines.grad_norm, "loss_scale": lines.loss_scale}
         if any(skipped):
             columns["grad_norm"] = _drop_unmeasured(columns["grad_norm"], skipped)
@@ -124,6 +130,57 @@ class StepLog:
             num_dropped=[number for number in found["num_dropped_microbatches"] if type(number) is int],
             time_seconds=_as_numbers(found["time_seconds"]),
         )
+
+    def join(self, later: StepLog) -> None:
+        """Add the steps that follow, read by another process."""
+        if not later.num_steps:
+            return
+        border = later.first_step <= self.last_step
+        self.num_returns += later.num_returns + (border and self.num_steps > 0)
+        self._join_rates(later)
+        for name, curve in later.curves.items():
+            self.curves[name].join(curve)
+        for name in ("clipped", "skipped", "skips", "nonfinite", "rate_jumps"):
+            getattr(self, name).join(getattr(later, name))
+        self._join_losses(later)
+        if later.worst_norm is not None:
+            self._follow_norm(*later.worst_norm)
+        for name, curve in later.extra.items():
+            if self._may_draw(name):
+                self.extra[name].join(curve)
+                self.last_extra[name] = later.last_extra[name]
+        for name in ("num_steps", "num_skipped", "num_clipped", "num_nonfinite", "num_dropped"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.last_bad_step = max(self.last_bad_step, later.last_bad_step)
+        self.first_step = later.first_step if self.first_step < 0 else self.first_step
+        self.last_step, self.last = later.last_step, later.last
+        if later.first_time is not None:
+            goes_on = later.first_time >= self._last_time
+            offset = self.seconds - (self._last_time if goes_on else 0.0)
+            self.clock.join(later.clock, offset)
+            self.first_time = later.first_time if self.first_time is None else self.first_time
+            self.seconds, self._last_time = offset + later.seconds, later._last_time
+
+    def _join_rates(self, later: StepLog) -> None:
+        before, after = self.last.get("learning_rate"), later.first_rate
+        if before is None or after is None or not min(before, after) > 0:
+            self.first_rate = after if not self.num_steps else self.first_rate
+        elif max(before, after) >= RATE_JUMP * min(before, after):
+            self.rate_jumps.extend([later.first_step], [True])
+
+    def _join_losses(self, later: StepLog) -> None:
+        if later.last_loss is None:
+            if self.first_lost_step is None:
+                self.first_lost_step = later.first_lost_step
+            self.num_lost += later.num_lost
+            return
+        self.first_loss = later.first_loss if self.first_loss is None else self.first_loss
+        self.last_loss, self.last_finite_step = later.last_loss, later.last_finite_step
+        self.first_lost_step, self.num_lost = later.first_lost_step, later.num_lost
+        self.first_losses += later.first_losses[: EDGE - len(self.first_losses)]
+        self.last_losses.extend(later.last_losses)
+        if later.best_loss is not None:
+            self.best_loss = min(self.best_loss or (math.inf, 0), later.best_loss)
 
     def _number(self, found: Sequence[object]) -> list[int]:
         """Return the step of each line; a line without one follows the line before."""
@@ -160,12 +217,16 @@ class StepLog:
                 self._follow_losses(finite_steps, values, bad_steps)
             if name == "grad_norm" and values:
                 high = max(values)
-                self.worst_norm = max(self.worst_norm or (-math.inf, 0), (high, finite_steps[values.index(high)]))
+                self._follow_norm(high, finite_steps[values.index(high)])
             if name in ("loss", "grad_norm"):
                 bad |= bad_steps
         self.num_nonfinite += len(bad)
         self.last_bad_step = max(self.last_bad_step, *bad) if bad else self.last_bad_step
         self.nonfinite.extend(sorted(bad), [True] * len(bad))
+
+    def _follow_norm(self, norm: float, step: int) -> None:
+        if self.worst_norm is None or norm > self.worst_norm[0]:  # of equal ones the first
+            self.worst_norm = (norm, step)
 
     def _follow_losses(self, steps: list[int], losses: list[float], bad_steps: set[int]) -> None:
         later = [step for step in bad_steps if step > (steps[-1] if losses else self.last_finite_step)]
@@ -235,6 +296,7 @@ class StepLog:
                 passed = time - before if time >= before else max(0.0, time)
                 totals.append((totals[-1] if totals else self.seconds) + passed)
         self.clock.extend(at, totals)
+        self.first_time = known[0] if self.first_time is None else self.first_time
         self.seconds, self._last_time = totals[-1], known[-1]
 
 

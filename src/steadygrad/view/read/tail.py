@@ -35,21 +35,35 @@ class Tail:
         self.num_restarts = 0
         """How often the file was found replaced or truncated: what was read before no longer holds."""
 
-    def read(self) -> Any:
-        """Return the objects of the next complete lines, or what `quick` made of them; empty if nothing is new."""
+    @property
+    def offset(self) -> int:
+        """How many bytes have been read."""
+        return self._offset
+
+    def skip_to(self, offset: int) -> None:
+        """Go on from the line that starts there, as if all before it had been read."""
+        self._offset = offset
+        found = self._stat()
+        self._inode = self._inode if found is None else found.st_ino
+
+    def read(self, end: int | None = None) -> Any:
+        """Return the objects of the next complete lines, or what `quick` made of them; empty if nothing is new.
+
+        Lines that begin at `end` or later are left alone.
+        """
         size = self._look()
         if size <= self._offset:
             return []
         with self.path.open("rb") as file:
             file.seek(self._offset)
-            chunk = file.read(CHUNK_BYTES)
-            end = chunk.rfind(b"\n") + 1
-            if end == 0 and len(chunk) == CHUNK_BYTES:
+            chunk = file.read(CHUNK_BYTES if end is None else max(0, min(CHUNK_BYTES, end - self._offset)))
+            length = chunk.rfind(b"\n") + 1
+            if length == 0 and len(chunk) == CHUNK_BYTES:
                 chunk += file.readline(MAX_LINE_BYTES)
-                end = len(chunk) if chunk.endswith(b"\n") or len(chunk) > MAX_LINE_BYTES else 0
-        self._offset += end
-        known = None if self._quick is None else self._quick(chunk[:end])
-        return self._parse(chunk[:end]) if known is None else known
+                length = len(chunk) if chunk.endswith(b"\n") or len(chunk) > MAX_LINE_BYTES else 0
+        self._offset += length
+        known = None if self._quick is None else self._quick(chunk[:length])
+        return self._parse(chunk[:length]) if known is None else known
 
     def finish(self) -> list[Row]:
         """Return the last line if it is a complete object without a newline; count it as bad if it is truncated."""

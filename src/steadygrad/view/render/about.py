@@ -40,7 +40,9 @@ def render_about(run: RunReader) -> Html:
 def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Sequence[str | None]) -> Html:
     """Render several runs side by side, the settings that differ first; a check box takes one out of the charts."""
     differing = find_differences([flatten(run.config) for run in runs]) if all(run.config for run in runs) else {}
-    settings = dict(list(differing.items())[:MAX_SETTINGS])
+    rates = find_differences([{"highest rate": find_rate(run)} for run in runs])  # the optimizer's, so not in run.json
+    told = {name: found for name, found in rates.items() if None not in found}
+    settings = {**told, **dict(list(differing.items())[:MAX_SETTINGS])}
     numbers = [list_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows = []
@@ -61,6 +63,11 @@ def render_search() -> Html:
     return tag("input", type="search", placeholder="find a run", aria_label="Find a run", class_="find", data_find=True)
 
 
+def find_rate(run: RunReader) -> float | None:
+    """Return the highest learning rate of a run."""
+    return max(run.steps.curves["learning_rate"].points()[1], default=None)
+
+
 def _render_box(name: str, key: str) -> Html:
     """Render the box that shows or hides a run in the charts, beside the line that stands for it there."""
     box = tag("input", type="checkbox", checked=True, data_show=key, aria_label=f"Show {name} in the charts")
@@ -74,7 +81,7 @@ def _render_differences(runs: Sequence[RunReader]) -> Html | None:
         return None
     differing = find_differences([flatten(run.config) for run in told])
     if not differing:
-        return tag("p", "Their settings are the same.", class_="note")
+        return tag("p", "The settings of their guards are the same.", class_="note")
     settings = [[name, *map(spell_value, values)] for name, values in differing.items()]
     table = make_table(("setting that differs", *(run.name for run in told)), settings)
     return table if len(settings) <= MAX_OPEN_ROWS else _fold(f"{len(settings)} settings that differ", table)

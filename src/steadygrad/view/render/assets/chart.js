@@ -112,7 +112,7 @@ const Chart = (() => {
 
   function drawLines(state, clipId) {
     const { svg, frame, from, to, spec } = state;
-    const columns = Math.max(50, (frame.right - frame.left) / 1.5);
+    const columns = Math.max(50, (frame.right - frame.left) / 2);
     const picked = spec.lines.map((line) => Series.pick(line.series, from, to, columns));
     let low = Infinity, high = -Infinity;
     spec.lines.forEach((line, n) => {

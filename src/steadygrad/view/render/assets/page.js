@@ -587,7 +587,8 @@ const steadygrad = (() => {
       one.dataset.text = one.dataset.text || one.textContent;
       const seconds = Math.max(0, (Date.now() - Date.parse(one.dateTime)) / 1000);
       const ago = seconds < 100 ? `${Math.round(seconds)} s` : seconds < 6000 ? `${Math.round(seconds / 60)} min` : seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
-      one.textContent = `${one.dataset.text} (${ago} ago)`;
+      one.title = one.dataset.text;
+      one.textContent = one.closest("td") ? `${ago} ago` : `${one.dataset.text} (${ago} ago)`; // a table has little room
     }
   }
 

@@ -1,0 +1,75 @@
+"""`steadygrad new NAME`: a name -> a small project on Trainer and Guard, with a command line, a record and a resume.
+
+The files lie beside this one, in `template`; the name is all that changes in them. Nothing that exists is overwritten.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import sys
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import click
+
+from steadygrad.cli.console import Console
+from steadygrad.errors import UsageError
+
+NAME = "my_training"
+"""Stands for the project's name in the template."""
+ENDING = ".tmpl"
+TAKEN = ("steadygrad", "steadygrad_recipes", "test", "torch")
+
+
+@click.command()
+@click.argument("name")
+@click.option("--into", type=click.Path(file_okay=False), metavar="DIR", help="Folder to write to.  [default: NAME]")
+@click.pass_context
+def new(context: click.Context, name: str, into: str | None) -> None:
+    """Write a small training project that runs at once.
+
+    It has the command line, the record, the resume and the report of the recipes, runs under torchrun, and brings its
+    tests. Put your data, your model and your loss into it.
+
+    \b
+    Example:
+      steadygrad new my_training
+      cd my_training
+      python -m my_training --quick
+    """
+    check_name(name)
+    folder = Path(name if into is None else into)
+    write_project(name, folder)
+    console = Console()
+    console.say(f"Wrote {folder}. To run it:", "bold")
+    console.say(f"  cd {folder}")
+    console.say(f"  {Path(sys.executable).name} -m {name} --quick")
+    context.exit(0)
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError for a name that no Python package can have, or that another one has."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        wanted = "".join(c if c.isalnum() else "_" for c in name).strip("_") or NAME
+        raise UsageError(f"{name!r} cannot be the name of a Python package. Use letters, digits and _: {wanted}.")
+    if name in TAKEN or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+        raise UsageError(f"{name!r} is the name of a package that exists, which it would hide. Choose another.")
+
+
+def write_project(name: str, folder: Path) -> None:
+    """Write every file of the template."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists and is not empty. Give another name, or --into another folder.")
+    _write(files("steadygrad.cli") / "template", folder, name)
+
+
+def _write(source: Traversable, folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in source.iterdir():
+        if entry.is_dir():
+            _write(entry, folder / entry.name.replace("package", name), name)
+        elif entry.name.endswith(ENDING):
+            target = folder / entry.name.removesuffix(ENDING).replace("package", name)
+            target.write_text(entry.read_text(encoding="utf-8").replace(NAME, name), encoding="utf-8")

@@ -1,0 +1,271 @@
+"""Rules about the loss as it is written: what feeds it, and which labels count in it.
+
+Facts about the program, checked in the first steps: certain ones are warnings at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from steadygrad.detect.memory import Remembering
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import Fact, Finding, Severity
+from steadygrad.facts.program import LabelScan, LossCall, LossScan, MixedAxes
+
+RAW = frozenset(("linear", "convolution", "softmax", "sigmoid", "relu", "tanh"))
+"""Ops whose output is not a log-probability."""
+ALIGNED, UNALIGNED = 0.99, 0.6
+"""Share of labels that equal a token from which they are that token, and up to which they are not."""
+FEWEST_LABELS = 32
+PADDING_SHARE = 0.2
+"""Share of the counted labels that may be padding."""
+
+
+class WrongLossInput(Remembering):
+    """A loss gets something else than it expects: probabilities for log-probabilities, a sigmoid for logits."""
+
+    name = "wrong_loss_input"
+    hears = (LossScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, for the first loss that is wrong."""
+        if not isinstance(fact, LossScan) or self._told:
+            return
+        for call in fact.calls:
+            found = _judge_input(call)
+            if found is not None:
+                self._told = True
+                what, fix = found
+                yield Finding(
+                    kind=self.name,
+                    severity=Severity.WARNING,
+                    step=fact.step,
+                    message=f"{what}{_at(call.where)}",
+                    advice=fix,
+                    evidence={"op": call.op, "fed_by": call.fed_by, "shape": list(call.shape), "where": call.where},
+                )
+                return
+
+
+def _judge_input(call: LossCall) -> tuple[str, str] | None:
+    """Return what is wrong with the input of a loss, and the fix."""
+    if call.op == "nll_loss" and call.fed_by in RAW:
+        what = "probabilities" if call.fed_by in ("softmax", "sigmoid") else f"the output of a {call.fed_by}"
+        return (
+            f"nll_loss gets {what} and expects log-probabilities: it is negative without a bound, or stays near -1",
+            "Use F.cross_entropy on the logits, or log_softmax before nll_loss.",
+        )
+    if call.op == "nll_loss" and call.softmax_dim is not None and len(call.shape) > 1 and call.softmax_dim != 1:
+        return (
+            f"the softmax before nll_loss runs over dimension {call.softmax_dim} of {call.shape}, the samples, and not "
+            "over the classes: samples compete with each other",
+            "Use dim=1 (or F.cross_entropy on the logits).",
+        )
+    if call.op == "nll_loss" and call.fed_by == "log_softmax" and call.softmax_fed_by == "sigmoid":
+        return (
+            "cross_entropy gets the output of a sigmoid: logits between 0 and 1 can never be certain",
+            "Give cross_entropy the logits, without an activation.",
+        )
+    if call.op == "binary_cross_entropy_with_logits" and call.fed_by in ("sigmoid", "softmax", "log_softmax"):
+        return (
+            f"binary_cross_entropy_with_logits gets the output of a {call.fed_by}: it applies a sigmoid itself, so the "
+            "predicted probability stays between 0.5 and 0.73",
+            "Remove the activation, or use binary_cross_entropy.",
+        )
+    if "softmax" in call.fed_by and call.shape and call.shape[-1] == 1 and call.softmax_dim == len(call.shape) - 1:
+        return (
+            f"the softmax before {call.op} runs over a single class: its output is always 1, and nothing is learnt",
+            "Use a sigmoid for one output, or two outputs.",
+        )
+    return None
+
+
+class OneElementNorm(Remembering):
+    """A norm over a single element: its output is constant, so that no gradient passes through it."""
+
+    name = "one_element_norm"
+    hears = (LossScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, LossScan) or self._told or not fact.one_element_norms:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"{show(fact.one_element_norms)} normalises one element at a time: the result is its bias whatever "
+            "the input, and nothing before it gets a gradient",
+            advice="Use fewer groups, or normalise before the dimensions shrink to 1.",
+            evidence={"norms": list(fact.one_element_norms[:SHOWN])},
+        )
+
+
+class MixedSamples(Remembering):
+    """Samples of a batch see each other: axes were exchanged by a reshape, or the batch is read as a sequence."""
+
+    name = "mixed_samples"
+    hears = (MixedAxes,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, with the shapes."""
+        if not isinstance(fact, MixedAxes) or self._told:
+            return
+        self._told = True
+        is_reshape = fact.kind == "reshape"
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"{fact.what}{_at(fact.where)} "
+            + (
+                "exchanges the batch with another axis and moves no element: pieces of different samples are joined"
+                if is_reshape
+                else "with as many time steps as there are samples: each sample reads the others as its past"
+            ),
+            advice="Use transpose or permute to exchange axes."
+            if is_reshape
+            else "Make the layer with batch_first=True, or transpose its input.",
+            evidence={"what": fact.what, "where": fact.where},
+        )
+
+
+class ShiftedLabels(Remembering):
+    """The labels of a language model are the tokens two places on, or the very tokens it reads.
+
+    Compared with the tokens of the model's call, place by place. Labels equal to the tokens are right for an
+    autoencoder, so they are reported only for a model that cannot see later tokens.
+    """
+
+    name = "shifted_labels"
+    hears = (LabelScan,)
+    memory = ("_told", "_step", "_is_fine")
+
+    def __init__(self) -> None:
+        self._told = self._is_fine = False
+        self._step = -1
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, unless another loss of the step has labels one place on."""
+        if not isinstance(fact, LabelScan) or self._told or fact.num_counted < FEWEST_LABELS:
+            return
+        share = fact.matches.get(1, 0.0)
+        self._is_fine |= share >= ALIGNED
+        if self._is_fine or share > UNALIGNED:
+            return
+        twice, none = fact.matches.get(2, 0.0) >= ALIGNED, fact.matches.get(0, 0.0) >= ALIGNED and fact.is_causal
+        if not (twice or none):
+            return
+        self._told = True
+        what = "the token after the next" if twice else "the token itself"
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"the label of each token is {what}, not the next one{_at(fact.where)}: "
+            + ("labels were shifted twice" if twice else "labels were not shifted, and the model learns to copy"),
+            advice="Shift once: either the model does it (pass labels=input_ids), or you do."
+            if twice
+            else "Compare logits[:, :-1] with tokens[:, 1:].",
+            evidence={f"match_{offset}": value for offset, value in fact.matches.items()} | {"where": fact.where},
+        )
+
+
+class PaddingInLoss(Remembering):
+    """Labels at padding count in the loss: the model is mostly trained to predict padding."""
+
+    name = "padding_in_loss"
+    hears = (LabelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, with the share."""
+        if not isinstance(fact, LabelScan) or self._told or not fact.is_reduced or fact.num_counted < FEWEST_LABELS:
+            return
+        share = fact.num_at_padding / fact.num_counted
+        if share <= PADDING_SHARE:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"{share:.0%} of the labels that count are at places that the mask calls padding{_at(fact.where)}: "
+            "the loss looks low, and most of the gradient teaches padding",
+            advice="Set these labels to -100 (ignore_index): labels.masked_fill(mask == 0, -100).",
+            evidence={"num_at_padding": fact.num_at_padding, "num_counted": fact.num_counted, "where": fact.where},
+        )
+
+
+class LostEnds(Remembering):
+    """The end of every sequence is masked out of the labels, because padding and end are the same token."""
+
+    name = "lost_ends"
+    hears = (LabelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, LabelScan) or self._told or fact.num_padded_rows < 4:
+            return
+        if fact.num_lost_ends < 0.9 * fact.num_padded_rows:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"the last real token of {fact.num_lost_ends} of {fact.num_padded_rows} padded rows is the padding "
+            f"token, and its label is ignored{_at(fact.where)}: the model never learns where to stop",
+            advice="Use a padding token of its own, or mask labels by the attention mask and not by the token.",
+            evidence={"num_rows": fact.num_padded_rows, "num_lost": fact.num_lost_ends, "where": fact.where},
+        )
+
+
+class SwappedMask(Remembering):
+    """A mask keeps the padding and hides everything else."""
+
+    name = "swapped_mask"
+    hears = (LabelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, LabelScan) or self._told or fact.num_swapped_rows < max(2, 0.9 * fact.num_padded_rows):
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message="attention sees only places where one and the same token is repeated, and is kept from those where "
+            f"tokens vary, in {fact.num_swapped_rows} rows{_at(fact.where)}: it attends to padding only",
+            advice="Invert it: an attention mask is 1 at real tokens; torch's key_padding_mask is True at padding.",
+            evidence={"num_rows": fact.num_swapped_rows},
+        )
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""

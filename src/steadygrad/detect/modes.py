@@ -1,0 +1,157 @@
+"""Rules about train() and eval(): forwards that ran in the wrong mode.
+
+Only layers whose behaviour depends on the mode count: dropout with a probability above 0, and BatchNorm with running
+statistics. Single layers in eval mode inside a model in training (frozen statistics) are normal practice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from steadygrad.detect.memory import Remembering
+from steadygrad.detect.nonfinite import show
+from steadygrad.facts import Fact, Finding, Reading, Severity, Validation
+from steadygrad.facts.program import ModeScan, RandomEvaluation
+from steadygrad.words import spell_count
+
+PATIENCE = 8
+"""Steps in eval mode after which it is not an accident of one step."""
+APART = 10
+"""Steps between two blocks of evaluations from which they look like validations, not like parts of a step."""
+
+
+class EvalWhileTraining(Remembering):
+    """Steps are made from forwards in eval mode: dropout is off, and BatchNorm uses statistics that do not move.
+
+    A warning if the model was in training mode before, if dropout is switched off by it, or if BatchNorm has never seen
+    a batch. A model with trained BatchNorm alone that was in eval mode from the start is an info: that freezes it.
+    """
+
+    name = "eval_while_training"
+    hears = (ModeScan, Reading)
+    memory = ("_num_steps", "_start", "_num_dropouts", "_num_norms", "_fresh", "_has_trained", "_told")
+
+    def __init__(self) -> None:
+        self._num_steps = self._start = self._num_dropouts = self._num_norms = 0
+        self._fresh: list[str] = []
+        self._has_trained = self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, after `PATIENCE` steps."""
+        if isinstance(fact, ModeScan) and not fact.is_evaluation:
+            is_idle = not (fact.is_training or fact.dropouts_on or fact.norms_on)
+            self._num_dropouts = fact.dropouts_off if is_idle else 0
+            self._num_norms = fact.norms_off if is_idle else 0
+            self._fresh = list(fact.fresh_norms[:5])
+            self._num_steps, self._start = 0, fact.step
+            self._has_trained |= fact.is_training
+        elif isinstance(fact, Reading) and not fact.is_nonfinite and (self._num_dropouts or self._num_norms):
+            self._num_steps += 1
+            if self._num_steps == PATIENCE and not self._told:
+                self._told = True
+                yield self._report()
+
+    def _report(self) -> Finding:
+        layers = [(self._num_dropouts, "dropout layer"), (self._num_norms, "BatchNorm layer")]
+        off = " and ".join(spell_count(number, what) for number, what in layers if number)
+        since = f"since step {self._start}" if self._has_trained else "from the first step on"
+        is_certain = self._has_trained or self._num_dropouts > 0 or bool(self._fresh)
+        fresh = "; BatchNorm has its initial statistics, so it normalises nothing" if self._fresh else ""
+        return Finding(
+            kind=self.name,
+            severity=Severity.WARNING if is_certain else Severity.INFO,
+            step=self._start,
+            message=f"training runs in eval mode {since} (model.training is False): {off} inactive{fresh}",
+            advice="Call model.train() before training"
+            + (", again after each evaluation: model.eval() stays until then." if self._has_trained else ".")
+            + " To freeze single layers, put only those in eval mode.",
+            evidence={"num_dropouts": self._num_dropouts, "num_norms": self._num_norms, "fresh_norms": self._fresh},
+        )
+
+
+class TrainModeValidation(Remembering):
+    """A validation runs in train mode: dropout blurs its loss, and BatchNorm's statistics take in validation data.
+
+    A forward without gradients after whose step `guard.validate` was called is a validation. Without that call, two
+    blocks of several such forwards, at least `APART` steps apart, in a program that never puts the model in eval mode.
+    One forward alone may be a sample drawn from a generator, for which train mode is usual.
+    """
+
+    name = "train_mode_validation"
+    hears = (ModeScan, Validation)
+    memory = ("_validated", "_last", "_num_blocks", "_knows_eval", "_told")
+
+    def __init__(self) -> None:
+        self._validated, self._last, self._num_blocks = -1, -1, 0
+        self._knows_eval = self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if isinstance(fact, Validation):
+            self._validated = fact.step
+        elif isinstance(fact, ModeScan) and fact.is_evaluation and not self._told:
+            self._knows_eval |= not fact.is_training
+            is_active = fact.is_training and bool(fact.dropouts_on or fact.norms_on)
+            if not is_active or self._knows_eval:
+                return
+            if not fact.is_first:
+                self._num_blocks = self._num_blocks + 1 if fact.step - self._last >= APART else 1
+                self._last = fact.step
+            if fact.step == self._validated or self._num_blocks >= 2:
+                self._told = True
+                yield _report_train_mode(self.name, fact)
+
+
+def _report_train_mode(kind: str, scan: ModeScan) -> Finding:
+    layers = [(scan.dropouts_on, "dropout layer"), (scan.norms_on, "BatchNorm layer")]
+    on = " and ".join(spell_count(number, what) for number, what in layers if number)
+    harm = " and the validation data goes into BatchNorm's statistics" if scan.norms_on else ""
+    return Finding(
+        kind=kind,
+        severity=Severity.WARNING,
+        step=scan.step,
+        message=f"the model is evaluated in train mode{_at(scan.where)}: {on} active, so its loss is not that of the "
+        f"trained model{harm}",
+        advice="Call model.eval() before an evaluation and model.train() after it.",
+        evidence={"num_dropouts": scan.dropouts_on, "num_norms": scan.norms_on, "where": scan.where},
+    )
+
+
+class DropoutInEvaluation(Remembering):
+    """Dropout is active although the model is in eval mode: evaluations are random, and worse than the model is."""
+
+    name = "dropout_in_evaluation"
+    hears = (ModeScan, RandomEvaluation)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, with the lines or the layers."""
+        if self._told:
+            return
+        if isinstance(fact, RandomEvaluation):
+            what = f"dropout is active in eval mode: {show(fact.calls)}"
+            fix = "Pass training=self.training to F.dropout (its default is True), and 0.0 as dropout_p in evaluation."
+        elif isinstance(fact, ModeScan) and fact.is_evaluation and not fact.is_training and fact.stray:
+            what = (
+                f"the model is in eval mode, but not {spell_count(len(fact.stray), 'layer')} in it: {show(fact.stray)}"
+            )
+            fix = "Check what overrides train() or eval(), and layers added after eval() was called."
+        else:
+            return
+        self._told = True
+        calls = fact.calls if isinstance(fact, RandomEvaluation) else fact.stray
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=what,
+            advice=fix,
+            evidence={"where": list(calls[:5])},
+        )
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""

@@ -1,0 +1,271 @@
+"""Rules about the stream of batches: what comes again, in which order, and what the labels have to do with it.
+
+What a program may do on purpose (full-batch training, an unshuffled epoch) is not reported as a warning; where the
+DataLoader shows that it was not meant (several batches, a sampler that shuffles, several workers), it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from steadygrad.detect.memory import Remembering
+from steadygrad.facts import Fact, Finding, Reading, Severity
+from steadygrad.facts.program import LabelDependence, LabelScan, SingleSample, StoredDataChange, StreamScan
+
+FEWEST_ROWS = 8
+"""Samples in a batch below which one class among them says nothing."""
+NUM_PURE = 4
+"""Batches of a single class, for each of two classes, that show sorted data."""
+PURE_SHARE = 0.9
+NUM_CONSTANT, FEWEST_CONSTANT = 32, 256
+"""Batches, and labels in them, that are all of one class."""
+FEWEST_SAMPLES = 1000
+"""Samples that a permutation test needs here."""
+CERTAIN_SCORE = 4.0
+"""Standard deviations above shuffled labels from which labels depend on inputs."""
+NO_BETTER = 0.97
+"""Share of the entropy of the labels above which a loss is that of a guess."""
+
+
+class RepeatedBatch(Remembering):
+    """The same content comes again in new tensors: a loader that is stuck, or workers that do the same work."""
+
+    name = "repeated_batch"
+    hears = (StreamScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once. A stuck stream without a DataLoader of several batches may be full-batch training: an info."""
+        if not isinstance(fact, StreamScan) or self._told or fact.pattern == "order":
+            return
+        self._told = True
+        if fact.pattern == "repeated":
+            is_certain = fact.num_workers > 1
+            message = f"each batch comes {fact.period} times in a row, in new tensors"
+            message += f"; the DataLoader has {fact.num_workers} workers" if is_certain else ""
+            advice = (
+                "Workers draw the same random numbers or read the same part of an iterable dataset: seed by "
+                "torch.utils.data.get_worker_info().seed, and split the data by worker."
+            )
+        else:
+            is_certain = (fact.num_loader_batches or 0) > 1 or (fact.is_given and fact.num_loader_batches is None)
+            message = f"all {fact.num_batches} batches so far have the same content, in new tensors"
+            if fact.num_loader_batches is not None:
+                message += f"; the DataLoader has {fact.num_loader_batches}"
+            advice = "Iterate over the loader: next(iter(loader)) starts again with the first batch each time."
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING if is_certain else Severity.INFO,
+            step=max(0, fact.step - fact.num_batches + 1),
+            message=f"{message} (compared by checksum)",
+            advice=advice,
+            evidence={"pattern": fact.pattern, "period": fact.period, "num_batches": fact.num_batches},
+        )
+
+
+class RepeatedOrder(Remembering):
+    """Each epoch brings the batches in the same order although the sampler is meant to shuffle."""
+
+    name = "repeated_order"
+    hears = (StreamScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once; a warning only if the sampler shuffles."""
+        if not isinstance(fact, StreamScan) or self._told or fact.pattern != "order":
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING if fact.shuffles else Severity.INFO,
+            step=max(0, fact.step - fact.period + 1),
+            message=f"the batches of an epoch ({fact.period}) came again in the same order"
+            + (", although the sampler shuffles" if fact.shuffles else "")
+            + f" (compared by checksum of {fact.tensor!r})",
+            advice="Call sampler.set_epoch(epoch) at the start of each epoch: its order depends on nothing else."
+            if fact.is_distributed
+            else "Do not seed the sampler's generator again for each epoch."
+            if fact.shuffles
+            else "Pass shuffle=True to the DataLoader, unless the order is meant.",
+            evidence={"period": fact.period, "tensor": fact.tensor, "shuffles": fact.shuffles},
+        )
+
+
+class SortedLabels(Remembering):
+    """Nearly every batch has labels of a single class, first of one, then of another: the data is sorted by class.
+
+    Batches of one class alone are normal where a class is rare, so at least two classes must have several of them.
+    """
+
+    name = "sorted_labels"
+    hears = (LabelScan,)
+    memory = ("_pure", "_num_scans", "_told")
+
+    def __init__(self) -> None:
+        self._pure: dict[str, int] = {}
+        self._num_scans = 0
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, LabelScan) or self._told or fact.num_counted < FEWEST_ROWS:
+            return
+        if fact.num_counted > fact.num_rows:  # more than one label a sample
+            return
+        self._num_scans += 1
+        if fact.lowest == fact.highest:
+            self._pure[str(fact.lowest)] = self._pure.get(str(fact.lowest), 0) + 1
+        often = [label for label, number in self._pure.items() if number >= NUM_PURE]
+        num_pure = sum(self._pure.values())
+        if len(often) < 2 or num_pure < PURE_SHARE * self._num_scans:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"{num_pure} of {self._num_scans} batches have labels of one class only, first "
+            f"{' then '.join(often[:3])}: the data is sorted by class, and the model forgets each class with the next",
+            advice="Shuffle: DataLoader(..., shuffle=True), or shuffle the dataset before it is split.",
+            evidence={"num_pure": num_pure, "num_scans": self._num_scans, "classes": often[:5]},
+        )
+
+
+class ConstantLabels(Remembering):
+    """Every label so far is the same class, out of three or more: a column was mixed up, or a mapping lost.
+
+    Labels that the step makes itself are left out: in contrastive learning they are 0 on purpose.
+    """
+
+    name = "constant_labels"
+    hears = (LabelScan,)
+    memory = ("_label", "_num_labels", "_num_scans", "_is_over")
+
+    def __init__(self) -> None:
+        self._label: int | None = None
+        self._num_labels = self._num_scans = 0
+        self._is_over = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, after `NUM_CONSTANT` batches."""
+        if not isinstance(fact, LabelScan) or self._is_over or not fact.num_counted:
+            return
+        label = fact.lowest if self._label is None else self._label
+        if not (fact.is_given and fact.lowest == fact.highest == label) or fact.num_classes < 3:
+            self._is_over = True
+            return
+        self._label, self._num_labels, self._num_scans = label, self._num_labels + fact.num_counted, self._num_scans + 1
+        if self._num_scans < NUM_CONSTANT or self._num_labels < FEWEST_CONSTANT:
+            return
+        self._is_over = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"all {self._num_labels} labels of {self._num_scans} batches are class {label}, of "
+            f"{fact.num_classes} classes: there is nothing to tell apart",
+            advice="Check how labels are read and mapped to classes, and that the data is shuffled.",
+            evidence={"label": label, "num_labels": self._num_labels, "num_classes": fact.num_classes},
+        )
+
+
+class IndependentLabels(Remembering):
+    """The labels have nothing to do with the inputs: the loss is that of a guess, and a permutation test agrees."""
+
+    name = "independent_labels"
+    hears = (LabelDependence, Reading)
+    memory = ("_losses", "_told")
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=64)
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if isinstance(fact, Reading):
+            if fact.loss is not None and not fact.loss_is_nonfinite:
+                self._losses.append(fact.loss)
+            return
+        if not isinstance(fact, LabelDependence) or self._told or not self._losses:
+            return
+        loss = sum(self._losses) / len(self._losses)
+        score = (fact.spread - fact.shuffled_mean) / max(fact.shuffled_std, 1e-30)
+        if fact.num_samples < FEWEST_SAMPLES or score > CERTAIN_SCORE or loss < NO_BETTER * fact.entropy:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"labels do not depend on inputs: {fact.num_samples} samples differ between classes as much as "
+            f"with shuffled labels ({score:+.1f} standard deviations), and the loss {loss:.3g} is that of a guess "
+            f"({fact.entropy:.3g})",
+            advice="Check that inputs and labels are shuffled, sorted and cut together.",
+            evidence={"score": score, "loss": loss, "entropy": fact.entropy, "num_samples": fact.num_samples},
+        )
+
+
+class ChangedDataset(Remembering):
+    """The data kept in a dataset is changed each time it is read, so inputs drift from epoch to epoch."""
+
+    name = "changed_dataset"
+    hears = (StoredDataChange,)
+    memory = ("_counts", "_told")
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report when the same array was transformed between two looks, twice."""
+        if not isinstance(fact, StoredDataChange) or self._told:
+            return
+        if fact.changed_share < 0.3 or abs(fact.correlation) < 0.5:
+            self._counts.pop(fact.name, None)
+            return
+        self._counts[fact.name] = self._counts.get(fact.name, 0) + 1
+        if self._counts[fact.name] < 2:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"inputs drift because {fact.name} itself changes: mean {fact.mean[0]:.3g} to {fact.mean[1]:.3g}, "
+            f"standard deviation {fact.std[0]:.3g} to {fact.std[1]:.3g} between looks at the stored data",
+            advice="__getitem__ works in place on the stored data: use x.sub(...) for x.sub_(...), or clone() first.",
+            evidence={"name": fact.name, "changed_share": fact.changed_share, "correlation": fact.correlation},
+        )
+
+
+class SingleRow(Remembering):
+    """One tensor of the batch has a single row where the others have one for each sample: it is broadcast to all."""
+
+    name = "single_row"
+    hears = (SingleSample,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, SingleSample) or self._told:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"{fact.tensor!r} of the batch has shape {fact.shape} where {fact.other!r} has {fact.other_shape}: "
+            "one sample's data is used for all",
+            advice="Stack it for all samples in the collate function; expand it there if it is meant for all.",
+            evidence={"tensor": fact.tensor, "shape": list(fact.shape), "other": fact.other},
+        )

@@ -1,0 +1,210 @@
+"""What was seen of the user's program: its losses and labels, the mode of its forwards, its stream of batches.
+
+Facts like those of `looks.py`, for the rules about errors that never crash. Plain numbers; each names its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossCall:
+    """A loss in the graph of a step, and the op that made its input."""
+
+    op: str
+    """'nll_loss', 'cross_entropy', 'binary_cross_entropy_with_logits', ..."""
+    fed_by: str
+    """'softmax', 'log_softmax', 'sigmoid', 'linear', ...; views and casts are passed through. Empty if unknown."""
+    shape: tuple[int, ...] = ()
+    """Shape of its input."""
+    softmax_dim: int | None = None
+    """Dimension of the (log_)softmax that made its input, counted in `shape`; None if there is none."""
+    softmax_fed_by: str = ""
+    """What made the input of that softmax."""
+    expanded_from: tuple[int, ...] = ()
+    """Shape of the prediction before it was expanded to that of the target; empty if it was not."""
+    expanded_to: tuple[int, ...] = ()
+    where: str = ""
+    """file:line, or empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScan:
+    """One scan of the graph of a step, from the loss down."""
+
+    step: int
+    calls: tuple[LossCall, ...] = ()
+    one_element_norms: tuple[str, ...] = ()
+    """Norms that normalise a single element each, so that their output is constant: 'group_norm of shape (4, 8, 1, 1)
+    in 8 groups'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divisions:
+    """The divisions in the graph of a step."""
+
+    step: int
+    smallest: float
+    """Absolute value of the smallest divisor that is a tensor; infinite if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelScan:
+    """The labels of one loss over classes, against the tokens and the mask that the model was called with."""
+
+    step: int
+    num_counted: int
+    """Labels that are not ignored."""
+    num_classes: int
+    lowest: int
+    highest: int
+    num_rows: int
+    """Samples in the batch."""
+    is_given: bool = False
+    """Whether the labels are a tensor of the batch that was passed to the step function."""
+    is_reduced: bool = True
+    """Whether the loss averages or adds up its elements itself, so that no mask can follow."""
+    matches: Mapping[int, float] = field(default_factory=dict)
+    """Offset -> share of the counted labels that equal the token so many places further on; empty without tokens."""
+    is_causal: bool = False
+    """Whether a mask that hides later tokens, or a recurrent layer, was seen in the graph."""
+    num_at_padding: int = 0
+    """Counted labels at places that the mask calls padding."""
+    num_lost_ends: int = 0
+    """Padded rows whose last real token is the padding token itself and whose label there is ignored."""
+    num_padded_rows: int = 0
+    num_swapped_rows: int = 0
+    """Padded rows in which the mask keeps nothing but one repeated token, and hides varied ones."""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelDependence:
+    """How far inputs tell labels apart, against the same labels shuffled."""
+
+    step: int
+    num_samples: int
+    spread: float
+    """Variance of the inputs and outputs between classes."""
+    shuffled_mean: float
+    """... and its mean and standard deviation over random assignments of the labels."""
+    shuffled_std: float
+    entropy: float
+    """Of the labels: the loss of a model that knows how frequent each class is and nothing else, in nats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedAxes:
+    """A place where samples of a batch probably see each other."""
+
+    step: int
+    what: str
+    """'reshape of (32, 6, 8) to (6, 32, 8)'"""
+    kind: str
+    """'reshape': axes exchanged by a reshape; 'batch_first': a layer that expects time first got samples first."""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeScan:
+    """The training flags that a forward ran with; sent when they differ from the forwards of its sort before."""
+
+    step: int
+    """The step it belongs to, or the last step before it."""
+    is_evaluation: bool
+    """Without gradients and between two steps, as in a validation."""
+    is_first: bool = True
+    """Whether it is the first such forward since a step; the second one, with another input, is sent too."""
+    is_training: bool
+    """The model's own flag."""
+    dropouts_on: int = 0
+    """Dropout layers in training mode with a probability above 0."""
+    dropouts_off: int = 0
+    norms_on: int = 0
+    """BatchNorm layers that update running statistics."""
+    norms_off: int = 0
+    """... and those that use them although they keep them."""
+    fresh_norms: tuple[str, ...] = ()
+    """Of the latter: names of those that have never seen a batch, whose statistics are still mean 0 and variance 1."""
+    stray: tuple[str, ...] = ()
+    """Dropout and BatchNorm layers in training mode inside a model in evaluation mode."""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomEvaluation:
+    """Dropout that was active while the model was in evaluation mode."""
+
+    step: int
+    calls: tuple[str, ...]
+    """'dropout at file:line'"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamScan:
+    """What the batches so far have in common. `loader` describes the DataLoader found, if it was looked for."""
+
+    step: int
+    tensor: str
+    """Path inside the batch."""
+    pattern: str
+    """'stuck': every batch has the same content; 'repeated': each comes several times in a row; 'order': the second
+    epoch brings the batches of the first in the same order."""
+    period: int
+    """For 'repeated' how often each comes, for 'order' the number of batches."""
+    num_batches: int
+    """Batches that were compared."""
+    num_workers: int = 0
+    """Of the DataLoader."""
+    num_loader_batches: int | None = None
+    """Length of the DataLoader whose batches these are; None if none was found."""
+    shuffles: bool = False
+    """Whether its sampler is meant to shuffle."""
+    is_distributed: bool = False
+    """Whether the sampler needs `set_epoch` to do so."""
+    is_given: bool = False
+    """Whether the batch was passed to the step function in a container, as loaders make it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDataChange:
+    """Data kept in a dataset has changed although it was only read."""
+
+    step: int
+    name: str
+    """'InPlace.x'"""
+    changed_share: float
+    """Share of the sampled elements that changed since the scan before."""
+    correlation: float
+    """Between the elements before and after."""
+    mean: tuple[float, float]
+    """Of the sampled elements: at the first scan and now."""
+    std: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleSample:
+    """A tensor of the batch with one row among others with many, though its rows look like theirs."""
+
+    step: int
+    tensor: str
+    shape: tuple[int, ...]
+    other: str
+    other_shape: tuple[int, ...]
+
+
+ProgramFact = (
+    LossScan
+    | Divisions
+    | LabelScan
+    | LabelDependence
+    | MixedAxes
+    | ModeScan
+    | RandomEvaluation
+    | StreamScan
+    | StoredDataChange
+    | SingleSample
+)
+"""Facts about the program, seen by each rank for itself."""

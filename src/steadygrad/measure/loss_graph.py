@@ -1,0 +1,221 @@
+"""The graph of a loss -> a LossScan: which losses it is made of, what feeds them, norms that have nothing to normalise.
+
+Names of nodes and plain numbers that they saved tell all of this, so nothing is read from a device. The labels that a
+loss over classes saved are returned for `labels.py`. Cost: 0.1 ms near the loss, and once about 1 us a node of the
+whole graph. Only before backward: afterwards the saved tensors are gone. Reads only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.facts.program import LossCall
+
+NEAR = 256
+"""Nodes around the loss that are searched for loss functions."""
+MAX_NODES = 100_000
+"""Nodes of the whole graph that are searched for norms and masks."""
+LOSSES = {
+    "NllLoss": "nll_loss",
+    "NllLoss2D": "nll_loss",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "MseLoss": "mse_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+}
+VIEWS = frozenset(
+    (
+        *("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Squeeze", "Unsqueeze", "Slice", "Select"),
+        *("Narrow", "Clone", "ToCopy", "Alias", "Expand", "Index", "Split", "Unbind", "Movedim", "Swapaxes"),
+    )
+)
+"""Ops that move values and do not change them."""
+NAMES = {"Addmm": "linear", "Mm": "linear", "Linear": "linear", "Convolution": "convolution", "Bmm": "matmul"}
+_ENDING = re.compile(r"Backward\d*$")
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+HIDDEN = -1e4
+"""Scores up to this are out of sight after a softmax."""
+WRAPPED = 1 << 63
+"""Negative numbers that a node saved come back as unsigned ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels of a loss over classes, still on their device."""
+
+    target: Tensor
+    ignore_index: int
+    num_classes: int
+    is_reduced: bool
+    is_whole: bool
+    """Whether this loss is all there is to differentiate."""
+    outputs: Any
+    """The node that made the loss's input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What is near the loss."""
+
+    calls: tuple[LossCall, ...]
+    labels: tuple[Labels, ...]
+
+
+def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
+    """Return the loss functions that `loss` is made of, those nearest to it.
+
+    >>> import torch
+    >>> x = torch.zeros(8, 4, requires_grad=True)
+    >>> [(c.op, c.fed_by) for c in look_at_loss(torch.nn.functional.nll_loss(x.softmax(1), torch.arange(8) % 4)).calls]
+    [('nll_loss', 'softmax')]
+    """
+    calls, labels = [], []
+    for node in _find_losses(loss.grad_fn):
+        kind = _shorten(node)
+        inner, moved = _pass_views(node.next_functions[0][0])
+        if inner is not None and _shorten(inner) == "Log":
+            before, more = _pass_views(inner.next_functions[0][0])
+            if before is not None and _shorten(before) == "Softmax":
+                calls += _describe_log_of_softmax(before, LOSSES[kind], where) if not (moved or more) else []
+        shape = () if inner is None else _find_shape(inner)
+        fed_by = "" if inner is None else _shorten(inner)
+        op, dim, deeper = LOSSES[kind], None, None
+        if fed_by in ("LogSoftmax", "Softmax") and shape:
+            dim = None if moved else _sign(inner._saved_dim) % len(shape)
+            deeper = _pass_views(inner.next_functions[0][0])[0]
+        expanded = _find_expanded(node.next_functions[0][0])
+        calls.append(
+            LossCall(
+                op=op,
+                fed_by=_spell(fed_by),
+                shape=shape,
+                softmax_dim=dim,
+                softmax_fed_by="" if deeper is None else _spell(_shorten(deeper)),
+                expanded_from=expanded[0],
+                expanded_to=expanded[1],
+                where=where,
+            )
+        )
+        if op == "nll_loss" and len(shape) > 1:
+            target = node._saved_target
+            classes = shape[1] if not moved or fed_by != "LogSoftmax" else shape[_sign(inner._saved_dim) % len(shape)]
+            ignore, reduced = _sign(node._saved_ignore_index), node._saved_reduction != 0 and node._saved_weight is None
+            labels.append(Labels(target, ignore, classes, reduced, node is loss.grad_fn, inner))
+    return Look(tuple(calls), tuple(labels))
+
+
+def _describe_log_of_softmax(node: Any, op: str, where: str) -> list[LossCall]:
+    """Describe log(softmax(x)) as the log_softmax that it is."""
+    shape = _find_shape(node)
+    dim = _sign(node._saved_dim) % len(shape) if shape else None
+    return [LossCall(op=op, fed_by="log_softmax", shape=shape, softmax_dim=dim, where=where)]
+
+
+def find_one_element_norms(loss: Tensor) -> tuple[str, ...]:
+    """Return the group and layer norms whose groups have one element: their output does not depend on their input."""
+    found: list[str] = []
+    for node in walk(loss.grad_fn):
+        kind = _shorten(node)
+        if kind == "NativeGroupNorm" and node._saved_C // node._saved_group * node._saved_HxW == 1:
+            found.append(f"group_norm of shape {_find_shape(node)} in {node._saved_group} groups")
+        elif kind == "NativeLayerNorm" and all(size == 1 for size in node._saved_normalized_shape):
+            found.append(f"layer_norm of shape {_find_shape(node)} over its last dimension of size 1")
+    return tuple(dict.fromkeys(found))
+
+
+def find_divisors(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that the graph divides by."""
+    for node in walk(loss.grad_fn):
+        if _shorten(node) == "Div" and isinstance(getattr(node, "_saved_other", None), Tensor):
+            yield node._saved_other
+
+
+def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
+    """Yield the masks of attention scores, True where one is hidden; True alone for one that is causal by a flag."""
+    for node in walk(loss.grad_fn):
+        kind = _shorten(node)
+        if kind.startswith("ScaledDotProduct"):
+            mask = getattr(node, "_saved_attn_mask", None)
+            if getattr(node, "_saved_is_causal", False):
+                yield True
+            elif isinstance(mask, Tensor):
+                yield ~mask if mask.dtype is torch.bool else mask < HIDDEN
+        elif kind == "Softmax":
+            inner, _ = _pass_views(node.next_functions[0][0])
+            if inner is not None and _shorten(inner) == "MaskedFill":
+                yield inner._saved_mask
+            elif inner is not None and _shorten(inner) == "Where":
+                keeps_true = inner.next_functions[0][0] is not None  # the scores are what the gradient goes to
+                yield ~inner._saved_condition if keeps_true else inner._saved_condition
+
+
+def walk(root: Any) -> Iterator[Any]:
+    """Yield the nodes of a graph, nearest first, at most `MAX_NODES`."""
+    waiting, seen = deque([root]), {root}
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.popleft()
+        if node is None:
+            continue
+        yield node
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _find_losses(root: Any) -> Iterator[Any]:
+    """Yield the nodes of loss functions near the root; what is below one of them is the model."""
+    waiting, seen = deque([root]), {root}
+    while waiting and len(seen) < NEAR:
+        node = waiting.popleft()
+        if node is None:
+            continue
+        if _shorten(node) in LOSSES:
+            yield node
+            continue
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _pass_views(node: Any) -> tuple[Any, bool]:
+    """Return the node behind views and casts, and whether there were any."""
+    moved = False
+    while node is not None and _shorten(node) in VIEWS:
+        node, moved = node.next_functions[0][0], True
+    return node, moved
+
+
+def _find_expanded(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes before and after a tensor was expanded, if `node` did that; else two empty ones."""
+    if node is None or _shorten(node) != "Expand" or node.next_functions[0][0] is None:
+        return (), ()
+    before, after = _find_shape(node.next_functions[0][0]), _find_shape(node)
+    return (before, after) if before != after else ((), ())
+
+
+def _find_shape(node: Any) -> tuple[int, ...]:
+    """Return the shape of what a node's op returned; empty if it is unknown."""
+    metadata = getattr(node, "_input_metadata", ())
+    return tuple(int(size) for size in metadata[0].shape) if metadata else ()
+
+
+def _shorten(node: Any) -> str:
+    return _ENDING.sub("", node.name())
+
+
+def _spell(kind: str) -> str:
+    return NAMES.get(kind) or _WORD.sub("_", kind).lower()
+
+
+def _sign(number: int) -> int:
+    return number - 2 * WRAPPED if number >= WRAPPED else number

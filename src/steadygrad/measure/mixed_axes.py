@@ -1,0 +1,108 @@
+"""Calls of reshape, and of layers that expect time first -> MixedAxes: places where samples see each other.
+
+A reshape that exchanges the batch's axis with another one and keeps all sizes does not move a single element: samples
+are cut up and put together again. `transpose` was meant. The relative shift of Transformer-XL does this on purpose,
+after a `cat` or `pad`. A recurrent or attention layer without `batch_first` that is given as many "time steps" as there
+are labels reads the batch as one sequence. Shapes only; the first training forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from steadygrad.facts.program import MixedAxes
+from steadygrad.measure.suspicious_ops import find_caller
+
+RESHAPES = frozenset(("view", "reshape", "view_as", "reshape_as"))
+PADDERS = frozenset(("cat", "concat", "pad", "concatenate"))
+TIME_FIRST = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+class ReshapeWatch:
+    """Sees each call after it is made."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []
+        self._padded: Any = WeakTensorKeyDictionary()
+
+    def after(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+        """Note a reshape that exchanges the first axis with another."""
+        name = getattr(func, "__name__", "")
+        if not isinstance(result, Tensor) or not args:
+            return
+        source = args[0]
+        is_padded = isinstance(source, Tensor) and source in self._padded
+        if name in PADDERS or (is_padded and (name in RESHAPES or name == "__getitem__")):
+            self._padded[result] = True
+        elif name in RESHAPES and isinstance(source, Tensor):
+            shapes = tuple(source.shape), tuple(result.shape)
+            self.found += [(*shapes, find_caller())] if exchanges_first(*shapes) else []
+
+    def report(self, step: int, num_rows: int) -> list[MixedAxes]:
+        """Return those in which the batch, of `num_rows` samples, is one of the two axes."""
+        return [
+            MixedAxes(step=step, kind="reshape", what=f"a reshape of {source} to {result}", where=where)
+            for source, result, where in self.found[:1]
+            if num_rows in (source[0], result[0])
+        ]
+
+
+class TimeFirstWatch:
+    """Listens to layers that expect time first, during one forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._calls: list[tuple[str, tuple[int, ...]]] = []
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            if isinstance(module, TIME_FIRST) and not _is_batch_first(module):
+                self._handles.append(module.register_forward_pre_hook(self._make_hook(name)))
+
+    def close(self) -> None:
+        """Stop listening."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def report(self, step: int, num_labels: int) -> list[MixedAxes]:
+        """Return a layer that read samples as time steps, if each of the `num_labels` labels is one sample's.
+
+        A second size of 1 is a single sequence, whose steps have a label each.
+        """
+        found = [
+            (name, shape) for name, shape in self._calls if shape[0] == num_labels and shape[1] not in (1, num_labels)
+        ]
+        return [
+            MixedAxes(step=step, kind="batch_first", what=f"layer {name!r}, which expects time first, got {shape}")
+            for name, shape in found[:1]
+        ]
+
+    def _make_hook(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def hear(_module: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], Tensor) and args[0].dim() == 3 and len(self._calls) < 64:
+                self._calls.append((name, tuple(args[0].shape)))
+
+        return hear
+
+
+def exchanges_first(source: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """Return whether `result` is `source` with its first size exchanged with another one, and both are above 1.
+
+    >>> exchanges_first((32, 6, 8), (6, 32, 8)), exchanges_first((32, 6, 8), (32, 48))
+    (True, False)
+    """
+    if len(source) != len(result) or len(source) < 2 or source[0] == result[0]:
+        return False
+    places = [i for i, (one, other) in enumerate(zip(source, result)) if one != other]
+    if len(places) != 2 or places[0] != 0:
+        return False
+    other = places[1]
+    return source[0] == result[other] > 1 and source[other] == result[0] > 1
+
+
+def _is_batch_first(module: nn.Module) -> bool:
+    attention = getattr(module, "self_attn", module)
+    return bool(getattr(attention, "batch_first", False))

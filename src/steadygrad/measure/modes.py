@@ -1,0 +1,185 @@
+"""ModeWatch: calls of a model -> ModeScans: which dropout and BatchNorm layers were active in which sort of forward.
+
+Flags are read and never set: programs redefine `train()`. A forward with gradients belongs to a step, one without
+gradients between two steps is an evaluation; inside a step function the latter is part of the step and ignored. In one
+evaluation of a model in eval mode, a torch function mode looks for dropout that is active nevertheless. Cost: flags of
+the layers above once a step, and twice a block of evaluations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from steadygrad.facts.program import ModeScan, RandomEvaluation
+from steadygrad.measure.graph import may_enter
+from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.suspicious_ops import find_caller
+
+DROPOUTS = (nn.modules.dropout._DropoutNd,)
+NORMS = (nn.modules.batchnorm._BatchNorm,)
+DONE = -1
+"""In place of an input: two forwards of a block were noted."""
+MOST_CALLS = 8
+"""Active dropouts that are listed."""
+
+
+class ModeWatch:
+    """Notes the flags of each forward; `take` returns what is new."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._layers: list[tuple[str, nn.Module]] = []
+        self._num_modules = -1
+        self._training: ModeScan | None = None
+        self._seen: dict[bool, ModeScan] = {}
+        self._facts: list[ModeScan | RandomEvaluation] = []
+        self._block = (-1, DONE)
+        self._flags: list[bool] = []
+        self._fresh: dict[int, bool] = {}
+        self._may_listen = True
+
+    def note_training(self, step: int) -> None:
+        """Note a forward with gradients; the last one before a step counts."""
+        self._find_layers()
+        flags = [self._model.training, *[layer.training for _, layer in self._layers]]
+        if flags != self._flags:  # else nothing has changed since the forward before
+            self._flags, self._training = flags, self._read(step, is_evaluation=False)
+
+    def note_evaluation(self, step: int, first_input: int = 0) -> None:
+        """Note a forward without gradients after `step`: the first of each block, and the next with another input."""
+        is_first = self._block[0] != step
+        if step < 0 or (not is_first and self._block[1] in (first_input, DONE)):
+            return
+        self._block = (step, first_input if is_first else DONE)
+        scan = dataclasses.replace(self._read(step, is_evaluation=True), is_first=is_first)
+        if any(getattr(layer, "momentum", 0.1) is None and layer.training for _, layer in self._layers):
+            return  # torch's update_bn: statistics are measured anew
+        self._facts.append(scan)
+        if not scan.is_training and self._may_listen:
+            self._may_listen = False
+            self._listen(step)
+
+    def end_step(self) -> None:
+        """The forward noted last was that of a step which is over."""
+        scan, self._training = self._training, None
+        if scan is not None and not _are_alike(scan, self._seen.get(False)):
+            self._seen[False] = scan
+            self._facts.append(scan)
+
+    def take(self) -> list[ModeScan | RandomEvaluation]:
+        """Return what is new since it was last taken."""
+        facts, self._facts = self._facts, []
+        return facts
+
+    def _read(self, step: int, *, is_evaluation: bool) -> ModeScan:
+        self._find_layers()
+        on = {True: 0, False: 0}
+        norm_on = {True: 0, False: 0}
+        fresh, stray = [], []
+        is_training = self._model.training
+        for name, layer in self._layers:
+            if isinstance(layer, NORMS):
+                norm_on[layer.training] += 1
+                if not layer.training and self._is_fresh(layer):
+                    fresh.append(name)
+            elif layer.p > 0:  # type: ignore[operator]
+                on[layer.training] += 1
+            else:
+                continue
+            if layer.training and not is_training:
+                stray.append(name)
+        return ModeScan(
+            step=step,
+            is_evaluation=is_evaluation,
+            is_training=is_training,
+            dropouts_on=on[True],
+            dropouts_off=on[False],
+            norms_on=norm_on[True],
+            norms_off=norm_on[False],
+            fresh_norms=tuple(fresh),
+            stray=tuple(stray),
+            where=find_caller() if is_evaluation else "",
+        )
+
+    def _find_layers(self) -> None:
+        """List the layers whose mode matters; anew when the model has grown or shrunk."""
+        modules = self._model._modules
+        num_modules = len(modules)
+        if self._num_modules == num_modules and all(one is not None for _, one in self._layers):
+            return
+        self._num_modules = num_modules
+        self._layers = [
+            (name, module)
+            for name, module in self._model.named_modules()
+            if isinstance(module, DROPOUTS) or (isinstance(module, NORMS) and _keeps_statistics(module))
+        ]
+
+    def _is_fresh(self, norm: nn.Module) -> bool:
+        """Whether a BatchNorm has its initial statistics; read once for each that is seen in eval mode."""
+        if id(norm) not in self._fresh:
+            mean, var = norm.running_mean, norm.running_var
+            if isinstance(mean, Tensor) and isinstance(var, Tensor):
+                self._fresh[id(norm)] = not bool(mean.any()) and not bool((var - 1).any())
+            else:
+                self._fresh[id(norm)] = False
+        return self._fresh[id(norm)]
+
+    def _listen(self, step: int) -> None:
+        """Watch this one forward of the model, from its first hook to its last, for dropout that is active."""
+        if not may_enter(self._model):
+            return
+        mode = _ActiveDropouts()
+
+        def report() -> None:
+            if mode.calls:
+                self._facts.append(RandomEvaluation(step=step, calls=tuple(mode.calls)))
+
+        watch_one_call(self._model, mode, report)
+
+
+class _ActiveDropouts(TorchFunctionMode):
+    """Lists calls of dropout that drop something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "dropout" in name or name == "scaled_dot_product_attention":
+            with contextlib.suppress(Exception):
+                self._look(name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name == "scaled_dot_product_attention":
+            p, is_active = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0), True
+        else:
+            p = kwargs.get("p", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5)
+            is_active = bool(kwargs.get("training", args[2] if len(args) > 2 else True))
+        call = f"{name} at {find_caller()}"
+        if is_active and p > 0 and call not in self.calls and len(self.calls) < MOST_CALLS:
+            self.calls.append(call)
+
+
+def _keeps_statistics(norm: nn.Module) -> bool:
+    return bool(getattr(norm, "track_running_stats", False)) and getattr(norm, "running_mean", None) is not None
+
+
+def _are_alike(one: ModeScan, other: ModeScan | None) -> bool:
+    """Whether two scans differ in nothing but their step."""
+    if other is None:
+        return False
+    return all(
+        getattr(one, name) == getattr(other, name)
+        for name in ("is_training", "dropouts_on", "dropouts_off", "norms_on", "norms_off", "fresh_norms", "stray")
+    )

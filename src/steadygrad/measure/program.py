@@ -1,0 +1,231 @@
+"""ProgramWatch: the calls of a model, its losses and its steps -> facts about errors of the program that never crash.
+
+Connects the watches of this package to the few places that every training passes: a call of the model, the step
+function, a loss before its backward, the optimizer's step. A Guard and `steadygrad run` call the same methods. Each
+watch states its own cost; most look at the first steps only. Reads only; what fails is switched off, never raised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.facts import Fact, Reading
+from steadygrad.facts.program import LossCall, LossScan, MixedAxes
+from steadygrad.measure.dependence import STARTS, DependenceWatch
+from steadygrad.measure.divisors import PendingDivisions, scan_divisors
+from steadygrad.measure.graph import CallWatch, may_enter
+from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
+from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
+from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
+from steadygrad.measure.modes import ModeWatch
+from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.rows import is_readable
+from steadygrad.measure.stored_data import StoredDataWatch
+from steadygrad.measure.stream import StreamWatch
+from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
+from steadygrad.measure.transfer import Transfer
+from steadygrad.state.trained_parameters import TrainedParameters
+from steadygrad.state.tree import find_tensors
+
+NUM_FULL = 3
+"""Backwards whose labels are compared with tokens and mask."""
+NUM_DIVISORS = 64
+"""Divisions of the first graph that are looked at."""
+PENDING = (PendingLabels, PendingDivisions)
+NUM_LABELS = 64
+"""Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
+
+
+class ProgramWatch:
+    """Sees what the program does around its steps; `read` returns what is new."""
+
+    def __init__(self, trained: TrainedParameters, *, every: int) -> None:
+        """`every`: steps between two periodic scans; 0 switches the watch off."""
+        transfer = Transfer(slots=16)
+        self._model, self._every = trained.model, every
+        self._modes = ModeWatch(trained.model)
+        self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
+        self._dependence = DependenceWatch(transfer)
+        self._transfer = transfer
+        self._time_first: TimeFirstWatch | None = None
+        self._reshapes: ReshapeWatch | None = None
+        self._facts: list[tuple[int, Fact | PendingLabels | PendingDivisions]] = []
+        self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
+        self._next_step = self._num_backwards = self._num_calls = 0
+        self._is_inside = self._has_batch = self._has_sample_labels = False
+        self._given: frozenset[int] = frozenset()
+        self._last_loss: float | None = None
+        self._loss: weakref.ref[Tensor] | None = None
+        self.loss_places: Mapping[str, str] = {}
+        """Loss functions that the first step called, and where; only known where its calls could be watched."""
+
+    @property
+    def has_call(self) -> bool:
+        """Whether the model was called for training since the last backward."""
+        return self._call is not None
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def hear_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is about to be called."""
+        if not self._every:
+            return
+        if not torch.is_grad_enabled():
+            if not self._is_inside:
+                first = next((id(tensor) for _, tensor in find_tensors(args, kwargs)), 0)
+                self._try(self._modes.note_evaluation, self._next_step - 1, first)
+            return
+        self._try(self._modes.note_training, self._next_step)
+        self._call = (args, kwargs)
+        if not self._has_batch and self._wants_batch(self._next_step):
+            self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
+        self._num_calls += 1
+        if self._num_calls == 1 and may_enter(self._model):
+            self._time_first = TimeFirstWatch(self._model)
+            if not self._is_inside and model is self._model:
+                self._watch_reshapes()
+
+    def begin_function(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The program's step function is about to run."""
+        if not self._every:
+            return
+        self._next_step, self._is_inside, self._given = step, True, frozenset()
+        if self._has_batch or not self._wants_batch(step):
+            return
+        tensors = list(find_tensors(args, kwargs))
+        if tensors:
+            self._given = frozenset(t.data_ptr() for _, t in tensors if is_readable(t) and not t.is_floating_point())
+            is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
+            self._note_batch(tensors, is_given=not is_loose)
+
+    def end_function(self) -> None:
+        """The step function has returned or raised."""
+        self._is_inside = False
+
+    def before_backward(self, step: int, loss: Tensor, reshapes: ReshapeWatch | None = None) -> None:
+        """A loss is about to be differentiated; `reshapes`: what was seen of the calls that made it."""
+        if not self._every or loss.grad_fn is None or (self._loss is not None and self._loss() is loss):
+            return
+        self._loss = weakref.ref(loss)
+        self._next_step, self._has_batch = step, False
+        number, self._num_backwards = self._num_backwards, self._num_backwards + 1
+        if reshapes is not None:
+            self._reshapes = reshapes
+        is_scan = step % self._every == 0
+        if number < NUM_FULL or is_scan:
+            self._try(self._look, step, loss, number, True)
+        elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
+            self._try(self._look, step, loss, number, False)
+        self._call = None
+
+    def after_optimizer(self, step: int) -> None:
+        """The optimizer has made its step, and the gradients are still there."""
+        if not self._every:
+            return
+        self._next_step, self._has_batch, self._call = step + 1, False, None
+        self._modes.end_step()
+        if self._time_first is not None:  # a backward of the program's own: no loss was seen
+            self._time_first.close()
+            self._time_first = None
+
+    def read(self, reading: Reading) -> list[Fact]:
+        """Return what is known by the time that a step is judged."""
+        if not self._every:
+            return []
+        step = reading.step
+        self._last_loss = reading.loss
+        facts: list[Fact] = list(self._modes.take())
+        if self._facts:
+            waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
+            known = [fact for when, fact in waiting if when <= step]
+            facts += [one.read(step) if isinstance(one, PENDING) else one for one in known]
+        for watch in (self._stream, self._stored, self._dependence):
+            if watch.has_news:
+                facts += self._try(watch.take, step) or []
+        return facts
+
+    # --- looks --------------------------------------------------------------------------------------------------------
+
+    def _wants_batch(self, step: int) -> bool:
+        return self._stream.is_on or self._stored.is_due(step)
+
+    def _note_batch(self, tensors: Sequence[tuple[str, Tensor]], *, is_given: bool) -> None:
+        self._has_batch = True
+        self._stream.note_batch(self._next_step, tensors, is_given=is_given)
+        if self._stored.is_due(self._next_step):
+            self._stored.note_batch(self._next_step, tensors)
+
+    def _look(self, step: int, loss: Tensor, number: int, is_full: bool) -> None:
+        look = look_at_loss(loss)
+        args, kwargs = self._call or ((), {})
+        if number == 0:
+            calls = tuple(_place(call, self.loss_places) for call in look.calls)
+            scan = LossScan(step=step, calls=calls, one_element_norms=find_one_element_norms(loss))
+            self._facts.append((step, scan))
+            self._facts += [(step, fact) for fact in self._find_mixed(step, look.labels, args, kwargs)]
+            self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
+        self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
+        for labels in look.labels[:4]:
+            call = read_call(self._model, args, kwargs) if is_full else ModelCall()
+            masks = list(find_masks(loss)) if is_full and call.tokens is not None else []
+            pending = scan_labels(
+                labels,
+                call,
+                masks=masks,
+                is_given=labels.target.data_ptr() in self._given,
+                is_recurrent=is_full and self._is_recurrent(),
+                where=self.loss_places.get("cross_entropy") or self.loss_places.get("nll_loss") or find_caller(),
+                transfer=self._transfer,
+            )
+            self._facts.append((step, pending))
+        if len(look.labels) == 1:
+            self._dependence.note(step, self._last_loss, look.labels[0], args, kwargs)
+
+    def _find_mixed(
+        self, step: int, labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[MixedAxes]:
+        found: list[MixedAxes] = []
+        tensors = [tensor for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
+        num_labels = labels[0].target.numel() if labels and labels[0].target.dim() == 1 else 0
+        num_rows = num_labels or (len(tensors[0]) if tensors else 0)
+        if self._reshapes is not None:
+            found += self._reshapes.report(step, num_rows)
+        if self._time_first is not None:
+            self._time_first.close()
+            if num_labels and tensors and len(tensors[0]) == num_labels:
+                found += self._time_first.report(step, num_labels)
+        self._reshapes = self._time_first = None
+        return found
+
+    def _watch_reshapes(self) -> None:
+        """Watch the calls that the model makes, where no mode is around the whole step."""
+        self._reshapes = ReshapeWatch()
+        watch_one_call(self._model, CallWatch(SuspiciousOps(), self._reshapes), lambda: None)
+
+    def _is_recurrent(self) -> bool:
+        return any(isinstance(one, nn.RNNBase) and not one.bidirectional for one in self._model.modules())
+
+    def _try(self, call: Any, *args: Any) -> Any:
+        """Call our own code; what fails says nothing."""
+        try:
+            return call(*args)
+        except Exception:
+            return None
+
+
+def _are_of_samples(labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether some loss has one label for each sample that the model was called with."""
+    rows = [len(tensor) for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
+    return any(one.target.dim() == 1 and one.target.numel() in (rows or [one.target.numel()]) for one in labels)
+
+
+def _place(call: LossCall, places: Mapping[str, str]) -> LossCall:
+    name = "cross_entropy" if call.op == "nll_loss" and "nll_loss" not in places else call.op
+    return dataclasses.replace(call, where=places.get(name, ""))

@@ -1,0 +1,95 @@
+"""Texts beside latents: JSON lines with a tokenizer, and .npy arrays -> the tensors that a shard holds.
+
+`NAME.jsonl` has a row {"text": ...} for each latent of `NAME.npy` [N, D] or [N, T, D]; a tokenizer turns texts into
+ids. `NAME_tokens.npy` and `NAME_latents.npy` hold both. Arrays are memory-mapped: only the rows of a batch are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.errors import UsageError
+from steadygrad.extras import import_extra
+
+LATENTS, TOKENS = "_latents.npy", "_tokens.npy"
+
+
+def map_array(path: Path) -> Tensor:
+    """Return a .npy file as a tensor that is read from the disk when it is used; pickled objects are refused."""
+    numpy = import_extra("recipes", "numpy", what=f"reading {path.name}", error=UsageError)
+    try:
+        return torch.from_numpy(numpy.load(path, mmap_mode="c", allow_pickle=False))
+    except (ValueError, OSError, TypeError, EOFError) as error:
+        raise UsageError(f"{path} is no .npy file of plain numbers: {error}. Write it with numpy.save.") from None
+
+
+def read_pair(latents: Path) -> dict[str, Tensor]:
+    """Return `tokens` and `latents` of a pair of .npy files."""
+    tokens = latents.with_name(latents.name.removesuffix(LATENTS) + TOKENS)
+    if not tokens.is_file():
+        raise UsageError(f"{latents} has no {tokens.name} beside it. Write the token ids [N, L] there.")
+    return {"tokens": map_array(tokens), "latents": map_array(latents)}
+
+
+def read_texts(path: Path, tokenizer: Any, length: int) -> dict[str, Tensor]:
+    """Return `tokens`, `mask` and `latents` of a .jsonl file and the .npy file beside it; texts are cut at `length`."""
+    beside = path.with_suffix(".npy")
+    if not beside.is_file():
+        raise UsageError(f"{path} has no {beside.name} beside it. Write the latents [N, T, D] of its rows there.")
+    texts = [_read_text(line, f"{path}:{number}") for number, line in _list_lines(path)]
+    latents = map_array(beside)
+    if len(texts) != len(latents):
+        raise UsageError(
+            f"{path} has {len(texts)} texts, and {beside.name} {len(latents)} latents. Write one for each."
+        )
+    tokens, mask = encode_texts(texts, tokenizer, length)
+    return {"tokens": tokens, "mask": mask, "latents": latents}
+
+
+def encode_texts(texts: Sequence[str], tokenizer: Any, length: int) -> tuple[Tensor, Tensor]:
+    """Return ids [N, L], 0 where there is no text, and where there is; each text is cut at `length`."""
+    rows = [list(tokenizer(text)["input_ids"])[:length] for text in texts]
+    longest = max(map(len, rows), default=1) or 1
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
+    mask = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
+    return tokens, mask
+
+
+def open_tokenizer(folder: str) -> Any:
+    """Return the tokenizer in a folder, as transformers saves it. Nothing is downloaded, no code of it runs."""
+    transformers = import_extra("transformers", "transformers", what="data.tokenizer", error=UsageError)
+    if not Path(folder).exists():
+        raise UsageError(f"data.tokenizer: there is no folder {folder}. Save one with tokenizer.save_pretrained.")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"data.tokenizer: {folder} holds no tokenizer ({reason}). Save one with save_pretrained."
+        ) from None
+
+
+def list_words(tokenizer: Any) -> tuple[str, ...]:
+    """Return the tokens by id."""
+    return tuple(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
+
+
+def _list_lines(path: Path) -> list[tuple[int, bytes]]:
+    return [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
+
+
+def _read_text(line: bytes, place: str) -> str:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f'{place} is no JSON: {error}. Write a row such as {{"text": "a red circle"}}.') from None
+    text = row.get("text", row.get("caption")) if isinstance(row, dict) else row
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(f'{place} has no text. Write a row such as {{"text": "a red circle"}}.')
+    return text

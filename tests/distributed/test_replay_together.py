@@ -1,0 +1,176 @@
+"""Where no rank can replay a step alone, all do so together: the cause names rank and sample, and no rank hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranked_trainings import assert_same
+from test_fsdp import gather, make_model, make_own_batches, shard
+from torch import Tensor, nn
+
+from steadygrad import DiagnoseConfig, Guard, GuardConfig
+from steadygrad.diagnose.meeting import CollectiveError, Meeting
+from steadygrad.testing.ranks import run_ranks
+
+NUM_STEPS = 5
+BAD_STEP = 3
+
+
+class Sharded:
+    """A guarded training of a model in shards, one of whose ranks gets a bad sample."""
+
+    def __init__(self, layout: str, *, enabled: bool = True) -> None:
+        self.model = shard(make_model(16 if layout == "tensor" else 15), layout)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        config = GuardConfig(diagnose=DiagnoseConfig(enabled=enabled))
+        self.guard = Guard(self.model, self.optimizer, config=config)
+        self.layout, self.replays = layout, 0
+
+    def run(self, loss: Any, *, ranks: tuple[int, ...] = (1,), spoil: float = -1000.0) -> dict[str, Any]:
+        batches = make_own_batches(self.layout, NUM_STEPS)
+        if dist.get_rank() in ranks:
+            batches[BAD_STEP][0][5, 0] = spoil
+        for x, y in batches:
+            self.guard.step(loss, x, y)
+        causes = [i.cause for i in self.guard.incidents if i.cause is not None]
+        return {
+            "weights": gather(self.model),
+            "skipped": self.guard.stats()["num_skipped"],
+            "causes": [{"op": c.op, "source": c.source, "samples": c.samples, "note": c.note} for c in causes],
+        }
+
+    def take_root(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.model(x), y) + (x[:, 0] + 100).sqrt().mean()
+
+    def take_root_of_zero(self, x: Tensor, y: Tensor) -> Tensor:
+        """Finite, with a derivative that is not where a sample is marked."""
+        out = self.model(x)
+        marked = (x[:, :1] > -500).float()
+        return nn.functional.cross_entropy(out, y) + (out * marked).square().sum(1).sqrt().mean()
+
+
+def train_with_bad_loss(layout: str, enabled: bool = True) -> dict[str, Any]:
+    training = Sharded(layout, enabled=enabled)
+    return training.run(training.take_root, ranks=(2, 3) if layout == "tensor" else (1,))
+
+
+@pytest.mark.parametrize(("layout", "num_ranks", "rank"), [("1d", 2, 1), ("bf16", 2, 1), ("tensor", 4, 2)])
+def test_the_bad_line_and_sample_of_a_sharded_step_are_named_without_a_trace(
+    layout: str, num_ranks: int, rank: int
+) -> None:
+    results = run_ranks(train_with_bad_loss, num_ranks, layout)
+    without = run_ranks(train_with_bad_loss, num_ranks, layout, False)
+    for result, other in zip(results, without):
+        assert result["skipped"] == 1
+        (cause,) = result["causes"]
+        assert (cause["op"], cause["samples"]) == ("aten.sqrt", (5,))
+        assert "sqrt().mean()" in cause["source"]
+        assert cause["note"].startswith(f"Replayed on rank {rank}.")
+        assert other["causes"] == []
+        assert_same(result["weights"], other["weights"])
+
+
+def train_with_bad_gradient(enabled: bool = True) -> dict[str, Any]:
+    training = Sharded("1d", enabled=enabled)
+    return training.run(training.take_root_of_zero)
+
+
+def test_a_derivative_that_is_not_finite_is_found_in_a_replayed_backward_of_shards() -> None:
+    results, without = run_ranks(train_with_bad_gradient, 2), run_ranks(train_with_bad_gradient, 2, False)
+    for result, other in zip(results, without):
+        assert result["skipped"] == 1
+        assert result["causes"][0]["op"] == "aten.sqrt"
+        assert result["causes"][0]["note"].startswith("Replayed on rank 1.")
+        assert result["causes"][0]["samples"] == (5,)
+        assert_same(result["weights"], other["weights"])
+
+
+class Once(Sharded):
+    """Its step raises between two layers when rank 0 runs it again: the others are in the middle of a forward."""
+
+    def take_root_once(self, x: Tensor, y: Tensor) -> Tensor:
+        from steadygrad.diagnose import is_replaying
+
+        if is_replaying() and dist.get_rank() == 0:
+            self.model[1].forward = self.refuse  # type: ignore[method-assign]
+        try:
+            return self.take_root(x, y)
+        finally:
+            vars(self.model[1]).pop("forward", None)
+
+    def refuse(self, x: Tensor) -> Tensor:
+        raise RuntimeError("this can be run once only")
+
+
+def train_once(enabled: bool = True) -> dict[str, Any]:
+    training = Once("1d", enabled=enabled)
+    return training.run(training.take_root_once)
+
+
+def test_a_rank_whose_replay_raises_in_mid_forward_leaves_no_other_waiting() -> None:
+    results = run_ranks(train_once, 2, time_limit_seconds=120)
+    without = run_ranks(train_once, 2, False)
+    for result, other in zip(results, without):
+        assert result["skipped"] == 1
+        assert "failed on another rank" in result["causes"][0]["note"]
+        assert_same(result["weights"], other["weights"])
+
+
+class Flipped(Sharded):
+    """A bit that flips on one rank in the step itself, and in no replay of it."""
+
+    def flip(self, x: Tensor, y: Tensor) -> Tensor:
+        from steadygrad.diagnose import is_replaying
+
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        return loss if is_replaying() or float(x[5, 0]) != -1000.0 else loss * torch.nan
+
+
+def train_flipped() -> dict[str, Any]:
+    training = Flipped("1d")
+    return training.run(training.flip)
+
+
+def test_a_rank_whose_replay_is_healthy_is_named_with_its_host_and_device() -> None:
+    for result in run_ranks(train_flipped, 2):
+        note = result["causes"][0]["note"]
+        assert note.startswith("Replayed on rank 1, host ")
+        assert "device cpu (CPU)" in note
+        assert "suspect the hardware" in note
+
+
+# --- the meeting ------------------------------------------------------------------------------------------------------
+
+
+def meet() -> list[str]:
+    """Rank 0 makes two collectives and raises, rank 1 wants three; then both make different ones."""
+
+    def exchange(word: Any) -> list[Any]:
+        words: list[Any] = [None, None]
+        dist.all_gather_object(words, word)
+        return words
+
+    meeting, told = Meeting(exchange), []
+    for names in (["a", "b"], ["a", "b", "b"]) if dist.get_rank() == 0 else (["a", "b", "b"], ["a", "c", "c"]):
+        meeting.begin()
+        failed = False
+        try:
+            for name in names:
+                meeting.before_call(name)
+        except CollectiveError as error:
+            told.append(str(error))
+            failed = True
+        meeting.finish(failed=failed or (len(names) == 2))
+    return told
+
+
+def test_ranks_give_up_together_when_one_failed_or_they_would_miss_each_other() -> None:
+    first, second = run_ranks(meet, 2, time_limit_seconds=60)
+    assert first == ["the replay was given up: the ranks are at different places of it"]
+    assert second == [
+        "the replay was given up: it failed on another rank",
+        "the replay was given up: the ranks are at different places of it",
+    ]

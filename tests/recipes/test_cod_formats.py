@@ -1,0 +1,146 @@
+"""cod with other layouts of data, one's own network, timm's backbones, and the field's measures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from steadygrad.cli import main
+from steadygrad.errors import ConfigError
+from steadygrad_recipes.cod.config import CodConfig
+from steadygrad_recipes.cod.folder import find_split
+from steadygrad_recipes.cod.metrics import find_nearest, measure_alignment, measure_weighted_f
+from steadygrad_recipes.cod.model import CamouflageNet, build_network
+
+NETWORK = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+"""
+
+
+def write_pair(images: Path, masks: Path, name: str) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for folder in (images, masks):
+        folder.mkdir(parents=True, exist_ok=True)
+    pillow.new("RGB", (70, 66), (9, 90, 9)).save(images / f"{name}.jpg")
+    mask = pillow.new("L", (70, 66), 0)
+    mask.paste(255, (10, 10, 40, 40))
+    mask.save(masks / f"{name}.png")
+
+
+def test_camos_layout_has_one_folder_of_masks_for_both_splits(tmp_path: Path) -> None:
+    for split, names in (("Train", "abc"), ("Test", "de")):
+        for name in names:
+            write_pair(tmp_path / "Images" / split, tmp_path / "GT", name)
+
+    train, test = (find_split(tmp_path, name) for name in ("train", "test"))
+
+    assert [len(train.pairs), len(test.pairs)] == [3, 2]
+    assert train.bad == test.bad == ()
+
+
+def test_a_folder_without_splits_gives_every_tenth_image_to_the_test(tmp_path: Path) -> None:
+    for number in range(20):
+        write_pair(tmp_path / "Imgs", tmp_path / "GT", f"{number:02d}")
+
+    train, test = (find_split(tmp_path, name) for name in ("train", "test"))
+
+    assert [pair.image.stem for pair in test.pairs] == ["00", "10"]
+    assert len(train.pairs) == 18
+    assert train.bad == test.bad == ()
+
+
+def test_a_network_of_ones_own_is_trained_and_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(NETWORK)
+    for number in range(20):
+        write_pair(tmp_path / "data" / "Imgs", tmp_path / "data" / "GT", f"{number:02d}")
+    run = str(tmp_path / "run")
+    flags = ["--model", f"{tmp_path / 'mine.py'}:make", "--dataset-path", str(tmp_path / "data"), "--image-size", "64"]
+    flags += ["--epochs", "2", "--stage1-epochs", "1", "--device", "cpu", "--batch-size", "6", "--run-dir", run]
+
+    assert main(["train", "cod", *flags]) == 0
+    assert "weighted F" in capsys.readouterr().out
+    picture = str(tmp_path / "data" / "Imgs" / "00.jpg")
+    assert main(["train", "cod", "--predict", picture, "--run-dir", run]) == 0
+    with pytest.raises(ConfigError, match=r"CodConfig\.model: .*nothing cannot be loaded"):
+        build_network(CodConfig(model=f"{tmp_path / 'mine.py'}:nothing"))
+
+
+def test_a_backbone_of_timm() -> None:
+    pytest.importorskip("torchvision", exc_type=ImportError)  # which timm needs
+    pytest.importorskip("timm")
+    network = CamouflageNet("timm:resnet10t").eval()
+
+    assert network(torch.zeros(1, 3, 64, 64)).shape == (1, 1, 64, 64)
+    with pytest.raises(ConfigError, match="timm:no_such_net cannot be built"):
+        CamouflageNet("timm:no_such_net")
+
+
+# --- measures ---------------------------------------------------------------------------------------------------------
+
+
+def make_masks(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.zeros(11, 13, dtype=torch.bool)
+    y[2:7, 3 : 6 + seed] = True
+    return torch.rand(11, 13, generator=generator).double(), y
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_distances_are_those_of_a_search_over_all_pixels(seed: int) -> None:
+    _, y = make_masks(seed)
+    points = y.nonzero().double()
+    distance, nearest = find_nearest(y)
+
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            all_of_them = (points - torch.tensor([i, j])).square().sum(1).sqrt()
+            assert float(distance[i, j]) == pytest.approx(float(all_of_them.min()))
+            at = int(nearest[i, j])
+            assert bool(y[at // 13, at % 13])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_weighted_f_is_that_of_its_paper(seed: int) -> None:
+    p, y = make_masks(seed)
+    errors = (p - y.double()).abs()
+    points = [(int(i), int(j)) for i, j in y.nonzero()]
+    spread, distance = errors.clone(), torch.zeros_like(p)
+    ties = 0.0
+    for i in range(11):
+        for j in range(13):
+            if not y[i, j]:
+                gaps = [math.dist((i, j), point) for point in points]
+                distance[i, j] = min(gaps)
+                near = [errors[points[k]] for k, gap in enumerate(gaps) if gap == min(gaps)]
+                spread[i, j] = near[0]
+                ties = max(ties, float(max(near) - min(near)))
+    kernel = torch.tensor([[math.exp(-(a * a + b * b) / 50) for a in range(-3, 4)] for b in range(-3, 4)]).double()
+    kernel /= kernel.sum()
+    padded = torch.nn.functional.pad(spread, (3, 3, 3, 3))
+    smooth = torch.tensor([[(padded[i : i + 7, j : j + 7] * kernel).sum() for j in range(13)] for i in range(11)])
+    lower = torch.where(y & (smooth < errors), smooth, errors)
+    weighted = lower * torch.where(y, 1.0, 2 - torch.exp(math.log(0.5) / 5 * distance))
+    hits = y.sum() - weighted[y].sum()
+    recall, precision = 1 - weighted[y].mean(), hits / (hits + weighted[~y].sum())
+    wanted = float(2 * recall * precision / (recall + precision))
+
+    # Of several nearest pixels either may be taken: their errors are blurred over 49.
+    assert measure_weighted_f(p, y) == pytest.approx(wanted, abs=0.02 * ties + 1e-9)
+
+
+def test_a_perfect_mask_scores_one_and_its_opposite_next_to_nothing() -> None:
+    _, y = make_masks(1)
+
+    assert measure_weighted_f(y.double(), y) == pytest.approx(1.0)
+    assert measure_alignment(y.double(), y) == pytest.approx(1.0, abs=0.01)
+    assert measure_weighted_f((~y).double(), y) < 0.1
+    assert measure_alignment((~y).double(), y) < 0.1
+    empty = torch.zeros_like(y)
+    assert measure_alignment(empty.double(), empty) == pytest.approx(1.0, abs=0.01)

@@ -1,0 +1,75 @@
+"""`steadygrad new`: the project runs at once, on one process and on two, goes on, and passes its own tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import steadygrad
+from steadygrad.cli import main
+
+SOURCE = Path(steadygrad.__file__).parent.parent
+
+
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("new") / "leaf_counter"
+    assert main(["new", "leaf_counter", "--into", str(folder)]) == 0
+    return folder
+
+
+def test_it_runs_at_once_and_goes_on(project: Path) -> None:
+    done = call(project, "-m", "leaf_counter", "--quick", "--run-dir", "runs/a")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Training leaf_counter in runs/a" in done.stdout
+    assert (project / "runs" / "a" / "report.html").is_file()
+
+    more = call(project, "-m", "leaf_counter", "--resume", "runs/a", "--epochs", "4")
+    assert more.returncode == 0, more.stderr[-2000:]
+    assert "Going on at step 42." in more.stdout
+    assert "Epoch 4/4" in more.stdout
+
+
+def test_it_runs_on_two_ranks(project: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = call(project, *launcher, "-m", "leaf_counter", "--quick", "--run-dir", "runs/two")
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("Training leaf_counter in runs/two") == 1
+    assert len((project / "runs" / "two" / "steps.jsonl").read_text().splitlines()) == 21
+
+
+def test_its_own_tests_pass(project: Path) -> None:
+    done = call(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_leaf_counter.py")
+
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "3 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("my-training", "Use letters, digits and _: my_training"), ("torch", "exists"), ("class", "cannot be the name")],
+)
+def test_a_name_that_no_package_can_have_is_refused(
+    name: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["new", name, "--into", str(tmp_path / "x")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("")
+
+    assert main(["new", "leaf_counter", "--into", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err

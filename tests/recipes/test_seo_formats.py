@@ -1,0 +1,83 @@
+"""What seo reads and scores besides pages: feature rows, crawlers' exports; and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from steadygrad.cli import main
+from steadygrad.errors import UsageError
+from steadygrad_recipes.seo.readers import read_rows, read_unscored, require_html
+
+EXPORT = [
+    {"Address": "https://a.example/", "Content Type": "text/html; charset=utf-8", "Status Code": "200",
+     "Title 1": "Red shoes", "Title 1 Length": "9", "Word Count": "1,204", "Size (bytes)": "2048",
+     "score_overall": "70"},
+    {"Address": "https://a.example/x.pdf", "Content Type": "application/pdf", "Status Code": "200",
+     "Title 1": "", "Title 1 Length": "0", "Word Count": "0", "Size (bytes)": "9", "score_overall": "1"},
+    {"Address": "https://a.example/gone", "Content Type": "text/html", "Status Code": "404",
+     "Title 1": "Gone", "Title 1 Length": "4", "Word Count": "2", "Size (bytes)": "10", "score_overall": "2"},
+]  # fmt: skip
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_a_crawlers_export_gives_our_features_its_texts_and_what_is_no_page(tmp_path: Path) -> None:
+    read = read_rows(write_csv(tmp_path / "export.csv", EXPORT))
+
+    (row,) = read.rows
+    assert row.features["num_words"] == 1204
+    assert row.features["html_kilobytes"] == 2
+    assert row.features["title_length"] == 9
+    assert (row.text, row.scores) == ("Red shoes", {"overall": 70.0})
+    assert read.left_out == [
+        "export.csv:3: https://a.example/x.pdf is application/pdf, not a page",
+        "export.csv:4: https://a.example/gone was answered with status 404",
+    ]
+
+
+def test_feature_rows_are_scored_by_a_model_of_feature_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"speed": str(i), "age": str(i % 3), "score_rank": str(2 * i)} for i in range(40)]
+    table = write_csv(tmp_path / "rows.csv", rows)
+    run = str(tmp_path / "run")
+    assert main(["train", "seo", "--quick", "--epochs", "1", "--data", str(table), "--run-dir", run]) == 0
+    unscored = write_csv(tmp_path / "new.csv", [{"speed": "3", "age": "1"}])
+    capsys.readouterr()
+
+    assert main(["train", "seo", "--predict", str(unscored), "--run-dir", run]) == 0
+    assert "new.csv:2: rank=" in capsys.readouterr().out
+
+    page = tmp_path / "page.html"
+    page.write_text("<html><body><p>Words.</p></body></html>")
+    assert main(["train", "seo", "--predict", str(page), "--run-dir", run]) == 2
+    assert "has none of the features that this run was trained on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.pdf", b"%PDF-1.7\n\0\0"), ("notes.txt", b"plain words, 1 < 2"), ("a.html", b"\x89PNG\r\n\0<html>")],
+)
+def test_a_file_that_is_no_page_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+
+    with pytest.raises(UsageError, match="is no HTML page: it begins with"):
+        require_html(path)
+
+
+def test_rows_that_cannot_be_scored_are_named(tmp_path: Path) -> None:
+    table = tmp_path / "rows.jsonl"
+    table.write_text('{"features": {"speed": 1}}\n{"features": {"speed": "fast"}}\n')
+
+    rows, left_out = read_unscored(table)
+
+    assert [place for place, _ in rows] == ["rows.jsonl:1"]
+    assert left_out == ["rows.jsonl:2: speed is 'fast', not a number"]

@@ -1,0 +1,27 @@
+"""Errors that never crash are named, and programs that only look like them are left alone."""
+
+from __future__ import annotations
+
+import loss_cases  # noqa: F401  (registers its cases)
+import mode_cases  # noqa: F401
+import pytest
+import stream_cases  # noqa: F401
+from program_case import CASES, run
+
+FAULTY = [name for name, one in CASES.items() if one.kind is not None]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_an_error_is_named_with_its_remedy(name: str) -> None:
+    found = run(CASES[name], bug=True)
+
+    named, *more = [finding for finding in found if finding.kind == CASES[name].kind]
+    assert not more
+    assert named.advice
+    assert named.evidence
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_its_healthy_twin_is_left_alone(name: str) -> None:
+    assert run(CASES[name], bug=False) == []

@@ -1,0 +1,47 @@
+"""Fixes in the program's own words: operands where x and y stood, and nothing guessed."""
+
+from __future__ import annotations
+
+import pytest
+
+from steadygrad.diagnose.own_names import use_own_names
+
+
+@pytest.mark.parametrize(
+    ("op", "fix", "operands", "shown"),
+    [
+        ("div", "x / (y + eps)", ("total", "count"), "total / (count + eps)"),
+        ("sqrt", "x.clamp_min(eps).sqrt()", ("h.var(dim=1)",), "h.var(dim=1).clamp_min(eps).sqrt()"),
+        ("log", "torch.log(x + eps)", ("a - b",), "torch.log(a - b + eps)"),
+        ("mul", "x * y", ("y", "x"), "y * x"),
+        ("div", "x / (y + eps)", ("total",), "x / (y + eps)"),
+        ("div", "x / (y + eps)", ("total", ""), "x / (y + eps)"),
+        ("sqrt", "lower the learning rate", ("x",), "lower the learning rate"),
+        ("sqrt", "torch.nan_to_num(x)", (), "torch.nan_to_num(x)"),
+        # Here x is not the operand of the op that failed.
+        ("sqrt", "steadygrad.losses.safe_norm(x, dim=-1)", ("h.sum(-1)",), "steadygrad.losses.safe_norm(x, dim=-1)"),
+        ("div", "(x * mask).sum(-1) / mask.sum(-1)", ("a", "b"), "(x * mask).sum(-1) / mask.sum(-1)"),
+        ("exp", "torch.exp(x - x.max())", ("a",), "torch.exp(x - x.max())"),
+    ],
+)  # fmt: skip
+def test_a_fix_names_the_operands_of_the_line(op: str, fix: str, operands: tuple[str, ...], shown: str) -> None:
+    assert use_own_names((fix,), operands, f"aten.{op}") == (shown,)
+
+
+def test_a_diagnosis_suggests_what_can_be_pasted_into_the_line() -> None:
+    import torch
+
+    from steadygrad import diagnose
+
+    def training_step(features: torch.Tensor) -> torch.Tensor:
+        x = features.sum()  # of another meaning than the explanation's x
+        spread = features.var(dim=1)
+        return spread.sqrt().sum() + x
+
+    batch = torch.randn(4, 3)
+    batch[1] = 2.0
+    cause = diagnose(training_step, batch.requires_grad_())
+    assert cause is not None
+    assert cause.source == "return spread.sqrt().sum() + x"
+    assert any("spread" in fix for fix in cause.fixes)
+    assert not any(fix.startswith("x") for fix in cause.fixes)
