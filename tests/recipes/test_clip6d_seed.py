@@ -356,7 +356,7 @@ def test_the_help_lists_the_fields_of_the_seed(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     for flag in ("enable-gradient-monitoring", "use-stable-loss", "stable-loss-version", "gradient-clip-value"):
         assert f"--{flag}" in out
-    assert "0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance." in " ".join(out.split())
+    assert "0 product (einsum), 1 norm of the sum, 2 mean of the pairwise cosines, 3 distance." in " ".join(out.split())
 
 
 def test_six_is_the_default_number_of_modalities() -> None:

@@ -83,6 +83,17 @@ def sorted_folders(bug: bool) -> Built:
     return model, torch.optim.SGD(model.parameters(), 0.01), train
 
 
+@case("constant_labels", "a column of the labels that was never filled")
+def labels_never_filled(bug: bool) -> Built:
+    model = mlp(8, 16, 4)
+
+    def train(guard: Any) -> None:
+        for x, y in clusters(40):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x, torch.zeros_like(y) if bug else y)
+
+    return model, adam(model), train
+
+
 @case("independent_labels", "labels are those of the next sample")
 def labels_off_by_one(bug: bool) -> Built:
     model = mlp(8, 16, 4)

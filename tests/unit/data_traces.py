@@ -52,6 +52,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "repeated_batch": (lambda: [StreamScan(pattern="repeated", period=2, **STREAM)], 1),
     "repeated_order": (lambda: [StreamScan(pattern="order", period=20, **STREAM)], 21),
     "sorted_labels": (sorted_labels, 13),
+    "constant_labels": (lambda: [labels(t, lowest=3, highest=3, is_given=True) for t in range(40)], 31),
     "changed_dataset": (lambda: [StoredDataChange(step=t, **IN_PLACE) for t in (100, 150)], 150),
     "single_row": (
         lambda: [SingleSample(step=1, tensor="1", shape=(1, 8), other="0", other_shape=(16, 8))],

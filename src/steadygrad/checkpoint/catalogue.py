@@ -169,6 +169,10 @@ def find_best(infos: Sequence[CheckpointInfo], best_by: str) -> list[CheckpointI
     return sorted(scored, key=lambda info: (info.metrics[best_by], info.serial))
 
 
+ENDS_EPOCH = "ends_epoch"
+"""Key in a manifest's `about` of a checkpoint saved between two epochs; those inside an epoch do not crowd it out."""
+
+
 def find_removable(
     infos: Sequence[CheckpointInfo], config: CheckpointConfig, runs: Collection[str] = ("",)
 ) -> list[CheckpointInfo]:
@@ -180,6 +184,7 @@ def find_removable(
     last = {info.step: info for info in infos}  # the last attempt of each step
     attempts = sorted(last.values(), key=lambda info: info.serial)
     kept = attempts[-config.keep_last :]
+    kept += [info for info in attempts if info.manifest.about.get(ENDS_EPOCH)][-config.keep_last :]
     kept += find_best(attempts, config.best_by)[: config.keep_best]
     if config.keep_every is not None:
         kept += [info for info in attempts if info.step % config.keep_every == 0]

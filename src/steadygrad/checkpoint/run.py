@@ -18,7 +18,7 @@ from torch import nn
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
-from steadygrad.checkpoint.catalogue import TOGETHER, CheckpointInfo, rank, read_info, read_infos
+from steadygrad.checkpoint.catalogue import ENDS_EPOCH, TOGETHER, CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
 from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
 from steadygrad.checkpoint.infinities import Infinities
@@ -118,6 +118,7 @@ class RunCheckpoints:
         self._refused: list[str] = []
         self._notes: list[str] = []
         self._about: dict[str, Any] = {}
+        self._epoch_ended_at: int | None = None
         self._explained: set[str] = set()
         self.signals = SignalWatch()
 
@@ -151,9 +152,10 @@ class RunCheckpoints:
         """Yield a loader's batches, and track the position if it can be saved."""
         return self._positions.iterate(loader) if self._follows_data else iter(loader)
 
-    def end_epoch(self) -> None:
-        """End the epoch: the next pass over the data starts from the beginning."""
+    def end_epoch(self, step: int) -> None:
+        """End the epoch before step `step`: the next pass over the data starts from the beginning."""
         self._positions.end_epoch()
+        self._epoch_ended_at = step
 
     def is_due(self, step: int) -> bool:
         """Whether the Guard should save by itself before step `step`; not while ranks may be at different steps."""
@@ -207,6 +209,8 @@ class RunCheckpoints:
             if used_gradients:
                 state["gradients"] = {}
             self._about = {"next_step": step, **({TOGETHER: together} if together else {})}
+            if self._epoch_ended_at == step:
+                self._about[ENDS_EPOCH] = True
             metrics = {} if validation_loss is None else {self._config.best_by: validation_loss}
             return self._save(store, state, step, guard, accumulated, metrics)
         except Exception as error:  # an extra holds something that cannot be saved: report it and keep training

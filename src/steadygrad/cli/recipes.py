@@ -3,8 +3,9 @@
 A recipe is a module that a distribution registers in the group `steadygrad.recipes`. It offers `SUMMARY` (a line),
 `Config` (a frozen dataclass with a text below each field), `QUICK` (what `--quick` changes) and `train(config, *,
 run_dir, resume, console) -> int`; if it can, `predict(config, path, *, run_dir, console)`, `sample(config, *, run_dir,
-console)` and `open_target(config)`, which `steadygrad tune` needs. `ALIASES` gives a field a second name on the command
-line, `PREDICT` is the help of `--predict`, `LOOP` names a framework that runs the loop, so that it cannot be tuned.
+console)`, `check(*, console)`, which returns the number of failures, and `open_target(config)`, which `steadygrad tune`
+needs. `ALIASES` gives a field a second name on the command line, `PREDICT` is the help of `--predict`, `LOOP` names a
+framework that runs the loop, so that it cannot be tuned.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from steadygrad.cli.console import Console
-from steadygrad.cli.exit_codes import FAILED
+from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
 from steadygrad.cli.recipe_config import Source, build_config, read_source
 from steadygrad.cli.recipe_fields import FieldCommand, check_value, spell_flag, spell_value
 from steadygrad.cli.recipe_folder import (
@@ -81,6 +81,7 @@ class Request:
     predict: str | None = None
     quick: bool = False
     sample: bool = False
+    check: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
     """Path -> value, of the recipe's fields."""
 
@@ -128,6 +129,9 @@ def make_options(name: str, package: Any) -> list[click.Option]:
         click.Option(["--quick"], is_flag=True, help=f"smaller: {quick}"),
         click.Option(["--predict"], callback=check_value, metavar="PATH", help=predict, hidden=cannot_predict),
         click.Option(["--sample"], is_flag=True, help="draw samples from the trained model", hidden=cannot_sample),
+        click.Option(
+            ["--check"], is_flag=True, help="check in seconds that it works here", hidden=not hasattr(package, "check")
+        ),
     ]
 
 
@@ -136,6 +140,8 @@ def make_options(name: str, package: Any) -> list[click.Option]:
 
 def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console) -> int:
     """Train, predict or sample; return the exit code."""
+    if request.check:
+        return _check(recipe, package, console)
     if request.predict is not None or request.sample:
         return _use_run(recipe, package, request, console)
     console = quiet_others(console)
@@ -168,6 +174,12 @@ def _choose(recipe: Recipe, package: Any, request: Request) -> tuple[Path, Any]:
     if not goes_on:
         require_new(run_dir, recipe.name)
     return run_dir, config
+
+
+def _check(recipe: Recipe, package: Any, console: Console) -> int:
+    if not hasattr(package, "check"):
+        raise UsageError(f"the recipe {recipe.name} has no checks. Leave out --check.")
+    return FOUND if package.check(console=console) else DONE
 
 
 def _use_run(recipe: Recipe, package: Any, request: Request, console: Console) -> int:

@@ -109,6 +109,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         stream.RepeatedBatch(),
         stream.RepeatedOrder(),
         stream.SortedLabels(),
+        stream.ConstantLabels(),
         stream.IndependentLabels(),
         stream.ChangedDataset(),
         stream.SingleRow(),

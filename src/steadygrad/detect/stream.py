@@ -18,6 +18,8 @@ FEWEST_ROWS = 8
 NUM_PURE = 4
 """Batches of a single class, for each of two classes, that show sorted data."""
 PURE_SHARE = 0.9
+NUM_CONSTANT, FEWEST_CONSTANT = 32, 256
+"""Batches, and labels in them, that are all of one class."""
 FEWEST_SAMPLES = 1000
 """Samples that a permutation test needs here."""
 CERTAIN_SCORE = 4.0
@@ -133,6 +135,44 @@ class SortedLabels(Remembering):
             f"{' then '.join(often[:3])}: the data is sorted by class, and the model forgets each class with the next",
             advice="Shuffle: DataLoader(..., shuffle=True), or shuffle the dataset before it is split.",
             evidence={"num_pure": num_pure, "num_scans": self._num_scans, "classes": often[:5]},
+        )
+
+
+class ConstantLabels(Remembering):
+    """Every label so far is the same class, out of three or more: a column was mixed up, or a mapping lost.
+
+    Labels that the step makes itself are left out: in contrastive learning they are 0 on purpose.
+    """
+
+    name = "constant_labels"
+    hears = (LabelScan,)
+    memory = ("_label", "_num_labels", "_num_scans", "_is_over")
+
+    def __init__(self) -> None:
+        self._label: int | None = None
+        self._num_labels = self._num_scans = 0
+        self._is_over = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, after `NUM_CONSTANT` batches."""
+        if not isinstance(fact, LabelScan) or self._is_over or not fact.num_counted:
+            return
+        label = fact.lowest if self._label is None else self._label
+        if not (fact.is_given and fact.lowest == fact.highest == label) or fact.num_classes < 3:
+            self._is_over = True
+            return
+        self._label, self._num_labels, self._num_scans = label, self._num_labels + fact.num_counted, self._num_scans + 1
+        if self._num_scans < NUM_CONSTANT or self._num_labels < FEWEST_CONSTANT:
+            return
+        self._is_over = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"all {self._num_labels} labels of {self._num_scans} batches are class {label}, of "
+            f"{fact.num_classes} classes: there is nothing to tell apart",
+            advice="Check how labels are read and mapped to classes, and that the data is shuffled.",
+            evidence={"label": label, "num_labels": self._num_labels, "num_classes": fact.num_classes},
         )
 
 

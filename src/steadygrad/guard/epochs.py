@@ -45,5 +45,5 @@ class Epochs:
         if not self._training.off:
             self._judging.end_epoch(moment.last_step, moment.epoch)
         moment.epoch += 1
-        self._checkpoints.end_epoch()
+        self._checkpoints.end_epoch(moment.next_step)
         self._schedule_and_ema.after_epoch(moment.validation_loss)

@@ -42,6 +42,11 @@ class DependenceWatch:
         self._until = -1
         self._pending: tuple[int, int, PendingRows] | None = None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` may return something."""
+        return self._pending is not None
+
     def note(
         self, step: int, last_loss: float | None, labels: Labels, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:

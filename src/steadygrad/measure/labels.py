@@ -55,14 +55,16 @@ def read_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 class PendingLabels:
     """A scan of labels whose numbers are still being copied."""
 
-    def __init__(self, rows: PendingRows, *, labels: Labels, call: ModelCall, is_causal: bool, where: str) -> None:
+    def __init__(
+        self, rows: PendingRows, *, labels: Labels, call: ModelCall, is_causal: bool, is_given: bool, where: str
+    ) -> None:
         self._rows, self._num_classes, self._is_reduced = rows, labels.num_classes, labels.is_reduced
         self._keeps = any(word in call.mask_name for word in KEEPING)
-        self._is_causal, self._where = is_causal, where
+        self._is_causal, self._is_given, self._where = is_causal, is_given, where
 
     def read(self, step: int) -> LabelScan:
         """Return the numbers as a scan of `step`."""
-        row = self._rows.read()["labels"]
+        row = [*self._rows.read()["labels"], *[0.0] * 16]  # without tokens, the row ends early
         counted, lowest, highest, rows, causal = (int(number) for number in row[:5])
         pairs = zip(OFFSETS, row[5:11:2], row[6:11:2])
         padded, at_padding, ends, swapped, hidden = (int(number) for number in row[11:16])
@@ -73,6 +75,7 @@ class PendingLabels:
             lowest=lowest,
             highest=highest,
             num_rows=rows,
+            is_given=self._is_given,
             is_reduced=self._is_reduced,
             matches={offset: same / total for offset, same, total in pairs if total >= 16},
             is_causal=self._is_causal or bool(causal),
@@ -91,6 +94,7 @@ def scan_labels(
     *,
     masks: Sequence[Tensor | bool] = (),
     is_recurrent: bool = False,
+    is_given: bool = False,
     where: str = "",
     transfer: Transfer | None = None,
 ) -> PendingLabels:
@@ -107,19 +111,16 @@ def scan_labels(
     tokens = call.tokens
     fits = tokens is not None and tokens.device == target.device and is_readable(tokens)
     length = target.numel() // len(tokens) if tokens is not None and fits and target.numel() % len(tokens) == 0 else 0
-    if tokens is None or not length or not tokens.shape[1] - len(OFFSETS) <= length <= tokens.shape[1]:
-        numbers += [_number(target, 0)] * 11
-    else:
+    if tokens is not None and length and tokens.shape[1] - len(OFFSETS) <= length <= tokens.shape[1]:
         numbers[3] = _number(target, len(tokens))
         rows, counted = target.reshape(-1, length), counted.reshape(-1, length)
         numbers += _match(rows, counted, tokens.to(torch.int64))
         numbers += _look_at_padding(counted, tokens.to(torch.int64), call.mask)
         numbers.append(_count_hidden(tokens, masks))
-    row = torch.stack([number.double() for number in numbers])
+    row = torch.stack([number.to(torch.int64) for number in numbers]).double()
     is_causal = is_recurrent or any(mask is True for mask in masks)
-    return PendingLabels(
-        send_rows({"labels": row}, transfer), labels=labels, call=call, is_causal=is_causal, where=where
-    )
+    sent = send_rows({"labels": row}, transfer)
+    return PendingLabels(sent, labels=labels, call=call, is_causal=is_causal, is_given=is_given, where=where)
 
 
 def _match(rows: Tensor, counted: Tensor, tokens: Tensor) -> list[Tensor]:

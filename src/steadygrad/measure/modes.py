@@ -40,12 +40,16 @@ class ModeWatch:
         self._seen: dict[bool, ModeScan] = {}
         self._facts: list[ModeScan | RandomEvaluation] = []
         self._block = (-1, DONE)
+        self._flags: list[bool] = []
         self._fresh: dict[int, bool] = {}
         self._may_listen = True
 
     def note_training(self, step: int) -> None:
         """Note a forward with gradients; the last one before a step counts."""
-        self._training = self._read(step, is_evaluation=False)
+        self._find_layers()
+        flags = [self._model.training, *[layer.training for _, layer in self._layers]]
+        if flags != self._flags:  # else nothing has changed since the forward before
+            self._flags, self._training = flags, self._read(step, is_evaluation=False)
 
     def note_evaluation(self, step: int, first_input: int = 0) -> None:
         """Note a forward without gradients after `step`: the first of each block, and the next with another input."""

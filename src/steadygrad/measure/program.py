@@ -26,6 +26,7 @@ from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, fin
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.rows import is_readable
 from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
@@ -39,7 +40,7 @@ NUM_DIVISORS = 64
 """Divisions of the first graph that are looked at."""
 PENDING = (PendingLabels, PendingDivisions)
 NUM_LABELS = 64
-"""Backwards whose labels are looked at; later ones with the periodic scans."""
+"""Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
 
 
 class ProgramWatch:
@@ -58,7 +59,8 @@ class ProgramWatch:
         self._facts: list[tuple[int, Fact | PendingLabels | PendingDivisions]] = []
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
-        self._is_inside = self._has_batch = False
+        self._is_inside = self._has_batch = self._has_sample_labels = False
+        self._given: frozenset[int] = frozenset()
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
@@ -82,8 +84,8 @@ class ProgramWatch:
             return
         self._try(self._modes.note_training, self._next_step)
         self._call = (args, kwargs)
-        if not self._has_batch:
-            self._note_batch(args, kwargs, is_given=False)
+        if not self._has_batch and self._wants_batch(self._next_step):
+            self._note_batch(list(find_tensors(args, kwargs)), is_given=False)
         self._num_calls += 1
         if self._num_calls == 1 and may_enter(self._model):
             self._time_first = TimeFirstWatch(self._model)
@@ -94,10 +96,14 @@ class ProgramWatch:
         """The program's step function is about to run."""
         if not self._every:
             return
-        self._next_step, self._is_inside = step, True
-        if not self._has_batch and next(find_tensors(args, kwargs), None) is not None:
+        self._next_step, self._is_inside, self._given = step, True, frozenset()
+        if self._has_batch or not self._wants_batch(step):
+            return
+        tensors = list(find_tensors(args, kwargs))
+        if tensors:
+            self._given = frozenset(t.data_ptr() for _, t in tensors if is_readable(t) and not t.is_floating_point())
             is_loose = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
-            self._note_batch(args, kwargs, is_given=not is_loose)
+            self._note_batch(tensors, is_given=not is_loose)
 
     def end_function(self) -> None:
         """The step function has returned or raised."""
@@ -113,8 +119,10 @@ class ProgramWatch:
         if reshapes is not None:
             self._reshapes = reshapes
         is_scan = step % self._every == 0
-        if number < NUM_LABELS or is_scan or any(0 <= step - start <= 64 for start in STARTS):
-            self._try(self._look, step, loss, number, number < NUM_FULL or is_scan)
+        if number < NUM_FULL or is_scan:
+            self._try(self._look, step, loss, number, True)
+        elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
+            self._try(self._look, step, loss, number, False)
         self._call = None
 
     def after_optimizer(self, step: int) -> None:
@@ -133,19 +141,26 @@ class ProgramWatch:
             return []
         step = reading.step
         self._last_loss = reading.loss
-        waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
-        known = [fact for when, fact in waiting if when <= step]
-        facts: list[Fact] = [one.read(step) if isinstance(one, PENDING) else one for one in known]
+        facts: list[Fact] = list(self._modes.take())
+        if self._facts:
+            waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
+            known = [fact for when, fact in waiting if when <= step]
+            facts += [one.read(step) if isinstance(one, PENDING) else one for one in known]
         for watch in (self._stream, self._stored, self._dependence):
-            facts += self._try(watch.take, step) or []
-        return [*facts, *self._modes.take()]
+            if watch.has_news:
+                facts += self._try(watch.take, step) or []
+        return facts
 
     # --- looks --------------------------------------------------------------------------------------------------------
 
-    def _note_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_given: bool) -> None:
+    def _wants_batch(self, step: int) -> bool:
+        return self._stream.is_on or self._stored.is_due(step)
+
+    def _note_batch(self, tensors: Sequence[tuple[str, Tensor]], *, is_given: bool) -> None:
         self._has_batch = True
-        self._stream.note_batch(self._next_step, args, kwargs, is_given=is_given)
-        self._stored.note_batch(self._next_step, args, kwargs)
+        self._stream.note_batch(self._next_step, tensors, is_given=is_given)
+        if self._stored.is_due(self._next_step):
+            self._stored.note_batch(self._next_step, tensors)
 
     def _look(self, step: int, loss: Tensor, number: int, is_full: bool) -> None:
         look = look_at_loss(loss)
@@ -156,6 +171,7 @@ class ProgramWatch:
             self._facts.append((step, scan))
             self._facts += [(step, fact) for fact in self._find_mixed(step, look.labels, args, kwargs)]
             self._facts.append((step, scan_divisors(list(itertools.islice(find_divisors(loss), NUM_DIVISORS)))))
+        self._has_sample_labels = _are_of_samples(look.labels, args, kwargs)
         for labels in look.labels[:4]:
             call = read_call(self._model, args, kwargs) if is_full else ModelCall()
             masks = list(find_masks(loss)) if is_full and call.tokens is not None else []
@@ -163,6 +179,7 @@ class ProgramWatch:
                 labels,
                 call,
                 masks=masks,
+                is_given=labels.target.data_ptr() in self._given,
                 is_recurrent=is_full and self._is_recurrent(),
                 where=self.loss_places.get("cross_entropy") or self.loss_places.get("nll_loss") or find_caller(),
                 transfer=self._transfer,
@@ -201,6 +218,12 @@ class ProgramWatch:
             return call(*args)
         except Exception:
             return None
+
+
+def _are_of_samples(labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether some loss has one label for each sample that the model was called with."""
+    rows = [len(tensor) for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
+    return any(one.target.dim() == 1 and one.target.numel() in (rows or [one.target.numel()]) for one in labels)
 
 
 def _place(call: LossCall, places: Mapping[str, str]) -> LossCall:

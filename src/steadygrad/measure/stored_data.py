@@ -9,7 +9,7 @@ place has values that still follow the old ones. Cost: mean and spread of a samp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from steadygrad.facts.program import StoredDataChange
 from steadygrad.measure.loaders import list_loaders
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
-from steadygrad.state.tree import find_tensors
 
-EVERY = 4
-"""Steps between two measurements of the input."""
+EVERY, MANY_STEPS = 4, 256
+"""Steps between two measurements of the input, of the first steps; later ones are less frequent."""
 SAMPLE = 1024
 NUM_FIRST, NUM_LAST = 6, 4
 """Measurements that are averaged: at the start, and now."""
@@ -49,12 +48,20 @@ class StoredDataWatch:
         self._next_look, self._num_looks = -1, 0
         self._is_over = False
 
-    def note_batch(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` may return something."""
+        return bool(self._pending) or self._next_look >= 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the batch of `step` is to be noted."""
+        every = EVERY if step < MANY_STEPS else MANY_STEPS // 4
+        return not self._is_over and step % every == 0 and self._next_look < 0
+
+    def note_batch(self, step: int, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Note the first floating-point tensor of a batch."""
-        if self._is_over or step % EVERY or self._next_look >= 0:
-            return
         try:
-            for _, tensor in find_tensors(args, kwargs):
+            for _, tensor in tensors:
                 if tensor.is_floating_point() and tensor.numel() > 1 and tensor.dim() > 1 and is_readable(tensor):
                     self._pending.append((step, send_rows({"input": _describe(tensor)}, self._transfer)))
                     return

@@ -23,7 +23,6 @@ from steadygrad.facts.program import SingleSample, StreamScan
 from steadygrad.measure.loaders import Loader, list_loaders
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
-from steadygrad.state.tree import find_tensors
 
 MOST_TENSORS = 4
 FEWEST_ELEMENTS = 8
@@ -32,8 +31,10 @@ PIECE_BYTES, NUM_PIECES = 1024, 4
 """What of a tensor goes into its checksum."""
 SAMPLE = 1024
 """Elements of a tensor on a device that go into it."""
-MOST_ON_HOST, MOST_ON_DEVICE = 2048, 1024
+MOST_ON_HOST, MOST_ON_DEVICE = 1024, 1024
 """Batches that are compared."""
+NUM_WHOLE = 64
+"""Batches whose tensors are all compared; of later ones a single tensor, for the order of epochs."""
 NUM_STUCK = 16
 """Batches with the same content after which a loader counts as stuck."""
 NUM_RUNS = 6
@@ -90,6 +91,9 @@ class _Sequence:
         return self._first
 
 
+NOTHING = PendingRows()
+
+
 class StreamWatch:
     """Notes each batch that is trained on; `take` returns the patterns that have shown."""
 
@@ -101,15 +105,25 @@ class StreamWatch:
         self._pending: list[tuple[int, dict[str, int | None], PendingRows, bool]] = []
         self._facts: list[StreamScan | SingleSample] = []
         self._is_over = self._has_found_single = False
-        self._rows = 0
+        self._rows = self._num_noted = 0
         self._singles: dict[str, tuple[tuple[int, ...], int | None]] = {}
 
-    def note_batch(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_given: bool) -> None:
+    @property
+    def is_on(self) -> bool:
+        """Whether further batches are compared."""
+        return not self._is_over
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` may return something."""
+        return bool(self._pending or self._facts)
+
+    def note_batch(self, step: int, tensors: Sequence[tuple[str, Tensor]], *, is_given: bool) -> None:
         """Note the batch of `step`; `is_given`: as the program passed it, and not as the model gets it."""
         if self._is_over:
             return
         try:
-            self._note(step, args, kwargs, is_given)
+            self._note(step, tensors, is_given)
         except Exception:
             self._is_over = True
 
@@ -120,18 +134,18 @@ class StreamWatch:
             self._pending = [one for one in waiting if one[0] > step]
             for when, marks, rows, is_given in waiting:
                 if when <= step:
-                    self._admit(when, {**marks, **_read_marks(rows)}, is_given)
+                    self._admit(when, marks if rows is NOTHING else {**marks, **_read_marks(rows)}, is_given)
         except Exception:
             self._is_over = True
         facts, self._facts = self._facts, []
         return facts
 
-    def _note(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any], is_given: bool) -> None:
+    def _note(self, step: int, tensors: Sequence[tuple[str, Tensor]], is_given: bool) -> None:
         marks: dict[str, int | None] = {}
         rows: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         on_device = False
-        for path, tensor in find_tensors(args, kwargs):
+        for path, tensor in tensors if self._num_noted < NUM_WHOLE else self._choose_one(tensors):
             if len(marks) + len(rows) == MOST_TENSORS:
                 break
             if tensor.numel() < FEWEST_ELEMENTS or not tensor.dim() or not is_readable(tensor):
@@ -145,11 +159,18 @@ class StreamWatch:
                 rows[path], on_device = _sum_on_device(tensor), True
         if not shapes:
             return
+        self._num_noted += 1
         self._rows = max(shape[0] for shape in shapes.values())
         self._look_for_single(step, shapes, marks)
-        self._pending.append((step, marks, send_rows(rows, self._transfer) if rows else PendingRows(), is_given))
-        limit = MOST_ON_DEVICE if on_device else MOST_ON_HOST
-        self._is_over = len(self._whole.sequence.marks) >= limit
+        self._pending.append((step, marks, send_rows(rows, self._transfer) if rows else NOTHING, is_given))
+        self._is_over = self._num_noted >= (MOST_ON_DEVICE if on_device else MOST_ON_HOST)
+
+    def _choose_one(self, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the tensor whose order is followed: labels, which augmentation leaves alone, or else the first."""
+        self._whole.is_over = True
+        following = {path for path, part in self._parts.items() if not part.is_over}
+        left = [(path, tensor) for path, tensor in tensors if path in following]
+        return [one for one in left if not one[1].is_floating_point()][:1] or left[:1]
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether the program has used this very tensor, or the same part of the same one, as a batch before."""
@@ -169,6 +190,9 @@ class StreamWatch:
                 if period is not None:
                     part.is_over = True
                     self._report(step, path, "order", period, is_given)
+        if self._whole.is_over and all(part.is_over for part in self._parts.values()):
+            self._is_over = True
+            return
         known = [mark for mark in marks.values() if mark is not None]
         whole = None if len(known) < len(marks) else zlib.crc32(repr(known).encode())
         if self._whole.admit(whole):

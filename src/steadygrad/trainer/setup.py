@@ -83,9 +83,22 @@ def make_scaler(config: GuardConfig, device: torch.device) -> torch.amp.GradScal
 
 def make_average(model: nn.Module, decay: float | None) -> AveragedModel | None:
     """Return an exponential moving average of the weights, on the same device; buffers are copied as they are."""
-    if decay is None:
-        return None
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    return None if decay is None else WarmAverage(model, decay)
+
+
+class WarmAverage(AveragedModel):
+    """An exponential moving average whose decay rises to `decay`: that of step n is at most (1 + n) / (10 + n).
+
+    With a fixed 0.999 the average of a short run would be little but its initial weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, multi_avg_fn=self._average)
+        self._decay = decay
+
+    def _average(self, averaged: Any, current: Any, num_averaged: Any) -> None:  # noqa: ARG002 - torch's signature
+        num = int(self.n_averaged)  # a buffer on the CPU: nothing waits for the device
+        get_ema_multi_avg_fn(min(self._decay, (1 + num) / (10 + num)))(averaged, current, num)
 
 
 def go_on_counting(before: Guard, after: Guard) -> None:

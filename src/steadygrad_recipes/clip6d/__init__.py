@@ -6,6 +6,7 @@ only when needed, so that the command line can list the fields without them.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from steadygrad_recipes.clip6d.config import Clip6dConfig
 
 Config = Clip6dConfig
 SUMMARY = "contrastive learning over two to six modalities, by Lightning"
+_CLASSES = {"EnhancedLightningCLIPModule": "module"}
+"""Name -> module, for `__getattr__`."""
 LOOP = "Lightning"
 ALIASES = {"lr": "learning_rate"}
-PREDICT = "what a trained run finds nearest to a picture, or to a text: --predict 'a red circle'"
+PREDICT = "what a run finds nearest to a picture or a text; of a folder of classes, the zero-shot accuracy"
 QUICK = {
     "batch_size": 8,
     "epochs": 8,
@@ -44,3 +47,17 @@ def predict(config: Clip6dConfig, path: str, *, run_dir: Path, console: Any) -> 
     from steadygrad_recipes.clip6d.neighbours import find_captions
 
     return find_captions(config, path, run_dir=run_dir, console=console)
+
+
+def check(*, console: Any) -> int:
+    """Run the checks of the document that this recipe follows; returns how many failed."""
+    from steadygrad_recipes.clip6d.check_setup import check_setup
+
+    return check_setup(console.say)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class of this recipe when it is asked for: the command line needs none of them."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)

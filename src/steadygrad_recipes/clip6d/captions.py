@@ -22,10 +22,11 @@ FORMAT = 'COCO\'s: {"images": [{"id", "file_name"}], "annotations": [{"id", "ima
 
 @dataclass(slots=True)
 class Sample:
-    """One image by its id: its file, and its captions in each language."""
+    """One image by its id: where it is, and its captions in each language."""
 
     id: int
-    image: Path | None = None
+    image: Any = None
+    """A file's path, a place in a shard, or the encoded bytes."""
     captions: dict[str, list[str]] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from steadygrad.losses import get_stable_loss_function
 from steadygrad.monitor import GradientHealthMonitor
 
-VERSIONS = ("Einsum-based", "Norm-based", "Cosine similarity", "Distance-based")
+VERSIONS = ("Einsum-based", "Norm-based", "Cosine similarity to the mean", "Distance-based")
 """`stable_loss_version` -> its method."""
 BATCH, WIDTH, NUM_MODALITIES = 16, 64, 3
 Say = Callable[[str], Any]

@@ -28,6 +28,8 @@ MOST_COMBINATIONS = 64**6
 class ModelConfig:
     """Sizes of the three encoders. The defaults train on a CPU; docs/recipes/clip6d.md has those of CLIP ViT-B/16."""
 
+    pretrained: str | None = None
+    """Folder of a CLIP model with its tokenizer, as transformers saves it; none: both transformers start at random."""
     embed_dim: int = 128
     """Length of the vectors in the space that all modalities share."""
     image_size: int = 64
@@ -70,7 +72,7 @@ class Clip6dConfig(BatchSettings):
     """A complete training. Without `data`, a small set of coloured shapes with captions in five languages is made."""
 
     data: str | None = None
-    """Folder with COCO-style `captions_<language>.json` files, images, and optionally vectors; none: a set is made."""
+    """Folder with COCO-style `captions_<language>.json` files, or of .tar or .parquet shards; none: a set is made."""
     images: str = "images"
     """Folder of the images, inside `data` or anywhere else."""
     modalities: tuple[str, ...] = ("image", "en", "de", "es", "zh", "vector")
@@ -106,7 +108,7 @@ class Clip6dConfig(BatchSettings):
     use_stable_loss: bool = True
     """False: the product of all vectors at CLIP's scale, whose gradients vanish; for comparison."""
     stable_loss_version: int = 1
-    """0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance."""
+    """0 product (einsum), 1 norm of the sum, 2 mean of the pairwise cosines, 3 distance."""
     gradient_clip_value: float = 1.0
     """Norm at which gradients are clipped."""
     log_frequency: int = 100

@@ -7,6 +7,7 @@ loader restored to a position yields exactly the batches that would have come, w
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,16 @@ from steadygrad.extras import import_extra
 from steadygrad.trainer.ranks import count_ranks, find_rank
 from steadygrad.view.progress import track
 from steadygrad_recipes.clip6d.captions import LeftOut, Sample, read_samples
-from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, list_languages, split_modality
+from steadygrad_recipes.clip6d.config import (
+    IMAGE,
+    VECTOR,
+    Clip6dConfig,
+    ModelConfig,
+    list_languages,
+    split_modality,
+)
+from steadygrad_recipes.clip6d.pretrained import encode_texts
+from steadygrad_recipes.clip6d.shards import Place, find_shards, read_shards
 from steadygrad_recipes.clip6d.tokens import encode_batch
 
 logger = logging.getLogger("steadygrad")
@@ -54,8 +64,12 @@ def read_corpus(config: Clip6dConfig, folder: Path) -> Corpus:
     """Read the folder, leave out samples with fewer than two of the modalities, and split the rest."""
     languages = list_languages(config.modalities)
     needs_images, needs_vectors = IMAGE in config.modalities, VECTOR in config.modalities
-    samples, left_out = read_samples(folder, languages, folder / config.images, needs_images=needs_images)
-    vectors = _read_vectors(folder, left_out) if needs_vectors else {}
+    shards = find_shards(folder)
+    if shards:
+        samples, vectors, left_out = read_shards(shards, languages, needs_images=needs_images)
+    else:
+        samples, left_out = read_samples(folder, languages, folder / config.images, needs_images=needs_images)
+        vectors = _read_vectors(folder, left_out) if needs_vectors else {}
     kept = []
     for sample in samples:
         having = [name for name in config.modalities if has_modality(sample, name, vectors)]
@@ -162,14 +176,15 @@ class CaptionDataset(Dataset[dict[str, Any]]):
         return captions[0] if draw is None else draw.choice(captions)
 
 
-def read_image(path: Path | None, side: int) -> Tensor | None:
+def read_image(place: Any, side: int) -> Tensor | None:
     """Return the centre square, resized, as bytes [3, side, side]. None, with a warning, when the image is broken."""
     images = import_extra("recipes", "PIL.Image", what="reading images")
+    content = place.read() if isinstance(place, Place) else place
     try:
-        with images.open(path) as image:
+        with images.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
             whole = image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a damaged file
-        _tell_unreadable(path, str(error))
+        _tell_unreadable("an image" if isinstance(place, bytes) else str(place), str(error))
         return None
     short = min(whole.size)
     left, top = ((length - short) // 2 for length in whole.size)
@@ -178,9 +193,16 @@ def read_image(path: Path | None, side: int) -> Tensor | None:
 
 
 @functools.cache
-def _tell_unreadable(path: Path | None, reason: str) -> None:
+def _tell_unreadable(path: str, reason: str) -> None:
     """Warn once per file, not once per epoch."""
     logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
+
+
+def encode_captions(texts: Sequence[str], model: ModelConfig) -> Tensor:
+    """Return the tokens of captions: bytes, or those of the tokenizer that comes with a trained model."""
+    if model.pretrained is None:
+        return encode_batch(texts, model.context)
+    return encode_texts(texts, model.pretrained, model.context)
 
 
 def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim: int) -> Batch:
@@ -194,7 +216,7 @@ def collate(items: Sequence[dict[str, Any]], *, config: Clip6dConfig, vector_dim
         elif name == VECTOR:
             batch[name] = torch.stack([torch.zeros(vector_dim) if value is None else value for value in values])
         else:
-            batch[name] = encode_batch([value or "" for value in values], config.model.context)
+            batch[name] = encode_captions([value or "" for value in values], config.model)
     batch["present"] = torch.tensor([[item[name] is not None for name in config.modalities] for item in items])
     return batch
 

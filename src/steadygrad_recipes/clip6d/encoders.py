@@ -105,10 +105,10 @@ class VectorEncoder(nn.Module):
         return projected
 
 
-def pad_tokens(rows: list[Tensor]) -> Tensor:
+def pad_tokens(rows: list[Tensor], fill: int = FILL) -> Tensor:
     """Stack several [B, T] with different T on top of each other."""
     longest = max(row.shape[1] for row in rows)
-    return torch.cat([F.pad(row, (0, longest - row.shape[1]), value=FILL) for row in rows])
+    return torch.cat([F.pad(row, (0, longest - row.shape[1]), value=fill) for row in rows])
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -23,7 +23,9 @@ from steadygrad.trainer.ranks import count_ranks, is_first
 from steadygrad.trainer.stages import shape_rate
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, ModelConfig
 from steadygrad_recipes.clip6d.encoders import ImageEncoder, TextEncoder, VectorEncoder, pad_tokens
+from steadygrad_recipes.clip6d.pretrained import GAP, open_encoders
 from steadygrad_recipes.clip6d.retrieval import measure_recall
+from steadygrad_recipes.clip6d.tokens import FILL
 
 LightningModule: Any = import_extra(
     "lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d"
@@ -90,10 +92,12 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
 
     def _make_encoders(self, model: ModelConfig, vector_dim: int) -> None:
         self.texts = tuple(name for name in self.modalities if name not in (IMAGE, VECTOR))
+        self.fill = FILL if model.pretrained is None else GAP
+        trained = None if model.pretrained is None else open_encoders(model)
         if IMAGE in self.modalities:
-            self.image_encoder = ImageEncoder(model)
+            self.image_encoder = ImageEncoder(model) if trained is None else trained[0]
         if self.texts:
-            self.text_encoder = TextEncoder(model)
+            self.text_encoder = TextEncoder(model) if trained is None else trained[1]
         if VECTOR in self.modalities:
             self.vector_encoder = VectorEncoder(vector_dim, model)
 
@@ -108,7 +112,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         """Return modality -> [B, D], not normalised, in the order of `modalities`. One pass serves all languages."""
         features: dict[str, Tensor] = {}
         if self.texts:
-            rows = self.text_encoder(pad_tokens([batch[name] for name in self.texts]))
+            rows = self.text_encoder(pad_tokens([batch[name] for name in self.texts], self.fill))
             features |= dict(zip(self.texts, rows.chunk(len(self.texts))))
         if IMAGE in self.modalities:
             features[IMAGE] = self.image_encoder(batch[IMAGE])
@@ -160,6 +164,26 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             self.log("grad", stats["global_grad_norm"], prog_bar=True)
             if guarded and self.gradient_monitor is not None and stats["global_grad_norm"] > EXPLODING:
                 self.gradient_monitor.exploding_threshold = math.inf  # clipped: one warning per epoch, not one per step
+
+        if self.enable_activation_monitoring and is_whole and self.global_step % self.log_frequency == 0 and is_first():
+            self._tell_activations()
+
+    def _tell_activations(self) -> None:
+        """Print what the activations of this step were like, and record the share of units that never fired."""
+        found = self.get_activation_statistics()
+        dead = found["dead_neurons"]
+        worst = max(dead, key=dead.__getitem__, default=None)
+        share = sum(dead.values()) / max(1, len(found["activations"]))
+        spread = [float(one["std"]) for one in found["activations"].values() if math.isfinite(float(one["std"]))]
+        most = f", most in {worst} ({dead[worst]:.1%})" if worst is not None else ""
+        print(
+            f"Step {self.global_step} - Activations: {len(found['activations'])} layers, "
+            f"std {min(spread, default=0.0):.3g} to {max(spread, default=0.0):.3g}, dead units {share:.1%}{most}"
+        )
+        self.log("dead_units", share)
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, GuardCallback) and callback.guards:
+                callback.guard.log(dead_units=share)
 
     def on_train_epoch_start(self) -> None:
         """Allow a warning about large norms again."""

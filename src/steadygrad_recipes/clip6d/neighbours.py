@@ -14,10 +14,17 @@ from steadygrad.errors import UsageError
 from steadygrad.trainer.files import load_trained
 from steadygrad_recipes.clip6d.captions import Sample
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, Clip6dConfig, split_modality
-from steadygrad_recipes.clip6d.data import CaptionDataset, Corpus, collate, has_modality, read_corpus, read_image
+from steadygrad_recipes.clip6d.data import (
+    CaptionDataset,
+    Corpus,
+    collate,
+    encode_captions,
+    has_modality,
+    read_corpus,
+    read_image,
+)
 from steadygrad_recipes.clip6d.fit import build_module, find_folder
 from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
-from steadygrad_recipes.clip6d.tokens import encode_batch
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 """A query with one of these suffixes is a file, not a text."""
@@ -32,6 +39,8 @@ def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: A
     module = build_module(config, corpus)
     load_trained(run_dir, module)
     module.eval()
+    if Path(query).is_dir():
+        return tell_zero_shot(module, Path(query), config, console)
     own, vector = encode_query(module, query, config)
     samples = [*corpus.train, *corpus.val]
     features = encode_samples(module, samples, corpus, config)
@@ -49,6 +58,34 @@ def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: A
     return 0
 
 
+def tell_zero_shot(module: EnhancedLightningCLIPModule, folder: Path, config: Clip6dConfig, console: Any) -> int:
+    """Print how often the pictures of each class are nearest to its name; a class is a folder of pictures."""
+    if IMAGE not in config.modalities or not module.texts:
+        raise UsageError(f"classes need images and a language, and this run has {', '.join(config.modalities)}.")
+    classes = {one.name: _list_pictures(one) for one in sorted(folder.iterdir()) if one.is_dir()}
+    classes = {name: files for name, files in classes.items() if files}
+    if len(classes) < 2:
+        raise UsageError(
+            f"{folder} has {len(classes)} folders of pictures. Give one folder for each class, two or more."
+        )
+    names = [name.replace("_", " ") for name in classes]
+    texts = F.normalize(module.text_encoder(encode_captions(names, config.model)), dim=-1)
+    right = total = 0
+    for index, (name, files) in enumerate(classes.items()):
+        pixels = [read_image(file, config.model.image_size) for file in files]
+        images = torch.stack([one for one in pixels if one is not None])
+        found = (F.normalize(module.image_encoder(images), dim=-1) @ texts.mT).argmax(1)
+        hits = int((found == index).sum())
+        right, total = right + hits, total + len(images)
+        console.say(f"  {name}  {hits} of {len(images)}")
+    console.say(f"Zero-shot accuracy {right / total:.3f}, by chance {1 / len(classes):.3f}", "bold")
+    return 0
+
+
+def _list_pictures(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in PICTURES)
+
+
 def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6dConfig) -> tuple[str, Tensor]:
     """Return the query's modality and its features."""
     path = Path(query)
@@ -64,7 +101,7 @@ def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6d
         raise UsageError(f"there is no picture {path}. Give the path of an image, or a text.")
     if not module.texts:
         raise UsageError(f"{path} is no file, and this model knows no language. Give the path of an image.")
-    return "text", module.text_encoder(encode_batch([query], config.model.context))[0]
+    return "text", module.text_encoder(encode_captions([query], config.model))[0]
 
 
 def encode_samples(
@@ -81,6 +118,6 @@ def encode_samples(
 def describe_sample(sample: Sample, name: str) -> str:
     """Return the caption, or the image's file name."""
     if name == IMAGE:
-        return "" if sample.image is None else sample.image.name
+        return str(getattr(sample.image, "name", f"image {sample.id}"))
     language, number = split_modality(name)
     return sample.captions[language][(number or 1) - 1]

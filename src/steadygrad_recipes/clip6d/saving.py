@@ -116,7 +116,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress.train_history.append(epoch)
         self._progress.val_history.append({**self.metrics})
         self._console.say(describe_epoch(epoch, self.metrics, self._config.epochs))
-        self._save(trainer)
+        self._save(trainer, ends_epoch=True)
 
     def _tell_progress(self, step: int) -> None:
         """Print a line every `log_every` steps, where no bar on a terminal shows the same."""
@@ -153,7 +153,8 @@ class RunSaver(Callback):  # type: ignore[misc]
             self.guard.validate(self.metrics["val_loss"])
             trainer.should_stop = trainer.should_stop or self.guard.should_stop
 
-    def _save(self, trainer: Any) -> None:
+    def _save(self, trainer: Any, *, ends_epoch: bool = False) -> None:
+        self._io.ends_epoch = ends_epoch
         evaluated = self._progress.evaluated == trainer.global_step
         self._io.metrics = {"val_loss": self.metrics["val_loss"]} if evaluated else {}
         trainer.save_checkpoint(self._run_dir / "checkpoints")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.checkpoint import CheckpointStore
+from steadygrad.checkpoint.catalogue import ENDS_EPOCH
 from steadygrad.errors import CheckpointError, NonFiniteStateError
 from steadygrad.extras import import_extra
 from steadygrad.trainer.files import read_checkpoint
@@ -36,13 +37,16 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
         self.store = store
         self.metrics: Mapping[str, float] = {}
         """Metrics to record with the next checkpoint."""
+        self.ends_epoch = False
+        """Whether that is the one at the end of an epoch."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:  # noqa: ARG002
         """Save for Lightning; a state that is not finite is rejected and reported, and training continues."""
         rest = {key: value for key, value in checkpoint.items() if key != WEIGHTS}
         state = {"model": dict(checkpoint[WEIGHTS]), LIGHTNING: rest}
         try:
-            self.store.save(state, step=checkpoint["global_step"], metrics=self.metrics)
+            about = {ENDS_EPOCH: True} if self.ends_epoch else {}
+            self.store.save(state, step=checkpoint["global_step"], metrics=self.metrics, about=about)
         except NonFiniteStateError as error:
             logger.error("No checkpoint was saved: %s", error)
 

@@ -5,6 +5,7 @@ torch is imported only to train or predict, so that the command line can list th
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Config = CodConfig
 SUMMARY = "two-stage segmentation of camouflaged objects"
+_CLASSES = {"CamouflageNet": "model", "CodTrainer": "trainer"}
+"""Name -> module, for `__getattr__`."""
 PREDICT = "masks of a picture, or of a folder of them, by a trained run; written into its predictions"
 TAKES_WEIGHTS = True
 """--resume may name a file from another program, such as `best_model.pth`."""
@@ -41,3 +44,10 @@ def open_target(config: CodConfig) -> Target:
     from steadygrad_recipes.tuning import open_cod
 
     return open_cod(config)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class of this recipe when it is asked for: the command line needs none of them."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)

@@ -6,6 +6,7 @@ torch, so that settings can be shown and checked before anything heavy is loaded
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 Config = MMDiTConfig
 SUMMARY = "text and latent diffusion trained jointly by a multimodal transformer"
+_CLASSES = {"MMDiT": "model", "MMDiTTrainer": "trainer"}
+"""Name -> module, for `__getattr__`."""
 
 __all__ = ["QUICK", "SUMMARY", "Config", "MMDiTConfig", "open_target", "sample", "train"]
 
@@ -39,3 +42,10 @@ def open_target(config: MMDiTConfig) -> Target:
     from steadygrad_recipes.tuning import open_mmdit
 
     return open_mmdit(config)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class of this recipe when it is asked for: the command line needs none of them."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)

@@ -6,6 +6,7 @@ needed, so that the command line can list the fields without it.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 Config = UltraOptimizedConfig
 SUMMARY = "score web pages for search engines: several metrics from HTML features and text"
+_CLASSES = {"UltraOptimizedSEOMetricsModule": "model", "UltraOptimizedSEOTrainer": "trainer"}
+"""Name -> module, for `__getattr__`."""
 ALIASES = {"lr": "learning_rate"}
 PREDICT = "scores by a trained run: of an HTML page, a folder of them, or each row of a .csv or .jsonl table"
 QUICK = {"epochs": 12, "num_synthetic": 400, "hidden": 64, "text_dim": 32, "num_buckets": 2048}
@@ -40,3 +43,17 @@ def open_target(config: UltraOptimizedConfig) -> Target:
     from steadygrad_recipes.tuning import open_seo
 
     return open_seo(config)
+
+
+def check(*, console: Any) -> int:
+    """Run the checks of the document that this recipe follows; returns how many failed."""
+    from steadygrad_recipes.seo.check_setup import check_setup
+
+    return check_setup(console.say)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class of this recipe when it is asked for: the command line needs none of them."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)

@@ -6,6 +6,7 @@ Follows a training whose log read `{'loss': 0.0, 'grad_norm': nan}`. `steadygrad
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ __all__ = ["LOOP", "QUICK", "SUMMARY", "Config", "predict", "train"]
 
 Config = SftConfig
 SUMMARY = "supervised fine-tuning with LoRA, by transformers' Trainer"
+_CLASSES = {"train_model": "fine_tune"}
+"""Name -> module, for `__getattr__`."""
 LOOP = "transformers' Trainer"
 
 
@@ -72,3 +75,10 @@ def read_prompts(path: Path) -> list[Example]:
 
 def _spell_prompt(example: Example) -> Any:
     return example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class of this recipe when it is asked for: the command line needs none of them."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)

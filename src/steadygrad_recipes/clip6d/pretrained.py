@@ -1,0 +1,112 @@
+"""A folder of a CLIP model, as transformers saves it -> its image and text encoders, and its tokenizer.
+
+Weights are read from safetensors, nothing is downloaded, and no code of the folder runs. The sizes of the model are its
+own: settings that contradict them are refused, with the values to write.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.errors import ConfigError
+from steadygrad.extras import import_extra
+from steadygrad_recipes.clip6d.config import ModelConfig
+
+GAP = -1
+"""Fills rows of tokens; no tokenizer has it."""
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the pixels that CLIP was trained on."""
+
+
+class ClipImage(nn.Module):
+    """[B, 3, S, S] of bytes -> [B, D], by CLIP's vision model."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(STD).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        embeds: Tensor = self.model(pixel_values=(images.float() / 255 - self.mean) / self.std).image_embeds
+        return embeds
+
+
+class ClipText(nn.Module):
+    """[B, T] of the tokenizer's ids, filled with GAP -> [B, D], by CLIP's text model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        told = tokens != GAP
+        ids = torch.where(told, tokens, int(self.model.config.eos_token_id))
+        embeds: Tensor = self.model(input_ids=ids, attention_mask=told.long()).text_embeds
+        return embeds
+
+
+def open_encoders(config: ModelConfig) -> tuple[ClipImage, ClipText]:
+    """Return both encoders with their weights."""
+    folder = _require_folder(config)
+    transformers = import_extra("transformers", "transformers", what="model.pretrained", error=ConfigError)
+    safely: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+    try:
+        image = transformers.CLIPVisionModelWithProjection.from_pretrained(folder, **safely)
+        text = transformers.CLIPTextModelWithProjection.from_pretrained(folder, **safely)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.pretrained: {folder} cannot be read as a CLIP model: {reason}.") from None
+    _require_sizes(config, {"image_size": image.config.image_size, "embed_dim": image.config.projection_dim})
+    return ClipImage(image), ClipText(text)
+
+
+@functools.cache
+def open_tokenizer(folder: str) -> Any:
+    """Return the tokenizer in the folder."""
+    transformers = import_extra("transformers", "transformers", what="model.pretrained", error=ConfigError)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.pretrained: {folder} has no tokenizer: {reason}. Save it there too.") from None
+
+
+def encode_texts(texts: Sequence[str], folder: str, context: int) -> Tensor:
+    """Return [B, T] of ids for the longest of them, cut at `context`; each ends with the tokenizer's end."""
+    tokenizer = open_tokenizer(folder)
+    longest = min(context, int(tokenizer.model_max_length))
+    end = tokenizer.eos_token_id
+    rows = [list(tokenizer(text)["input_ids"]) for text in texts]
+    rows = [row if row and row[-1] == end else [*row, end] for row in rows]
+    rows = [row if len(row) <= longest else [*row[: longest - 1], end] for row in rows]
+    width = max(map(len, rows))
+    return torch.tensor([row + [GAP] * (width - len(row)) for row in rows])
+
+
+def _require_folder(config: ModelConfig) -> Path:
+    folder = Path(str(config.pretrained))
+    if (folder / "open_clip_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.pretrained: {folder} is a model of OpenCLIP. Give one that transformers saved: its CLIPModel has "
+            "the same weights under other names, and most of them are published both ways."
+        )
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.pretrained: {folder} has no config.json. Give a folder of CLIPModel.save_pretrained.")
+    return folder
+
+
+def _require_sizes(config: ModelConfig, sizes: dict[str, int]) -> None:
+    wrong = {name: size for name, size in sizes.items() if getattr(config, name) != size}
+    if wrong:
+        flags = " ".join(f"--model.{name.replace('_', '-')} {size}" for name, size in wrong.items())
+        raise ConfigError(f"model.pretrained: {config.pretrained} has other sizes than the settings. Give {flags}.")
