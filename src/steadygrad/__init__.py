@@ -10,6 +10,7 @@ Names that need torch are loaded when they are first used, so that `import stead
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from steadygrad._version import __version__
@@ -140,8 +141,18 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'steadygrad' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
+    _note_loads()
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _note_loads() -> None:
+    """Once torch is there, note which weights a program loads: that happens before it makes a Guard."""
+    if sys.modules.get("torch") is not None:
+        importlib.import_module("steadygrad.measure.loads").install()
+
+
+_note_loads()

@@ -46,7 +46,9 @@ def test_a_healthy_script_passes_every_check_that_applies(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["num_steps"] == 24
-    assert {check["passed"] for check in told["checks"]} == {True}
+    passed = [check["passed"] for check in told["checks"]]
+    assert False not in passed
+    assert passed.count(None) == 1  # about ranks, of which there is one
 
 
 def test_a_script_without_a_step_was_not_checked(tmp_path: Path) -> None:

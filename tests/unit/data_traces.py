@@ -11,7 +11,6 @@ from steadygrad.facts.program import (
     LabelScan,
     LossCall,
     LossScan,
-    LostUpdates,
     MixedAxes,
     ModeScan,
     RandomEvaluation,
@@ -58,12 +57,6 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "single_row": (
         lambda: [SingleSample(step=1, tensor="1", shape=(1, 8), other="0", other_shape=(16, 8))],
         1,
-    ),
-    "lost_updates": (
-        lambda: [
-            LostUpdates(step=31, num_steps=32, unchanged_share=0.9, num_elements=99, dtype="bfloat16", rate_rose=False)
-        ],
-        0,
     ),
 }
 """Rule -> its trace, and the step that it must name."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_traces import DATA_TROUBLE, DEPENDENCE, EVAL_MODE
+from program_traces import PROGRAM_TROUBLE
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect import Rule, standard_rules
@@ -378,6 +379,8 @@ TROUBLE: dict[str, Trouble] = {
     "frequent_actions": Trouble(
         facts=lambda: [ActionTaken(step=100 * i, action=Action.SKIP) for i in range(6)], step=400
     ),
+    "vanished_rate": Trouble(facts=lambda: _steps(80, lambda t: reading(t, learning_rates=(0.0,))), step=0),
+    **{name: Trouble(facts=facts, step=step) for name, (facts, step) in PROGRAM_TROUBLE.items()},
     "eval_while_training": Trouble(facts=lambda: [EVAL_MODE, *_steps(20, reading)], step=3),
     "independent_labels": Trouble(facts=lambda: [*_steps(70, reading), DEPENDENCE], step=70),
     "eps_gradient": Trouble(facts=lambda: [reading(0, norm=1e11), *_steps(20, reading)], step=0),

@@ -8,21 +8,24 @@ from steadygrad.diagnose.own_names import use_own_names
 
 
 @pytest.mark.parametrize(
-    ("fix", "operands", "shown"),
+    ("op", "fix", "operands", "shown"),
     [
-        ("x / (y + eps)", ("total", "count"), "total / (count + eps)"),
-        ("x.clamp_min(eps).sqrt()", ("h.var(dim=1)",), "h.var(dim=1).clamp_min(eps).sqrt()"),
-        ("torch.log(x + eps)", ("a - b",), "torch.log(a - b + eps)"),
-        ("x * y", ("y", "x"), "y * x"),
-        ("torch.exp(x - x.max())", ("a + b",), "torch.exp(a + b - (a + b).max())"),
-        ("x / (y + eps)", ("total",), "x / (y + eps)"),
-        ("x / (y + eps)", ("total", ""), "x / (y + eps)"),
-        ("lower the learning rate", ("x",), "lower the learning rate"),
-        ("torch.nan_to_num(x)", (), "torch.nan_to_num(x)"),
+        ("div", "x / (y + eps)", ("total", "count"), "total / (count + eps)"),
+        ("sqrt", "x.clamp_min(eps).sqrt()", ("h.var(dim=1)",), "h.var(dim=1).clamp_min(eps).sqrt()"),
+        ("log", "torch.log(x + eps)", ("a - b",), "torch.log(a - b + eps)"),
+        ("mul", "x * y", ("y", "x"), "y * x"),
+        ("div", "x / (y + eps)", ("total",), "x / (y + eps)"),
+        ("div", "x / (y + eps)", ("total", ""), "x / (y + eps)"),
+        ("sqrt", "lower the learning rate", ("x",), "lower the learning rate"),
+        ("sqrt", "torch.nan_to_num(x)", (), "torch.nan_to_num(x)"),
+        # Here x is not the operand of the op that failed.
+        ("sqrt", "steadygrad.losses.safe_norm(x, dim=-1)", ("h.sum(-1)",), "steadygrad.losses.safe_norm(x, dim=-1)"),
+        ("div", "(x * mask).sum(-1) / mask.sum(-1)", ("a", "b"), "(x * mask).sum(-1) / mask.sum(-1)"),
+        ("exp", "torch.exp(x - x.max())", ("a",), "torch.exp(x - x.max())"),
     ],
-)
-def test_a_fix_names_the_operands_of_the_line(fix: str, operands: tuple[str, ...], shown: str) -> None:
-    assert use_own_names((fix,), operands) == (shown,)
+)  # fmt: skip
+def test_a_fix_names_the_operands_of_the_line(op: str, fix: str, operands: tuple[str, ...], shown: str) -> None:
+    assert use_own_names((fix,), operands, f"aten.{op}") == (shown,)
 
 
 def test_a_diagnosis_suggests_what_can_be_pasted_into_the_line() -> None:

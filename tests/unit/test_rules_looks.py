@@ -172,10 +172,19 @@ def test_a_parameter_that_has_moved_ever_since_and_then_stands_still_is_not_stuc
     assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), [*moving, *still])] == [Severity.INFO]
 
 
-def test_a_run_in_which_nothing_moves_is_no_stuck_parameter() -> None:
+def test_a_run_in_which_nothing_moves_any_more_is_no_stuck_parameter() -> None:
+    moving: list[Fact] = [ParameterScan(step=0, num_changed=2, changed=("v", "w"))]
+    facts: list[Fact] = [ParameterScan(step=t, unchanged=("v", "w"), num_changed=0) for t in range(1, 12)]
+
+    assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), moving + facts)] == [Severity.INFO]
+
+
+def test_a_run_in_which_nothing_has_moved_since_the_first_step_is_stuck() -> None:
     facts: list[Fact] = [ParameterScan(step=t, unchanged=("v", "w"), num_changed=0) for t in range(12)]
 
-    assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), facts)] == [Severity.INFO]
+    found = findings_of(rule_named("unchanged_parameter"), facts)
+
+    assert [(f.severity, f.step) for f in found] == [(Severity.WARNING, 0)]
 
 
 # --- the program -----------------------------------------------------------------------------------------------------

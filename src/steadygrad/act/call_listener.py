@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadygrad.measure.torch_calls import calls_muted
+
 _num_muted = 0
 
 
@@ -26,7 +28,8 @@ def listeners_muted() -> Iterator[None]:
     global _num_muted
     _num_muted += 1
     try:
-        yield
+        with calls_muted():
+            yield
     finally:
         _num_muted -= 1
 

@@ -10,13 +10,18 @@ from steadygrad.config import DetectConfig
 from steadygrad.detect import (
     actions,
     activations,
+    call_order,
     graph,
     inputs,
     leading,
     loss,
     loss_trend,
+    model_scan,
     modes,
     parameters,
+    precision,
+    rank_agreement,
+    schedule,
     stream,
     validation,
 )
@@ -26,7 +31,6 @@ from steadygrad.detect import loss_program as program
 from steadygrad.detect.base import FunctionRule, Rule, rule
 from steadygrad.detect.eps_gradient import EpsGradient
 from steadygrad.detect.instability import InstabilityForecast
-from steadygrad.detect.lost_updates import LostHalfUpdates
 from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, NonfiniteLoss, NonfiniteParameter
 from steadygrad.detect.scaler import ScalerCollapse
 from steadygrad.detect.start import RateTooHigh
@@ -109,8 +113,15 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         stream.IndependentLabels(),
         stream.ChangedDataset(),
         stream.SingleRow(),
-        LostHalfUpdates(),
         EpsGradient(),
+        # the program's calls, its model, its ranks and its number formats
+        *(rule() for rule in (call_order.DividedTwice, call_order.ScaledGradient, call_order.ClearedGradient)),
+        *(rule() for rule in (call_order.UselessClip, schedule.VanishedRate)),
+        *(rule() for rule in (model_scan.OutOfReach, model_scan.Untied, model_scan.NotFrozen, model_scan.FrozenHead)),
+        *(rule() for rule in (model_scan.LostWeights, model_scan.StaleSave, model_scan.IdleAverage)),
+        *(rule() for rule in (rank_agreement.RanksDiffer, rank_agreement.SameBatch, rank_agreement.ZeroInput)),
+        *(rule() for rule in (precision.LostUpdate, precision.UnheededAutocast, precision.FlushedGradient)),
+        precision.Redrawn(),
         # habits
         ScalerCollapse(config),
         actions.FrequentClipping(config),

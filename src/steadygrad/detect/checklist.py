@@ -38,17 +38,31 @@ CHECKS = (
     Check(
         "batches and their order",
         ("Reading",),
-        ("repeated_batch", "repeated_order", "changed_dataset", "independent_labels", "outlier_input", "same_batch"),
+        ("repeated_batch", "repeated_order", "changed_dataset", "independent_labels", "outlier_input"),
     ),
     Check(
         "parameters and optimizer",
-        ("ParameterScan",),
-        ("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "lost_updates"),
+        ("ParameterScan", "ModelScan"),
+        (
+            *("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "out_of_reach"),
+            *("untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save", "idle_average"),
+        ),
     ),
+    Check(
+        "the order of calls, and the schedule",
+        ("CallScan",),
+        ("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate", "stale_gradient"),
+    ),
+    Check(
+        "number formats",
+        ("CallScan",),
+        ("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise", "underflowing_epsilon"),
+    ),
+    Check("ranks", ("RankScan",), ("ranks_differ", "same_batch", "zero_input", "rank_waits")),
     Check(
         "losses and gradients",
         ("Reading",),
-        ("nonfinite_loss", "nonfinite_gradient", "stale_gradient", "zero_loss", "rate_too_high", "vanishing_gradient"),
+        ("nonfinite_loss", "nonfinite_gradient", "zero_loss", "rate_too_high", "vanishing_gradient"),
     ),
 )
 

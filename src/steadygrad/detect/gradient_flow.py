@@ -192,14 +192,20 @@ class StaleGradient(Remembering):
     """Gradients of the previous step were still there when backward began: zero_grad() was forgotten."""
 
     name = "stale_gradient"
-    memory = ("_episode",)
+    memory = ("_episode", "_last_norm")
 
     def __init__(self, config: DetectConfig) -> None:
         self._episode = Episode(config.repeat_after, quiet=100)
+        self._last_norm = 0.0
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the first step that adds to an old gradient."""
-        if not isinstance(fact, Reading) or not self._episode.tell(fact.step, bool(fact.stale)):
+        """A warning at the first step that adds to an old gradient; adding to zeros is harmless."""
+        if not isinstance(fact, Reading):
+            return
+        was_zero = self._last_norm == 0.0
+        if not fact.is_nonfinite:
+            self._last_norm = fact.finite_grad_norm
+        if not self._episode.tell(fact.step, bool(fact.stale) and not was_zero):
             return
         yield Finding(
             kind=self.name,

@@ -12,13 +12,16 @@ from steadygrad.facts import Fact, Finding, ParameterScan, Reading, Severity
 from steadygrad.stats import Baseline, median
 from steadygrad.words import spell_count
 
+NUM_STILL = 2
+"""Scans after which a model that has not moved at all is reported: a warm-up from 0 moves nothing at first."""
+
 
 class UnchangedParameter(Remembering):
     """A parameter has a gradient and a learning rate, and does not move.
 
     One that has never moved while others do is stuck (a copy is trained instead, or its optimizer never steps): a
-    warning. One that moved before has updates that rounding swallows (bfloat16, a small learning rate): an info,
-    since that also happens at the end of a decay.
+    warning, and so is a model of which nothing has moved since the first step. One that moved before has updates that
+    rounding swallows (bfloat16, a small learning rate): an info, since that also happens at the end of a decay.
     """
 
     name = "unchanged_parameter"
@@ -44,9 +47,12 @@ class UnchangedParameter(Remembering):
             self._num_scans[name] = self._num_scans.get(name, 0) + 1
             self._first.setdefault(name, max(0, fact.step))
         still = [name for name, scans in self._num_scans.items() if scans >= self._patience]
-        stuck = [name for name in still if name not in self._moved and name not in self._told and fact.num_changed]
+        if not self._moved and not fact.num_changed:  # nothing at all, twice: no end of a decay looks like this
+            still = [name for name, scans in self._num_scans.items() if scans >= NUM_STILL]
+        is_start = not self._moved
+        stuck = [name for name in still if name not in self._moved | self._told and (fact.num_changed or is_start)]
         self._told.update(stuck)
-        if stuck or self._info.tell(fact.step, bool(still)):
+        if stuck or self._info.tell(fact.step, not self._told.issuperset(still)):
             names = stuck or still
             yield Finding(
                 kind=self.name,

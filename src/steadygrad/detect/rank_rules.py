@@ -12,8 +12,9 @@ from typing import get_args
 from steadygrad.detect.base import Rule
 from steadygrad.facts import ActivationScan, Fact, GraphScan, InputScan
 from steadygrad.facts.program import ProgramFact
+from steadygrad.facts.program_scans import ProgramScan
 
-OWN_FACTS = (InputScan, ActivationScan, GraphScan, *get_args(ProgramFact))
+OWN_FACTS = (InputScan, ActivationScan, GraphScan, *get_args(ProgramFact), *get_args(ProgramScan))
 ABOUT_BATCHES = frozenset(
     {"nonfinite_input", "outlier_input", "all_labels_masked"}
     | {"eval_while_training", "train_mode_validation", "independent_labels", "eps_gradient"}

@@ -139,7 +139,7 @@ class CauseBuilder:
             node=self.origin.event.node,
             inputs=self.spell_operands(place, situation),
             explanation=why.text,
-            fixes=use_own_names(why.fixes, self.name_operands(place, situation)),
+            fixes=use_own_names(why.fixes, self.name_operands(place, situation), self.culprit.name),
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
             chain=self._describe_chain(),

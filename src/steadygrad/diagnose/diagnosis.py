@@ -268,7 +268,7 @@ class Diagnosis:
             symptom=spell_error(error),
             name=why.name,
             explanation=why.text,
-            fixes=use_own_names(why.fixes, CauseBuilder.name_operands(refusal.place, situation)),
+            fixes=use_own_names(why.fixes, CauseBuilder.name_operands(refusal.place, situation), refusal.op),
             inputs=CauseBuilder.spell_operands(refusal.place, situation),
             **CauseBuilder.where_of(refusal.place, self._modules),
         )

@@ -28,6 +28,8 @@ from steadygrad.facts import Cause
 
 MOST_VIEWS = 8
 """Calls with a bad result that are looked at closely: the first ones are where it began."""
+MOST_CALLS = 1_000_000
+"""Calls after which nothing more is noted: the program calls its model without ever stepping its optimizer."""
 NOTE = "Found while the step ran, not in a replay."
 
 
@@ -64,7 +66,7 @@ class LiveTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if os.getpid() != self._process:  # a worker forked while the step ran
+        if self._trace.num_calls >= MOST_CALLS or os.getpid() != self._process:  # a worker forked while the step ran
             return func(*args, **kwargs)
         number = self._trace.num_calls
         result = self._trace.call(func, args, kwargs)

@@ -1,13 +1,20 @@
 """Fixes written with x, y and z -> the same with the program's own operands: `var.clamp_min(eps).sqrt()`.
 
-A fix is code that a reader copies, and a placeholder may be the name of something else in that program. Where the
-operands have no readable text, a fix stays as it is; prose always does.
+A fix is code that a reader copies, and a placeholder may be the name of something else in that program. A fix is
+rewritten only if on harmless numbers it computes what the op computes: the x of `safe_norm(x)` is not the operand of
+the square root that it replaces. Other fixes stay as they are, and so does prose.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import math
 from collections.abc import Sequence
+
+import torch
+
+from steadygrad.diagnose.explanations.entry import plain_name
 
 PLACEHOLDERS = ("x", "y", "z")
 """What the explanations call the first, second and third operand."""
@@ -21,25 +28,37 @@ class _Replace(ast.NodeTransformer):
         return self._operands.get(node.id, node)
 
 
-def use_own_names(fixes: Sequence[str], operands: Sequence[str]) -> tuple[str, ...]:
-    """Return the fixes with the texts of the operands in place of x, y and z; identical ones once."""
+def use_own_names(fixes: Sequence[str], operands: Sequence[str], op: str) -> tuple[str, ...]:
+    """Return the fixes of `op` with the texts of its operands in place of x, y and z; identical ones once."""
     known = {name: tree for name, text in zip(PLACEHOLDERS, operands) if (tree := _parse(text)) is not None}
-    return tuple(dict.fromkeys(_rename(fix, known) for fix in fixes))
+    return tuple(dict.fromkeys(_rename(fix, known, op) for fix in fixes))
 
 
-def _rename(fix: str, known: dict[str, ast.expr]) -> str:
+def _rename(fix: str, known: dict[str, ast.expr], op: str) -> str:
     tree = _parse(fix)
     if tree is None or isinstance(tree, ast.Name | ast.Constant):
         return fix
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & set(PLACEHOLDERS)
-    if not used or not used <= set(known) or _calls_placeholder(tree):
+    if not used or not used <= set(known) or not _computes_the_same(fix, op, len(known)):
         return fix
     return ast.unparse(ast.fix_missing_locations(_Replace(known).visit(tree)))
 
 
-def _calls_placeholder(tree: ast.expr) -> bool:
-    """Return whether a fix is about a function that it calls f or loss: then its x is what that function is given."""
-    return any(isinstance(node, ast.Call) and isinstance(node.func, ast.Name) for node in ast.walk(tree))
+@functools.cache
+def _computes_the_same(fix: str, op: str, num: int) -> bool:
+    """Return whether a fix, which is a line of our own library, gives what `op` gives where nothing is wrong."""
+    import steadygrad
+
+    generator = torch.Generator().manual_seed(0)
+    values = [0.25 + 0.5 * torch.rand(4, 4, generator=generator) for _ in range(num)]
+    known = {"torch": torch, "F": torch.nn.functional, "math": math, "steadygrad": steadygrad, "eps": 1e-6}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            expected = getattr(torch.ops.aten, plain_name(op))(*values)
+            got = eval(fix, {**known, **dict(zip(PLACEHOLDERS, values))})
+            return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-3, atol=1e-3)
+    except Exception:  # it needs other operands, or names that are not the op's
+        return False
 
 
 def _parse(text: str) -> ast.expr | None:

@@ -30,6 +30,7 @@ from steadygrad.facts.looks import (
     ParameterScan,
     Validation,
 )
+from steadygrad.facts.program_scans import CallScan, Load, ModelScan, PrecisionScan, RankScan, RankWait
 from steadygrad.facts.proof import Answer, Proof
 from steadygrad.facts.reading import (
     NUM_COLUMNS,
@@ -47,6 +48,7 @@ __all__ = [
     "ActivationStats",
     "Answer",
     "Broadcast",
+    "CallScan",
     "Cause",
     "EpochEnd",
     "Evidence",
@@ -58,10 +60,15 @@ __all__ = [
     "Incident",
     "InputScan",
     "InputStats",
+    "Load",
+    "ModelScan",
     "Number",
     "Outcome",
     "ParameterScan",
+    "PrecisionScan",
     "Proof",
+    "RankScan",
+    "RankWait",
     "Reading",
     "Severity",
     "StepRecord",

@@ -44,9 +44,14 @@ _NOT_OF_SETTINGS = (
     *("nonfinite_input", "outlier_input", "all_labels_masked"),  # the data
     *("unregistered_layers", "silent_broadcast", "double_softmax", "anomaly_mode_left_on", "partial_overlap"),
     *("missing_gradient", "stale_gradient", "unchanged_parameter", "added_gradients", "dropped_gradients"),
+    *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),  # calls and schedule
+    *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
+    *("stale_save", "idle_average"),
+    *("ranks_differ", "same_batch", "zero_input", "rank_waits"),  # ranks
+    *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
     *("wrong_loss_input", "one_element_norm", "mixed_samples", "shifted_labels", "padding_in_loss", "lost_ends"),
     *("swapped_mask", "eval_while_training", "train_mode_validation", "dropout_in_evaluation", "repeated_batch"),
-    *("repeated_order", "sorted_labels", "independent_labels", "changed_dataset", "single_row", "lost_updates"),
+    *("repeated_order", "sorted_labels", "independent_labels", "changed_dataset", "single_row"),
     *("eps_gradient", "constant_labels"),
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these
     *("frequent_clipping", "many_skips", "frequent_actions", "asked_for"),  # what was done

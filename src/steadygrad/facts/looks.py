@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from steadygrad.facts.incident import Action
 from steadygrad.facts.program import ProgramFact
+from steadygrad.facts.program_scans import ProgramScan
 from steadygrad.facts.reading import Reading
 
 
@@ -57,6 +58,8 @@ class ParameterScan:
     """... and their names."""
     norms: Mapping[str, float] = field(default_factory=dict, repr=False)
     """L2 norms of the trained parameters that have two dimensions or more; empty when they were not measured."""
+    checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """32 bits that depend on every bit of a trained parameter, as this rank alone holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +150,6 @@ class ActionTaken:
     action: Action
 
 
-Fact = (
-    Reading | Validation | EpochEnd | ParameterScan | InputScan | ActivationScan | GraphScan | ActionTaken | ProgramFact
-)
+Scan = ParameterScan | InputScan | ActivationScan | GraphScan
+Fact = Reading | Validation | EpochEnd | Scan | ActionTaken | ProgramFact | ProgramScan
 """What a rule can judge."""

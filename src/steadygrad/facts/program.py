@@ -195,21 +195,6 @@ class SingleSample:
     other_shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostUpdates:
-    """How much of the weights has stayed exactly as it was, in parameters kept in half precision."""
-
-    step: int
-    num_steps: int
-    """Steps since the weights were copied."""
-    unchanged_share: float
-    """Share of the sampled elements that are bit for bit what they were, of those that had a gradient."""
-    num_elements: int
-    dtype: str
-    rate_rose: bool
-    """Whether a learning rate has risen meanwhile, as in a warm-up."""
-
-
 ProgramFact = (
     LossScan
     | Divisions
@@ -221,6 +206,5 @@ ProgramFact = (
     | StreamScan
     | StoredDataChange
     | SingleSample
-    | LostUpdates
 )
 """Facts about the program, seen by each rank for itself."""

@@ -18,6 +18,7 @@ from torch import nn
 from steadygrad.clip import Clipper
 from steadygrad.config import GuardConfig
 from steadygrad.config.switch import is_switched_off
+from steadygrad.detect.rank_agreement import describe_wait
 from steadygrad.guard.backward import BackwardPass
 from steadygrad.guard.epochs import Epochs
 from steadygrad.guard.forward import ForwardPass
@@ -40,6 +41,7 @@ from steadygrad.guard.stepping import Stepper
 from steadygrad.guard.summary import Summary
 from steadygrad.guard.training import Training, adapt_to_fragments, check_given
 from steadygrad.judgement import Judgement
+from steadygrad.measure.rank_waits import RankWaits, watch_ranks
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record import Sink
 from steadygrad.state.trained_parameters import find_trained_parameters
@@ -64,6 +66,7 @@ class Pieces:
     requests: Requests
     range_test: RangeTest
     summary: Summary
+    waits: RankWaits | None
     closers: Sequence[Callable[[], None]]
     """Finalizers for a guard that was never closed: they complete its record and release its directory."""
 
@@ -148,6 +151,9 @@ def _assemble(
     )
     shutdown = Shutdown(checkpoints, ranks=ranks, moment=moment, judging=judging, saver=saver, close=close)
     passes, stepper = make_loop(device, host, moment, rollback, judging)
+    waits = None
+    if ranks.many and not training.off:
+        waits = watch_ranks(ranks.group, lambda: moment.next_step, lambda wait: judgement.note(describe_wait(wait)))
     return Pieces(
         training=training,
         moment=moment,
@@ -180,7 +186,13 @@ def _assemble(
         summary=Summary(
             training, moment=moment, judgement=judgement, rates=rates, snapshots=host.snapshots, watched=watched
         ),
-        closers=[judgement.close, checkpoints.close, *([] if host.start is None else [host.start.close])],
+        waits=waits,
+        closers=[
+            *([] if waits is None else [waits.close]),
+            judgement.close,
+            checkpoints.close,
+            *([] if host.start is None else [host.start.close]),
+        ],
     )
 
 

@@ -90,7 +90,7 @@ class Guard:
         self._requests, self._range_test = pieces.requests, pieces.range_test
         self._clipper, self._rates = pieces.clipper, pieces.rollback.rates  # range tests and second tries set both
         self._is_fragmented = pieces.rollback.is_fragmented
-        self._closed = False
+        self._waits, self._closed = pieces.waits, False
         for close in pieces.closers:
             weakref.finalize(self, close)
 
@@ -381,6 +381,8 @@ class Guard:
             self.flush()
         finally:
             self._closed = True
+            if self._waits is not None:
+                self._waits.close()
             self._shutdown.stop()
             self._stages.close()
             self._saver.close()

@@ -74,11 +74,12 @@ class Stepper:
             watched.gate.average_the_kept(batches)
         watched.periodic_scans.begin_ranked()
         scale = self._optimizers.scaler.factor
+        watched.periodic_scans.before_optimizer(looks, scale_is_known=scale is not None)
         measurement = watched.measure(batches.loss, step=context.step, scale=scale)
         if measurement is None:
             raise UsageError(
-                "no parameter of the optimizer has a gradient. Run backward before guard.step(), and check that the "
-                "loss depends on the model's parameters."
+                "no parameter of the optimizer has a gradient. Run backward before guard.step(), clear gradients after "
+                "the step and not before it, and check that the loss depends on the model's parameters."
             )
         self._moment.take_step_number()
         if watched.reflex.ready_for_device and self._config.on_nonfinite is not Action.SANITIZE:

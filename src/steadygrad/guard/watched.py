@@ -91,6 +91,7 @@ class Watched:
         """Watch the new parameters from now on. Every earlier step must have been judged."""
         trained = find_trained_parameters(self.trained.model, self.trained.optimizers)
         self.own_gradients.close()
+        self.periodic_scans.close()
         self._watch(trained)
 
     def measure(self, loss: Tensor | None, *, step: int, scale: Tensor | None) -> Measurement | None:
@@ -115,6 +116,7 @@ class Watched:
     def close(self) -> None:
         """Release the parameters and the model."""
         self.own_gradients.close()
+        self.periodic_scans.close()
         if self._listeners is not None:
             self._listeners.close()
 

@@ -67,6 +67,11 @@ class GraphWatch:
             self._stack.enter_context(self._mode)
         return self
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a forward is being watched now, of which more may follow."""
+        return self._mode is not None
+
     def __exit__(self, *exception: object) -> None:
         mode, self._mode = self._mode, None
         if mode is not None:

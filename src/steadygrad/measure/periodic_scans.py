@@ -9,6 +9,7 @@ scan that fails counts as one that saw nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from steadygrad.measure.inputs import PendingScan, scan_inputs
 from steadygrad.measure.leading import AdamWatch, PendingRms
 from steadygrad.measure.logged import Logged
 from steadygrad.measure.program import ProgramWatch
+from steadygrad.measure.program_scans import PendingProgram, ProgramScans
+from steadygrad.measure.quiet_hook import QuietHook
 from steadygrad.measure.ranks import Ranks
 from steadygrad.measure.states import ParameterWatch, PendingParameterScan
 from steadygrad.measure.transfer import Transfer
@@ -50,6 +53,8 @@ class Looks:
     """With several ranks: whether this rank's gradients were finite before they were summed, as far as checked."""
     logged: Logged | None = None
     """Numbers that the user's program logged beside the loss."""
+    program_scans: PendingProgram | None = None
+    """What was seen of the program's own calls, its model and its number formats."""
 
     @property
     def under_way(self) -> bool:
@@ -79,6 +84,12 @@ class PeriodicScans:
         self._opening: PendingParameterScan | None = None
         self._is_ranked = ranks is not None and ranks.many
         self._program = program if program is not None else ProgramWatch(trained, every=self._every)
+        self._program_scans: ProgramScans | None = (
+            ProgramScans(trained, see_loss=QuietHook(self._look_at_loss, num_arguments=1), ranks=ranks)
+            if self._every
+            else None
+        )
+        self._graph_scan: GraphScan | None = None
         self._first: list[Fact] = []
         self._has_begun = False
         self.num_since = 0
@@ -107,11 +118,12 @@ class PeriodicScans:
         """Scan the user's weights before the first step."""
         if not self._has_begun:
             self._has_begun = True
-            self._program.begin()
             if self._every:
                 self._opening = self._weights.begin(shares_later=self._is_ranked)
                 if not self._is_ranked:
                     self._read_opening()
+                if self._program_scans is not None:
+                    self._program_scans.begin()
 
     def begin_ranked(self) -> None:
         """Scan the weights at the latest before the first measurement: other ranks may have done so in a forward."""
@@ -151,6 +163,20 @@ class PeriodicScans:
             self._program.loss_places = graph.loss_places
         self._program.before_backward(step, loss, None if graph is None else graph.reshapes)
 
+    def _look_at_loss(self, loss: Tensor) -> None:
+        """Scan the graph of a loss whose backward the program ran itself."""
+        if self._graph is not None and not self._graph.is_watching:
+            self._graph_scan, self._graph = self._graph.read(0, loss), None
+
+    def before_optimizer(self, looks: Looks, *, scale_is_known: bool) -> None:
+        """Note what the program has called since the last step; the gradients are complete, and not yet clipped by us.
+
+        `scale_is_known`: the step divides the gradients by the loss scale.
+        """
+        self.begin()  # the user's own backward: no forward of this step was announced
+        if self._program_scans is not None:
+            looks.program_scans = self._program_scans.before_optimizer(scale_is_known=scale_is_known)
+
     def after_optimizer(self, step: int, looks: Looks) -> None:
         """Queue the scans after the optimizer step, while the gradients are still there."""
         self.num_since += 1
@@ -158,8 +184,11 @@ class PeriodicScans:
         due = self._is_due(step)
         if due:
             looks.rms = self._adam.measure()
-        if due or (self._every and self.num_since == FIRST_STEPS):
+        due = due or (self._every > 0 and self.num_since == FIRST_STEPS)
+        if due:
             looks.weights = self._weights.begin()
+        if self._program_scans is not None and looks.program_scans is not None:
+            self._program_scans.after_optimizer(step, looks.program_scans, looks.batch, is_due=due)
 
     def read(self, reading: Reading, looks: Looks) -> list[Fact]:
         """Return the facts around a judged step; after a bad one, scan the batch and the weights now."""
@@ -169,6 +198,9 @@ class PeriodicScans:
         step = reading.step
         if looks.graph is not None:
             facts.append(looks.graph)
+        if self._graph_scan is not None:
+            facts.append(dataclasses.replace(self._graph_scan, step=step))
+            self._graph_scan = None
         if looks.inputs is not None:
             facts.append(looks.inputs.read(step))
         elif (reading.is_nonfinite or reading.loss == 0.0) and looks.batch is not None:
@@ -179,7 +211,14 @@ class PeriodicScans:
             facts.append(looks.weights.read(step))
         elif reading.is_nonfinite:
             facts.append(self._weights.scan(step))
+        if self._program_scans is not None:
+            facts.extend(self._program_scans.read(reading, looks.program_scans, tuple(facts)))
         return [*facts, *self._program.read(reading)]
+
+    def close(self) -> None:
+        """Leave the program alone from now on."""
+        if self._program_scans is not None:
+            self._program_scans.close()
 
     def forget(self) -> None:
         """Scan the weights again before the next step, because they were replaced."""

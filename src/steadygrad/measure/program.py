@@ -23,7 +23,6 @@ from steadygrad.measure.divisors import PendingDivisions, scan_divisors
 from steadygrad.measure.graph import CallWatch, may_enter
 from steadygrad.measure.labels import ModelCall, PendingLabels, read_call, scan_labels
 from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, find_one_element_norms, look_at_loss
-from steadygrad.measure.lost_updates import LostUpdatesWatch
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.one_call import watch_one_call
@@ -50,11 +49,10 @@ class ProgramWatch:
     def __init__(self, trained: TrainedParameters, *, every: int) -> None:
         """`every`: steps between two periodic scans; 0 switches the watch off."""
         transfer = Transfer(slots=16)
-        self._model, self._optimizers, self._every = trained.model, trained.optimizers, every
+        self._model, self._every = trained.model, every
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence = DependenceWatch(transfer)
-        self._lost_updates = LostUpdatesWatch(trained.named, transfer)
         self._transfer = transfer
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
@@ -74,11 +72,6 @@ class ProgramWatch:
         return self._call is not None
 
     # --- what happens -------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Prepare before the first step, when the weights are where they stay."""
-        if self._every:
-            self._lost_updates.begin()
 
     def hear_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is about to be called."""
@@ -141,10 +134,6 @@ class ProgramWatch:
         if self._time_first is not None:  # a backward of the program's own: no loss was seen
             self._time_first.close()
             self._time_first = None
-        if self._lost_updates.is_on:
-            rates = [group.get("lr") for optimizer in self._optimizers for group in optimizer.param_groups]
-            rate = max((rate for rate in rates if isinstance(rate, float | int)), default=0.0)
-            self._try(self._lost_updates.after_optimizer, step, rate)
 
     def read(self, reading: Reading) -> list[Fact]:
         """Return what is known by the time that a step is judged."""
@@ -157,7 +146,7 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, PENDING) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence, self._lost_updates):
+        for watch in (self._stream, self._stored, self._dependence):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts

@@ -71,6 +71,7 @@ class PendingParameterScan:
             num_changed=sum(changed > 0 for _, changed in known),
             changed=tuple(name for name, changed in known if changed),
             norms={s.name: row[NORM] for s, row in rows if s.is_weighed},
+            checksums=_read_checksums(self._subjects, numbers[WIDTH * len(self._subjects) :]),
         )
 
 
@@ -121,14 +122,22 @@ class ParameterWatch:
         try:
             subjects = list(self._list_subjects())
             numbers, compares = self._look_at(subjects)
+            halves = self._split_hashes()
 
             def send() -> Ticket:
-                return (self._transfer or Transfer(slots=1)).send(self._share(numbers, subjects).reshape(-1))
+                shared = torch.cat([self._share(numbers, subjects).reshape(-1), halves])
+                return (self._transfer or Transfer(slots=1)).send(shared)
 
             return PendingParameterScan(self, subjects, send if shares_later else send(), compares=compares)
         except Exception:  # an unusual tensor, or no memory: measuring must never end the training
             self._last = None
             return PendingParameterScan(self, compares=False)
+
+    def _split_hashes(self) -> Tensor:
+        """Return both halves of this rank's own hashes, as float64 holds them: [2 * N]."""
+        assert self._last is not None
+        hashes = self._last[1]
+        return torch.cat([hashes & 0xFFFFFFFF, hashes >> 32]).double()
 
     def scan(self, step: int) -> ParameterScan:
         """Scan and read at once: one host read."""
@@ -263,6 +272,12 @@ class Looker:
 
 def _can_be_nonfinite(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _read_checksums(subjects: Sequence[Subject], halves: Sequence[float]) -> dict[str, int]:
+    low, high = halves[: len(subjects)], halves[len(subjects) :]
+    pairs = zip(subjects, low, high)
+    return {s.name: int(one) ^ int(other) & 0xFFFFFFFF for s, one, other in pairs if s.is_trained}
 
 
 def is_statistic(name: str) -> bool:

@@ -1,8 +1,9 @@
 """FSDP1: its wrappers in a model -> a Fragment for each parameter that they cut.
 
 `FullyShardedDataParallel` flattens the parameters of a layer into one tensor, cuts that into equal parts, and keeps on
-each rank whatever falls into its part: some elements of a parameter, all, or none. With `use_orig_params=False` only
-the flat tensor itself is known, and is measured as one parameter. Nothing is imported: wrappers are found by name.
+each rank whatever falls into its part: some elements of a parameter, all, or none; with `NO_SHARD` everything. With
+`use_orig_params=False` only the flat tensor itself is known, and is measured as one parameter. Nothing is imported:
+wrappers are found by name.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ PREFIX = "_fsdp_wrapped_module."
 
 
 def find_flat_shards(model: nn.Module) -> dict[int, Fragment]:
-    """Return a Fragment for each parameter that FSDP1 cuts, by the id of the parameter; empty for other models."""
+    """Return a Fragment for each parameter that FSDP1 holds, by the id of the parameter; empty for other models."""
     return {
         id(fragment.parameter): fragment
         for module in model.modules()
-        if is_wrapper(module) and (handle := getattr(module, "_handle", None)) is not None and _is_cut(handle)
+        if is_wrapper(module) and (handle := getattr(module, "_handle", None)) is not None
         for fragment in _cut(handle)
     }
 
@@ -40,10 +41,6 @@ def clean_name(name: str) -> str:
     return name.replace(PREFIX, "")
 
 
-def _is_cut(handle: Any) -> bool:
-    return bool(handle.uses_sharded_strategy)
-
-
 def _cut(handle: Any) -> Iterator[Fragment]:
     flat = handle.flat_param
     parameters = flat._params if handle._use_orig_params else [flat]
@@ -52,7 +49,7 @@ def _cut(handle: Any) -> Iterator[Fragment]:
         yield Fragment(
             parameter,
             shape=tuple(shape),
-            num_parts=handle.world_size,
+            num_parts=handle.world_size if handle.uses_sharded_strategy else 1,
             part=parameter.detach,
             gradient=functools.partial(_find_gradient, parameter, parameters),
             source=flat,

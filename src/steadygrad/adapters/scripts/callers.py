@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from steadygrad.adapters.scripts.loss_code import LossCode, find_loss_code, read_spot
-from steadygrad.diagnose.capture import AutocastState, Capture
+from steadygrad.diagnose.capture import AutocastState, Capture, read_version
 from steadygrad.diagnose.frames import LIBRARIES, MAX_DEPTH, OURS, RECIPES, TORCH
 from steadygrad.diagnose.step_arguments import name_inputs
 
@@ -111,7 +111,7 @@ class Callers:
             model=model,
             random=then.random,
             autocast=then.autocast,
-            versions=tuple((name, tensor._version) for name, tensor in name_inputs((), values)),
+            versions=tuple((name, read_version(tensor)) for name, tensor in name_inputs((), values)),
         )
 
     def _is_users(self, code: CodeType) -> bool:

@@ -72,6 +72,7 @@ class Session:
         """Install all hooks."""
         _current[:] = [self]
         self._keep_log_to_itself()
+        _note_loads()
         _replace(Optimizer, "__init__", self._after_making)
         _replace(torch.autograd, "backward", self._around_backward)
         _replace(torch.amp.GradScaler, "scale", self._around_scaling)
@@ -249,8 +250,8 @@ class Session:
     def _around_scaler(
         self, make: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        watch = self._find_watch(optimizer) if self._is_here and isinstance(optimizer, Optimizer) else None
-        if watch is None or not scaler.is_enabled():
+        watch: Watch | None = vars(optimizer).get(KEY)  # a wrapper of an optimizer has none, and must not get one
+        if watch is None or watch.process != os.getpid() or not self._is_here or not scaler.is_enabled():
             return make(scaler, optimizer, *args, **kwargs)
         self._thread.scaler, self._thread.has_stepped = scaler, False
         try:
@@ -349,6 +350,13 @@ def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     setattr(place, name, replaced)
+
+
+def _note_loads() -> None:
+    """Note which weights the script loads, from now on."""
+    from steadygrad.measure import loads
+
+    loads.install()
 
 
 def _is_called_by_guard() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from steadygrad.adapters.scripts.trained import (
 )
 from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
+from steadygrad.detect.rank_agreement import describe_wait
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.entry import OUTSIDE
 from steadygrad.diagnose.investigator import MOST_CAPTURES, Investigator
@@ -49,6 +51,7 @@ from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.program import ProgramWatch
+from steadygrad.measure.rank_waits import RankWaits, watch_ranks
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
 LIVE_STEPS = 32
@@ -145,6 +148,7 @@ class Watch:
         """Steps that are still to be watched while they run, after a failure without a cause."""
         self._num_live_causes = 0
         self._record: Record | None = None
+        self._waits: RankWaits | None = None
 
     @property
     def has_stepped(self) -> bool:
@@ -206,6 +210,7 @@ class Watch:
         if self._forward_scans is not None:
             self._forward_scans.read(self._step, self._looks)
         self._prepare()
+        self._periodic_scans.before_optimizer(self._looks, scale_is_known=around.loss_scale is not None)
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
         if m is None:
@@ -360,7 +365,13 @@ class Watch:
         self._forward_scans = ForwardScans(self._periodic_scans)
         self._uncleared = UnclearedGradientsWatch(named)
         if self._judgement is None:
-            self._judgement = self._open_judgement([name for name, _ in named])
+            self._judgement = judgement = self._open_judgement([name for name, _ in named])
+            here = weakref.ref(self)
+            self._waits = watch_ranks(
+                None,
+                lambda: getattr(here(), "_step", 0),
+                lambda wait: judgement.note(describe_wait(wait)),
+            )
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))

@@ -26,7 +26,7 @@ def look_at(tensors: Sequence[Tensor], hashed: Sequence[bool]) -> tuple[Tensor, 
     device = tensors[0].device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     numbers = torch.stack([_measure(tensor) for tensor in tensors])
-    return numbers, torch.stack([_hash_bits(t) if yes else zero for t, yes in zip(tensors, hashed)])
+    return numbers, torch.stack([hash_bits(t) if yes else zero for t, yes in zip(tensors, hashed)])
 
 
 def _measure(tensor: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _measure(tensor: Tensor) -> Tensor:
     return torch.stack([nonfinite.double(), nans.double(), norm])
 
 
-def _hash_bits(tensor: Tensor) -> Tensor:
+def hash_bits(tensor: Tensor) -> Tensor:
     """Return a number that depends on every bit of every element: int64 scalar."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -16,7 +16,7 @@ with contextlib.suppress(ImportError):
 
 if _ours is not None:
     sys.modules.setdefault(__name__, _ours)  # the import system looks for it when this file is done
-with contextlib.suppress(ImportError):  # another interpreter, without steadygrad
+with contextlib.suppress(Exception):  # another interpreter, without steadygrad or too old for it
     from steadygrad.adapters.scripts.children import arm
 
     arm()

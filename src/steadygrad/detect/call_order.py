@@ -1,0 +1,155 @@
+"""Rules about the order of calls in a step, from the first steps of a run: they need the same sign in two of them.
+
+All compare norms of the same gradients at two points of the program, or constants that the loss was divided by, so
+nothing here depends on the size of a model or of its loss. Cost: none beyond the first four steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from steadygrad.detect.memory import Remembering
+from steadygrad.facts import CallScan, Fact, Finding, Severity
+
+NUM_SIGNS = 2
+"""Steps that must show the same."""
+SAME = 0.01
+"""Relative difference of two norms that count as equal: sums in another order, or another precision."""
+MEAN_LOSSES = ("NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "CrossEntropyLoss")
+"""Losses whose division by 2 is never a convention; half of a squared error is."""
+
+
+class CallRule(Remembering):
+    """Reports once, when `NUM_SIGNS` steps have shown the same. Not for use by itself."""
+
+    name: ClassVar[str]
+    hears = (CallScan,)
+    memory = ("_num_signs", "_first", "_told")
+    advice: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._num_signs, self._first, self._told = 0, 0, False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Return the finding once."""
+        if not isinstance(fact, CallScan) or self._told:
+            return
+        message = self.describe(fact)
+        if not message:
+            return
+        self._first = self._first if self._num_signs else fact.step
+        self._num_signs += 1
+        if self._num_signs >= NUM_SIGNS:
+            self._told = True
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING,
+                step=self._first,
+                message=message,
+                advice=self.advice,
+                evidence=self.list_evidence(fact),
+            )
+
+    def describe(self, scan: CallScan) -> str:
+        """Return what is wrong with this step; empty if nothing is."""
+        raise NotImplementedError
+
+    def list_evidence(self, scan: CallScan) -> dict[str, float | str]:
+        """Return the numbers behind it."""
+        found = {"norm_after_backward": scan.norm_after_backward, "norm_at_step": scan.norm_at_step}
+        return {"where": scan.where_backward, **{name: value for name, value in found.items() if value is not None}}
+
+
+class DividedTwice(CallRule):
+    """The loss is divided twice by the number of microbatches, or by that of the ranks that DDP averages over.
+
+    Both make the gradients too small by a constant factor. AdamW hides it, SGD learns that much more slowly.
+    """
+
+    name = "divided_twice"
+    advice = "Divide once: by the number of microbatches in the loop or in the framework; DDP averages over the ranks."
+
+    def describe(self, scan: CallScan) -> str:
+        """Compare the divisors of the loss with the number of microbatches and of ranks."""
+        num, ranks = scan.num_backwards, scan.num_averaging
+        if num > 1 and all(divisors.count(float(num)) > 1 for divisors in scan.divisors):
+            return f"the loss of each of {num} microbatches is divided by {num} twice{_place(scan.where_backward)}"
+        is_divided = bool(scan.divisors) and all(float(ranks) in divisors for divisors in scan.divisors)
+        if is_divided and ranks > 1 and num != ranks and scan.end in MEAN_LOSSES:
+            return (
+                f"the loss is divided by {ranks}, the number of ranks, and DistributedDataParallel averages the "
+                f"gradients over them as well{_place(scan.where_backward)}"
+            )
+        return ""
+
+    def list_evidence(self, scan: CallScan) -> dict[str, float | str]:
+        """Return the divisors too."""
+        divisors = ", ".join(f"{divisor:g}" for divisor in scan.divisors[-1])
+        return {**super().list_evidence(scan), "divisors": divisors, "num_microbatches": scan.num_backwards}
+
+
+class ScaledGradient(CallRule):
+    """The loss was scaled as for float16, and the optimizer or a clip gets the gradients with that scale."""
+
+    name = "scaled_gradient"
+    advice = (
+        "Call scaler.step(optimizer) instead of optimizer.step(), and scaler.unscale_(optimizer) before clipping; with "
+        "a Guard pass it the scaler: Guard(model, optimizer, scaler=scaler)."
+    )
+
+    def describe(self, scan: CallScan) -> str:
+        """Compare the norms at the clip and at the step with the one that backward left."""
+        if scan.scale == 1.0:
+            return ""
+        scaled = f"the loss was multiplied by {scan.scale:g}{_place(scan.where_backward)}"
+        if not scan.scale_is_known and _are_same(scan.norm_at_step, scan.norm_after_backward):
+            return f"{scaled}, and the optimizer steps with gradients that were not divided by it"
+        if _are_same(scan.norm_at_clip, scan.norm_after_backward):
+            return f"{scaled}, and the gradients are clipped with that scale{_place(scan.where_clip)}"
+        return ""
+
+
+class ClearedGradient(CallRule):
+    """The gradients that backward made were zeroed before the optimizer stepped."""
+
+    name = "cleared_gradient"
+    advice = "Call optimizer.zero_grad() before backward or after the step, not between the two."
+
+    def describe(self, scan: CallScan) -> str:
+        """Compare the norm that backward left with the one at the step."""
+        if not scan.norm_after_backward or scan.norm_at_step != 0.0:
+            return ""
+        return (
+            f"backward{_place(scan.where_backward)} made gradients of norm {scan.norm_after_backward:.3g}, and they "
+            "are all 0 when the optimizer steps"
+        )
+
+
+class UselessClip(CallRule):
+    """The program clips gradients, and not those that the optimizer uses."""
+
+    name = "useless_clip"
+    advice = "Call clip_grad_norm_(model.parameters(), ...) after the last backward and before the step."
+
+    def describe(self, scan: CallScan) -> str:
+        """Look at what the clip was given, and when."""
+        if scan.clip_is_spent:
+            return (
+                f"clip_grad_norm_{_place(scan.where_clip)} got a generator that was used up before, so nothing is "
+                "clipped"
+            )
+        if scan.clip_is_early:
+            return (
+                f"clip_grad_norm_{_place(scan.where_clip)} runs before backward{_place(scan.where_backward)}, so the "
+                "gradients of the step are not clipped"
+            )
+        return ""
+
+
+def _are_same(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and other > 0 and abs(one - other) <= SAME * other
+
+
+def _place(where: str) -> str:
+    return f" at {where}" if where else ""

@@ -1,0 +1,244 @@
+"""Rules about how model and optimizers fit together: facts about the program, most of them certain at once.
+
+Cost: none on Readings; names are compared when a scan is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from steadygrad.detect.memory import Remembering
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import Fact, Finding, Load, ModelScan, Severity
+from steadygrad.words import spell_count
+
+NUM_SCANS = 2
+"""Scans in a row that must see parameters out of reach: a program may unfreeze something for a moment."""
+MATCHED = 0.1
+"""Share of the given tensors below which a load has missed."""
+KEPT = 0.3
+"""Correlation of loaded weights with those before the first step, below which they were drawn anew: 1 if untouched,
+0.9 and more after pruning, quantising, adding noise or some training."""
+
+
+class OutOfReach(Remembering):
+    """Parameters that became trainable, were added or were replaced during training, and that no optimizer holds."""
+
+    name = "out_of_reach"
+    hears = (ModelScan,)
+    memory = ("_num_scans", "_first", "_told")
+
+    def __init__(self) -> None:
+        self._num_scans, self._first, self._told = 0, 0, False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, when two scans in a row have seen it."""
+        if not isinstance(fact, ModelScan) or self._told:
+            return
+        if not fact.unfrozen:
+            self._num_scans = 0
+            return
+        self._first = self._first if self._num_scans else fact.step
+        self._num_scans += 1
+        if self._num_scans >= NUM_SCANS:
+            self._told = True
+            num = spell_count(len(fact.unfrozen), "parameter")
+            gone = f", and {len(fact.replaced)} that the optimizer holds left the model" if fact.replaced else ""
+            yield Finding(
+                kind=self.name,
+                severity=Severity.WARNING,
+                step=max(0, self._first),
+                message=f"{num} became trainable after the optimizer was made, and no optimizer holds them: "
+                f"{show(list(fact.unfrozen))}{gone}",
+                advice="Call optimizer.add_param_group({'params': [...]}) when you unfreeze, add or replace layers.",
+                evidence={"parameters": list(fact.unfrozen[:SHOWN]), "num_parameters": len(fact.unfrozen)},
+            )
+
+
+class Untied(Remembering):
+    """An embedding and an output layer began with the same values and are trained apart: the tie was lost."""
+
+    name = "untied_weights"
+    hears = (ModelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, ModelScan) or self._told or not fact.came_apart:
+            return
+        self._told = True
+        one, other = fact.came_apart[0]
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=max(0, fact.step),
+            message=f"{one} and {other} began with the same values and differ now: they are two parameters, not one",
+            advice="Tie them last: head.weight = embedding.weight, after loading, copying or converting the model.",
+            evidence={"parameters": [one, other]},
+        )
+
+
+class NotFrozen(Remembering):
+    """A module freezes parameters in its `train()`, is set to do so, and has none frozen: `train()` was not called."""
+
+    name = "not_frozen"
+    hears = (ModelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, before the first step."""
+        if not isinstance(fact, ModelScan) or self._told or not fact.not_frozen:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=max(0, fact.step),
+            message=f"nothing is frozen in {show(list(fact.not_frozen))}, whose train() freezes parameters",
+            advice="Call model.train() before the optimizer is made: it was not called since the model was built.",
+            evidence={"modules": list(fact.not_frozen[:SHOWN])},
+        )
+
+
+class FrozenHead(Remembering):
+    """Most of the model is frozen, and so is its last layer, with the random values it was made with.
+
+    A frozen last layer alone is usual (adapters, prompts, projectors); one that was never trained is not.
+    """
+
+    name = "frozen_head"
+    hears = (ModelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, before the first step."""
+        if not isinstance(fact, ModelScan) or self._told or not fact.frozen_head:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=max(0, fact.step),
+            message=f"{fact.frozen_share:.0%} of the model is frozen, its last layer {fact.frozen_head} included, "
+            "which still has the random values that torch gave it",
+            advice=f"Unfreeze it before the optimizer is made: model.{fact.frozen_head}.requires_grad_(True).",
+            evidence={"share": fact.frozen_share},
+        )
+
+
+class LostWeights(Remembering):
+    """Weights that were loaded are not those that are trained: nothing matched, or they were drawn anew afterwards."""
+
+    name = "lost_weights"
+    hears = (ModelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, before the first step."""
+        if not isinstance(fact, ModelScan) or self._told:
+            return
+        for load in fact.loads:
+            message, advice = _judge_load(load)
+            if message:
+                self._told = True
+                yield Finding(
+                    kind=self.name,
+                    severity=Severity.WARNING,
+                    step=max(0, fact.step),
+                    message=message,
+                    advice=advice,
+                    evidence={"where": load.where, "num_given": load.num_given, "num_matched": load.num_matched},
+                )
+                return
+
+
+def _judge_load(load: Load) -> tuple[str, str]:
+    """Return what is wrong with a load and what to do; two empty strings if nothing is."""
+    place = f" at {load.where}" if load.where else ""
+    if (load.num_given and not load.num_matched) or _is_renamed(load):
+        return (
+            f"load_state_dict(strict=False){place} matched {load.num_matched} of {load.num_given} tensors: it was "
+            f"given {load.example!r}, and the module has {load.wanted!r}",
+            "Rename the keys (the prefix 'module.' comes from DistributedDataParallel), or load with strict=True.",
+        )
+    if load.kept is not None and abs(load.kept) < KEPT:
+        return (
+            f"the weights loaded{place} were overwritten before the first step: their correlation with the present "
+            f"ones is {load.kept:.2f}",
+            "Initialise first and load last; look for apply(init_weights) or reset_parameters() after the load.",
+        )
+    return "", ""
+
+
+def _is_renamed(load: Load) -> bool:
+    """Whether nearly nothing matched, and one name is the other with a prefix."""
+    few = load.num_matched < MATCHED * load.num_given
+    alike = bool(load.example and load.wanted) and (
+        load.example.endswith(f".{load.wanted}") or load.wanted.endswith(f".{load.example}")
+    )
+    return few and alike
+
+
+class StaleSave(Remembering):
+    """The program saves the weights from before the first step again and again: a copy, not the model in training."""
+
+    name = "stale_save"
+    hears = (ModelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, when two saves ten steps apart held the first weights and none held others."""
+        if not isinstance(fact, ModelScan) or self._told or not fact.stale_save:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=max(0, fact.step),
+            message=f"torch.save at {fact.stale_save} wrote the weights from before the first step, after "
+            f"{fact.num_steps} steps",
+            advice="Save the state_dict() of the model that is trained, at the time of the save: an earlier copy, or "
+            "an average that is never updated, stays as it was.",
+            evidence={"where": fact.stale_save, "num_steps": fact.num_steps},
+        )
+
+
+class IdleAverage(Remembering):
+    """The program evaluates an average of the weights that was never updated."""
+
+    name = "idle_average"
+    hears = (ModelScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, ModelScan) or self._told or not fact.idle_average:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=max(0, fact.step),
+            message="an AveragedModel of this model is evaluated, and update_parameters() was never called: it has the "
+            "weights that it was made with",
+            advice="Call ema.update_parameters(model) after each step, or pass it: Guard(model, optimizer, ema=ema).",
+            evidence={"num_steps": fact.num_steps},
+        )

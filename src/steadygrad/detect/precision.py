@@ -1,0 +1,133 @@
+"""Rules about number formats that lose what is computed: facts measured on this run's own numbers.
+
+Cost: none on Readings beyond the first steps and the periodic scans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from steadygrad.detect.memory import Remembering, Streak
+from steadygrad.detect.nonfinite import SHOWN, show
+from steadygrad.facts import Fact, Finding, PrecisionScan, Severity
+
+STUCK = 0.9
+"""Share of the weights that must stand still. Where updates arrive it is near 0; stochastic rounding moves a few
+percent of the elements with each step."""
+PATIENCE = 50
+"""Steps after which an optimizer that is not torch's must have moved them: it may add up what rounding left."""
+FLUSHED = 0.5
+"""Median share of zeros in the gradients from which float16 has flushed them: an embedding or dead units alone do not
+bring the median there."""
+NUM_STEPS = 3
+"""Steps in a row that must show flushed gradients."""
+
+
+class LostUpdate(Remembering):
+    """Updates are smaller than the spacing of the weights' format, so nearly all of them round to nothing."""
+
+    name = "lost_updates"
+    hears = (PrecisionScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, at a learning rate of the usual size."""
+        if not isinstance(fact, PrecisionScan) or self._told or fact.stuck_share is None or not fact.is_full_rate:
+            return
+        if fact.stuck_share < STUCK or (not fact.is_own_optimizer and fact.num_steps < PATIENCE):
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=max(0, fact.step - fact.num_steps + 1),
+            message=f"{fact.num_steps} steps left {fact.stuck_share:.0%} of the {fact.dtype} weights bit for bit as "
+            "they were, although they have gradients: the updates are lost to rounding",
+            advice="Keep the weights in float32 and compute under torch.autocast; or use an optimizer with stochastic "
+            "rounding or Kahan summation; or raise the learning rate.",
+            evidence={"share": fact.stuck_share, "num_steps": fact.num_steps, "dtype": fact.dtype},
+        )
+
+
+class UnheededAutocast(Remembering):
+    """The model is called under autocast, and none of its layers runs in the format that it asks for."""
+
+    name = "unheeded_autocast"
+    hears = (PrecisionScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, PrecisionScan) or self._told or not fact.unheeded_autocast:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"the model is called under autocast to {fact.unheeded_autocast}, and all its layers compute in "
+            "float32",
+            advice="Look for autocast(enabled=False) or a custom_fwd(cast_inputs=torch.float32) inside the model.",
+        )
+
+
+class FlushedGradient(Remembering):
+    """The forward runs in float16 without a loss scale, and most of the gradient is exactly zero."""
+
+    name = "flushed_gradient"
+    hears = (PrecisionScan,)
+    memory = ("_streak", "_told")
+
+    def __init__(self) -> None:
+        self._streak, self._told = Streak(), False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, after `NUM_STEPS` steps in a row."""
+        if not isinstance(fact, PrecisionScan) or self._told:
+            return
+        flushed = fact.is_float16 and not fact.has_scale and fact.zero_share > FLUSHED
+        if self._streak.feed(fact.step, flushed) < NUM_STEPS:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=self._streak.start,
+            message=f"layers run in float16 without a loss scale, and {fact.zero_share:.0%} of the median parameter's "
+            "gradient is exactly 0: it is too small for float16",
+            advice="Scale the loss with torch.amp.GradScaler and pass it to the Guard (scaler=...), or use bfloat16.",
+            evidence={"zero_share": fact.zero_share},
+        )
+
+
+class Redrawn(Remembering):
+    """Activation checkpointing recomputes a forward with other random numbers: its gradients belong to another mask."""
+
+    name = "redrawn_noise"
+    hears = (PrecisionScan,)
+    memory = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once."""
+        if not isinstance(fact, PrecisionScan) or self._told or not fact.redrawn:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=fact.step,
+            message=f"backward recomputes {show(list(fact.redrawn))} with other random numbers than the forward had, "
+            "so the gradients belong to another dropout mask",
+            advice="Use checkpoint(..., preserve_rng_state=True), its default, and draw no random numbers of your own "
+            "inside.",
+            evidence={"modules": list(fact.redrawn[:SHOWN])},
+        )

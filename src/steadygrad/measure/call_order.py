@@ -1,0 +1,157 @@
+"""CallOrderWatch: what the program calls between two steps -> a CallScan, in the first steps of a run.
+
+Hears each backward and each clip (`torch_calls.py`) and notes the norm of the gradients there; compared with the norm
+that the optimizer gets, it shows whether they were cleared, unscaled or clipped in between. Costs one pass over the
+gradients for each backward of the first `NUM_STEPS` steps, nothing afterwards, and no host wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steadygrad.facts import CallScan, Reading
+from steadygrad.measure.rows import PendingRows, send_rows
+from steadygrad.measure.torch_calls import BackwardCall, ClipCall, Factor, listen, stop_listening
+from steadygrad.measure.transfer import Transfer
+
+NUM_STEPS = 4
+"""Steps to watch: a loop that calls things in the wrong order does so from the start."""
+LEAST_SCALE = 64.0
+"""Smallest factor that is taken for a loss scale."""
+DIVISION, BY_NUMBER, BY_TENSOR = 0.0, 1.0, 2.0
+"""How a constant was applied. A GradScaler multiplies by a tensor; a weight of the loss is nearly always a number."""
+
+
+class PendingCalls:
+    """The calls before one step, with numbers that are still being copied."""
+
+    def __init__(self, rows: PendingRows, **known: Any) -> None:
+        self._rows, self._known = rows, known
+
+    def read(self, reading: Reading) -> CallScan:
+        """Return the scan, with the norm of the step that `reading` is about."""
+        rows = {name: list(row) for name, row in self._rows.read().items()}
+        factors = [list(zip(*_halve(row))) for name, row in rows.items() if name.startswith("factors")]
+        scales = [value for row in factors for value, kind in row if kind == BY_TENSOR and value >= LEAST_SCALE]
+        return CallScan(
+            step=reading.step,
+            divisors=tuple(tuple(1.0 / v if kind and v else v for v, kind in row) for row in factors),
+            scale=max((scale for scale in scales if _is_power_of_two(scale)), default=1.0),
+            norm_after_backward=_find_finite(rows.get("after")),
+            norm_at_clip=_find_finite(rows.get("clip")),
+            norm_at_step=None if reading.is_nonfinite else reading.finite_grad_norm,
+            **self._known,
+        )
+
+
+class CallOrderWatch:
+    """Hears the program's calls; `take` ends a step."""
+
+    def __init__(self, parameters: Sequence[Tensor], *, transfer: Transfer, see_loss: Callable[[Tensor], None]) -> None:
+        """`see_loss` is called with each loss, while its graph is there."""
+        self._parameters, self._own = parameters, {id(p) for p in parameters}
+        self._transfer, self._see_loss = transfer, see_loss
+        self._num_averaging, self._steps_left = 0, 0
+        self._start_step()
+
+    def begin(self, *, num_averaging: int) -> None:
+        """Listen from now on; `num_averaging` ranks average their gradients."""
+        self._num_averaging, self._steps_left = num_averaging, NUM_STEPS
+        listen(self)
+
+    def _start_step(self) -> None:
+        self._backwards: list[BackwardCall] = []
+        self._after: Tensor | None = None
+        self._at_clip: Tensor | None = None
+        self._clip: ClipCall | None = None
+        self._clip_is_early = False
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._steps_left = 0
+        stop_listening(self, to_saves=True)
+
+    def after_backward(self, call: BackwardCall) -> None:
+        """Note the loss's constants, and the norm of the gradients as backward has left them."""
+        self._see_loss(call.loss)
+        self._backwards.append(replace(call, loss=call.loss.detach()))  # its graph is not kept alive
+        self._after, self._at_clip = _find_norm(self._parameters), None
+        self._clip_is_early |= self._clip is not None
+
+    def before_clip(self, call: ClipCall) -> None:
+        """Note a clip of these parameters, or of none."""
+        if call.is_spent or any(id(p) in self._own for p in call.parameters):
+            self._clip, self._clip_is_early = call, False
+            self._at_clip = _find_norm([p for p in call.parameters if id(p) in self._own])
+
+    def after_save(self, saved: Any, where: str) -> None:
+        """Saves are heard elsewhere."""
+
+    def take(self, *, scale_is_known: bool) -> PendingCalls | None:
+        """Return the calls since the last step, and start afresh; None after the first steps."""
+        if not self._steps_left:
+            return None
+        self._steps_left -= 1
+        rows = {f"factors{i}": _pack_factors(call) for i, call in enumerate(self._backwards)}
+        rows |= {name: norm for name, norm in (("after", self._after), ("clip", self._at_clip)) if norm is not None}
+        last = self._backwards[-1] if self._backwards else None
+        found = PendingCalls(
+            send_rows(rows, self._transfer),
+            num_backwards=len(self._backwards),
+            end="" if last is None else last.end,
+            num_averaging=self._num_averaging,
+            scale_is_known=scale_is_known,
+            clip_is_spent=self._clip is not None and self._clip.is_spent,
+            clip_is_early=self._clip_is_early,
+            where_backward="" if last is None else last.where,
+            where_clip="" if self._clip is None else self._clip.where,
+        )
+        self._start_step()
+        if not self._steps_left:
+            stop_listening(self, to_saves=True)
+        return found
+
+
+@torch.no_grad()
+def _find_norm(parameters: Sequence[Tensor]) -> Tensor | None:
+    """Return the norm of the gradients, float64 [1]; None if there are none or some cannot be read."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients or any(g.layout is not torch.strided or g.device != gradients[0].device for g in gradients):
+        return None
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(gradients)])
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total.reshape(1)
+
+
+@torch.no_grad()
+def _pack_factors(call: BackwardCall) -> Tensor:
+    """Return the constants, then how each was applied: float64 [2 * N] on the device of the constants."""
+    device = next((f.value.device for f in call.factors if f.value.device.type != "cpu"), torch.device("cpu"))
+    values = [factor.value.detach().reshape(1).double().to(device, non_blocking=True) for factor in call.factors]
+    kinds = [_name_kind(factor) for factor in call.factors]
+    return torch.cat([*values, torch.tensor(kinds, dtype=torch.float64).to(device, non_blocking=True)])
+
+
+def _name_kind(factor: Factor) -> float:
+    if factor.is_division:
+        return DIVISION
+    return BY_TENSOR if factor.value.dtype is torch.float32 else BY_NUMBER  # torch keeps numbers as float64 or int64
+
+
+def _find_finite(row: Sequence[float] | None) -> float | None:
+    return row[0] if row and math.isfinite(row[0]) else None
+
+
+def _halve(row: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    return row[: len(row) // 2], row[len(row) // 2 :]
+
+
+def _is_power_of_two(number: float) -> bool:
+    mantissa, _ = math.frexp(number)
+    return bool(mantissa == 0.5)

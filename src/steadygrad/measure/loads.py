@@ -1,0 +1,160 @@
+"""What `load_state_dict` did to a module: how much matched, and a sample of what was loaded.
+
+Recorded from the moment that steadygrad and torch are both imported, because weights are loaded before a Guard is made.
+A record is a few strings and up to 64 elements of each tensor, queued without a wait; it lives as long as its module.
+Models are read, never changed; the call, its result and its errors are torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.facts import Load
+from steadygrad.measure.rows import is_readable
+from steadygrad.measure.suspicious_ops import find_caller
+
+SAMPLE = 64
+"""Most elements of a tensor to keep."""
+MAX_SAMPLED = 256
+"""Most tensors of a module to sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    where: str
+    num_given: int
+    num_matched: int
+    example: str
+    wanted: str
+    samples: dict[str, Tensor]
+    number: int
+
+
+_records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
+_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that have been trained: what is loaded into them later may be put back on purpose, as between two folds."""
+_num_records = 0
+_is_installed = False
+_depth = 0
+
+
+def install() -> None:
+    """Record the calls of `Module.load_state_dict` from now on."""
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed = True
+    load = nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        global _depth
+        _depth += 1
+        try:
+            result = load(self, state_dict, *args, **kwargs)
+        finally:
+            _depth -= 1
+        if not _depth and not torch.compiler.is_compiling():
+            with contextlib.suppress(Exception):
+                _record(self, state_dict)
+        return result
+
+    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _record(module: nn.Module, given: Mapping[str, Any]) -> None:
+    global _num_records
+    if module in _trained:
+        return
+    own = module.state_dict(keep_vars=True)
+    tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
+    matched = [key for key in tensors if key in own]
+    _num_records += 1
+    _records[module] = _Record(
+        where=find_caller(),
+        num_given=len(tensors),
+        num_matched=len(matched),
+        example=next((key for key in tensors if key not in own), ""),
+        wanted=next((key for key in own if key not in given), ""),
+        samples={key: _sample(own[key]) for key in matched[:MAX_SAMPLED] if _is_weight(own[key])},
+        number=_num_records,
+    )
+
+
+def _is_weight(tensor: Any) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and is_readable(tensor) and tensor.is_floating_point()
+
+
+@torch.no_grad()
+def _sample(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, spread over it, as a copy."""
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
+
+
+def take_loads(model: nn.Module) -> list[Load]:
+    """Return the last load of the model and of each of its parts, unless a later one brought them weights.
+
+    Call it before the first step: reads a few numbers from the device for each load, and forgets them.
+    """
+    found = _find_loads(model)
+    for module in model.modules():
+        _records.pop(module, None)
+        _trained.add(module)
+    return found
+
+
+def _find_loads(model: nn.Module) -> list[Load]:
+    names = {module: name for name, module in model.named_modules()}
+    found = [(names[module], record) for module, record in list(_records.items()) if module in names]
+    return [
+        Load(
+            where=record.where,
+            module=name,
+            num_given=record.num_given,
+            num_matched=record.num_matched,
+            example=record.example,
+            wanted=record.wanted,
+            kept=_correlate(model.get_submodule(name), record.samples),
+        )
+        for name, record in found
+        if not any(_is_made_up_for(name, record, other, later) for other, later in found)
+    ]
+
+
+def _is_made_up_for(name: str, record: _Record, other: str, later: _Record) -> bool:
+    """Whether a later load filled the same part, one around it or one inside it."""
+    is_related = not name or not other or f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.")
+    return later.number > record.number and later.num_matched > 0 and is_related
+
+
+@torch.no_grad()
+def _correlate(module: nn.Module, samples: Mapping[str, Tensor]) -> float | None:
+    """Return the correlation of the loaded elements with those that are there now; None if there is nothing to say."""
+    pairs = list(_pair(module, samples))
+    if not pairs:
+        return None
+    then, now = (torch.cat(side) for side in zip(*pairs))
+    product = torch.dot(then, now) / (then.norm() * now.norm())
+    return float(product) if torch.isfinite(product) else None
+
+
+def _pair(module: nn.Module, samples: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    own = dict(module.named_parameters(remove_duplicate=False))
+    for key, then in samples.items():
+        parameter = own.get(key)
+        if parameter is None or not is_readable(parameter):
+            continue
+        now = _sample(parameter)
+        if now.shape == then.shape and then.numel() > 1:
+            one, other = then.double().cpu(), now.double().cpu()
+            if one.std() > 0 and other.std() > 0:
+                yield (one - one.mean()) / one.std(), (other - other.mean()) / other.std()

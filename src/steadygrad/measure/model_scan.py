@@ -1,0 +1,262 @@
+"""ModelWatch: how model and optimizers fit together, looked at again and again -> ModelScans.
+
+Before the first step: what was loaded, what is frozen, which weights are equal. With each periodic scan: parameters
+that became trainable, were added or replaced and that no optimizer holds; tied weights that came apart. Whenever the
+program saves: whether the file holds the weights from before the first step. An AveragedModel of this model gets a
+hook before the first step. Names and flags are read on the host; the
+first scan and a save read a few numbers from the device, later scans of a healthy run none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from steadygrad.facts import ModelScan
+from steadygrad.measure.loads import take_loads
+from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
+from steadygrad.measure.rows import is_readable
+from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
+from steadygrad.state.trained_parameters import TrainedParameters
+
+T = TypeVar("T")
+SAMPLE, NUM_SAMPLED = 256, 8
+"""Elements of a parameter, and parameters, that are compared with what the program saves."""
+FEWEST_STEPS = 10
+"""Steps after which a save must hold other weights than the first ones."""
+MOST = 0.5
+"""Share of the model's elements that must be frozen before a frozen last layer is suspicious."""
+FREEZING = ("requires_grad", "requires_grad_")
+ADAPTERS = ("lora", "adapter", "prompt", "prefix", "soft")
+"""Parts of names of parameters that are trained in place of a frozen model."""
+MAX_DEPTH = 3
+"""Nested dicts of a saved object that are searched for weights."""
+
+
+class ModelWatch:
+    """Call `begin` before the first step, and `scan` now and then."""
+
+    def __init__(self, trained: TrainedParameters) -> None:
+        self._trained, self._model = trained, trained.model
+        self._untrained: frozenset[str] = frozenset()
+        self._foreign: frozenset[int] = frozenset()
+        self._pairs: list[tuple[str, str]] = []
+        self._first: dict[str, Tensor] = {}
+        self._stale_saves: list[str] = []
+        self._has_good_save = False
+        self._last_save = 0
+        self._has_idle_average = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        weakref.finalize(self, remove_hooks, self._hooks)
+        self.num_steps = 0
+
+    def begin(self) -> ModelScan:
+        """Look at the model as it is given."""
+        model = self._model
+        own = {id(p) for p in model.parameters()}
+        self._untrained = frozenset(name for name, p in self._list_unheld())
+        self._foreign = frozenset(id(p) for _, p in self._trained.named if id(p) not in own)
+        self._pairs = _find_twins(model)
+        self._first = {name: _sample(p) for name, p in self._list_sampled()}
+        listen(self)
+        stop_listening(self)  # to all but saves
+        for average in _find_live(AveragedModel):
+            if type(average.module) is type(model):
+                hook = QuietHook(self._hear_average, num_arguments=2)
+                self._hooks.append(average.register_forward_pre_hook(hook))
+        head, share = _find_frozen_head(model)
+        return ModelScan(
+            step=-1,
+            loads=tuple(take_loads(model)),
+            not_frozen=tuple(_find_unkept_promises(model)),
+            frozen_head=head,
+            frozen_share=share,
+        )
+
+    def close(self) -> None:
+        """Remove the hooks, and hear of no more saves."""
+        remove_hooks(self._hooks)
+        stop_listening(self, to_saves=True)
+
+    def scan(self, step: int) -> ModelScan:
+        """Look again, after `step`."""
+        own = {id(p) for p in self._model.parameters()}
+        gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
+        new = {name: p for name, p in self._list_unheld() if name not in self._untrained}
+        if new:
+            held = _find_held()
+            new = {name: p for name, p in new.items() if id(p) not in held}
+        return ModelScan(
+            step=step,
+            unfrozen=tuple(new),
+            replaced=tuple(gone),
+            came_apart=tuple(pair for pair in self._pairs if self._differs(*pair)),
+            stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
+            idle_average=self._has_idle_average,
+            num_steps=self.num_steps,
+        )
+
+    def _list_unheld(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield trainable parameters that none of the watched optimizers holds."""
+        held = {id(p) for o in self._trained.optimizers for group in o.param_groups for p in group["params"]}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                yield name, parameter
+
+    def _differs(self, one: str, other: str) -> bool:
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        a, b = parameters.get(one), parameters.get(other)
+        return a is not None and b is not None and a is not b and not torch.equal(a, b)
+
+    def _hear_average(self, average: AveragedModel, _args: Any) -> None:
+        """Note that an average was called that holds the weights it was made with."""
+        if self.num_steps >= FEWEST_STEPS and not average.training:
+            self._has_idle_average |= int(average.n_averaged) == 0
+
+    # --- saves --------------------------------------------------------------------------------------------------------
+
+    def after_backward(self, call: BackwardCall) -> None:
+        """Backwards are heard elsewhere."""
+
+    def before_clip(self, call: ClipCall) -> None:
+        """And so are clips."""
+
+    def after_save(self, saved: Any, where: str) -> None:
+        """Compare saved weights with the first ones and with the present ones."""
+        if self.num_steps < FEWEST_STEPS or self._has_good_save or not self._first:
+            return
+        for state in _find_states(saved, MAX_DEPTH):
+            stored = {name: state[key] for name in self._first for key in (name, f"module.{name}") if key in state}
+            if len(stored) < len(self._first):
+                continue
+            now = dict(self._list_sampled())
+            if not all(_sample(stored[name]).shape == first.shape for name, first in self._first.items()):
+                continue
+            is_first = all(_is_equal(_sample(stored[name]), first) for name, first in self._first.items())
+            has_moved = any(not _is_equal(_sample(now[name]), self._first[name]) for name in now)
+            if not is_first:
+                self._has_good_save = True
+            elif has_moved and self.num_steps >= self._last_save + FEWEST_STEPS:
+                self._stale_saves.append(where)
+                self._last_save = self.num_steps
+
+    def _list_sampled(self) -> Iterator[tuple[str, Tensor]]:
+        trained = [(n, p) for n, p in self._trained.named if is_readable(p) and p.numel() and p.is_floating_point()]
+        yield from sorted(trained, key=lambda pair: -pair[1].numel())[:NUM_SAMPLED]
+
+
+# --- what is read once ------------------------------------------------------------------------------------------------
+
+
+def _find_twins(model: nn.Module) -> list[tuple[str, str]]:
+    """Return embeddings and output layers with equal values that are not the same parameter: a tie that was lost."""
+    embeddings = [(f"{n}.weight", m.weight) for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    linears = [(f"{n}.weight", m.weight) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [
+        (one, other)
+        for one, a in embeddings
+        for other, b in linears
+        if a is not b and a.shape == b.shape and a.device == b.device and is_readable(a) and is_readable(b)
+        and a.data_ptr() != b.data_ptr() and torch.equal(a, b) and bool((a != a.flatten()[0]).any())
+    ]  # fmt: skip
+
+
+def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
+    """Return the last layer, if it is frozen with the values that torch draws for a new one; and the frozen share."""
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    share = frozen / max(1, sum(p.numel() for p in model.parameters()))
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if not layers or share <= MOST:
+        return "", share
+    name, head = layers[-1]
+    is_last = next(reversed(list(model.named_parameters())))[0].rpartition(".")[0] == name
+    weight = head.weight
+    if not is_last or weight.requires_grad or not is_readable(weight) or weight.numel() < 16 or _has_adapters(model):
+        return "", share
+    bound = weight.shape[1] ** -0.5  # torch draws the weights of a Linear uniformly up to this
+    largest, spread = float(weight.detach().abs().max()), float(weight.detach().float().std())
+    is_new = 0.9 * bound < largest <= bound * 1.0001 and abs(spread / (bound / 3**0.5) - 1) < 0.15
+    return (name if is_new else ""), share
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Return whether frozen layers are trained through something small beside them, as with LoRA or prompts."""
+    if any(word in name for name, p in model.named_parameters() if p.requires_grad for word in ADAPTERS):
+        return True
+    return any(
+        any(p.requires_grad for p in module.parameters(recurse=False))
+        and any(not p.requires_grad for child in module.children() for p in child.parameters())
+        for module in model.modules()
+    )
+
+
+def _find_unkept_promises(model: nn.Module) -> Iterator[str]:
+    """Yield modules whose own `train()` freezes parameters, as a setting of theirs asks, and that have none frozen."""
+    for name, module in model.named_modules():
+        if type(module).train is nn.Module.train or not module.training:
+            continue
+        setting = _find_freezing_setting(module)
+        parameters = list(module.parameters())
+        if setting and parameters and all(p.requires_grad for p in parameters):
+            yield f"{name or type(module).__name__} ({setting})"
+
+
+def _find_freezing_setting(module: nn.Module) -> str:
+    """Return the setting that makes `train()` freeze, such as 'frozen_stages=1'; from names in its code, not run."""
+    names = _list_names(type(module).train)
+    for called in [getattr(type(module), name, None) for name in names]:
+        names = names | (_list_names(called) if isinstance(called, types.FunctionType) else set())
+    if not names & {*FREEZING}:
+        return ""
+    for name in sorted(names):
+        value = inspect.getattr_static(module, name, None)
+        if ("freez" in name or "froz" in name) and isinstance(value, int) and value > 0:
+            return f"{name}={value}"
+    return ""
+
+
+def _list_names(function: Any) -> set[str]:
+    return set(getattr(getattr(function, "__code__", None), "co_names", ()))
+
+
+def _find_held() -> set[int]:
+    """Return the parameters of every live optimizer; walks all live objects, about 0.1 s, when one is missing."""
+    groups = [group for one in _find_live(torch.optim.Optimizer) for group in vars(one).get("param_groups", ())]
+    return {id(p) for group in groups for p in group["params"]}
+
+
+def _find_live(kind: type[T]) -> list[T]:
+    """Return the live objects of a class. Uses type(): isinstance() would run the code of lazy proxies."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+def _find_states(saved: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+    """Yield mappings from names to tensors inside a saved object."""
+    if isinstance(saved, nn.Module):
+        with contextlib.suppress(Exception):
+            yield saved.state_dict()
+    elif isinstance(saved, Mapping):
+        if any(isinstance(value, Tensor) for value in saved.values()):
+            yield saved
+        elif depth:
+            for value in saved.values():
+                yield from _find_states(value, depth - 1)
+
+
+@torch.no_grad()
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].clone()
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.equal(one.cpu(), other.cpu().to(one.dtype)))

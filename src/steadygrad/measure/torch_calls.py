@@ -1,0 +1,185 @@
+"""Calls of torch's training functions -> those who listen: backward, clipping, saving, and loading weights.
+
+A guard sees the gradients, not what the program did to them. So four functions of torch are wrapped, once and for the
+process: `torch.autograd.backward`, `clip_grad_norm_`, `torch.save` and `Module.load_state_dict`. Each passes its
+arguments on unchanged. With no listener a wrapper costs under a microsecond; a listener that fails is dropped and the
+call goes on. Nothing happens inside a compiled graph, inside another backward, or while a step is replayed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.measure.suspicious_ops import find_caller
+
+MAX_CHAIN = 16
+"""Most operations to follow from the loss towards the model."""
+SAME_VALUE = ("ToCopy", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Alias", "Reshape")
+"""Operations that leave the value as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A constant that the loss was multiplied or divided by."""
+
+    value: Tensor
+    """A scalar, not yet read from its device."""
+    is_division: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCall:
+    """A backward from a scalar loss."""
+
+    loss: Tensor
+    factors: tuple[Factor, ...]
+    """Constants applied to the loss, the last one first."""
+    end: str
+    """The operation behind them, such as 'NllLoss'."""
+    where: str
+    """file:line of the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipCall:
+    """A call of `clip_grad_norm_`, before it has changed anything."""
+
+    parameters: tuple[Tensor, ...]
+    is_spent: bool
+    """Whether it was given a generator that has nothing left."""
+    where: str
+
+
+class Listener(Protocol):
+    """Hears calls until `stop_listening` is called with it."""
+
+    def after_backward(self, call: BackwardCall) -> None: ...
+    def before_clip(self, call: ClipCall) -> None: ...
+    def after_save(self, saved: Any, where: str) -> None: ...
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_to_saves: weakref.WeakSet[Any] = weakref.WeakSet()
+_num_muted = 0
+_is_installed = False
+
+
+def listen(listener: Listener) -> None:
+    """Let `listener`, which is held weakly, hear calls from now on."""
+    install()
+    _listeners.add(listener)
+    _to_saves.add(listener)
+
+
+def stop_listening(listener: Listener, *, to_saves: bool = False) -> None:
+    """Leave `listener` out; without `to_saves` it still hears of saves, which are rare."""
+    _listeners.discard(listener)
+    if to_saves:
+        _to_saves.discard(listener)
+
+
+@contextlib.contextmanager
+def calls_muted() -> Iterator[None]:
+    """Ignore calls inside this context: we make them ourselves."""
+    global _num_muted
+    _num_muted += 1
+    try:
+        yield
+    finally:
+        _num_muted -= 1
+
+
+def install() -> None:
+    """Wrap the functions, unless that was done before."""
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed = True
+    _wrap(torch.autograd, "backward", _around_backward)
+    for place in (nn.utils, nn.utils.clip_grad):
+        _wrap(place, "clip_grad_norm_", _around_clip)
+    for place in (torch, torch.serialization):
+        _wrap(place, "save", _around_save)
+
+
+def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(place, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _num_muted or torch.compiler.is_compiling() or not (_listeners or _to_saves):
+            return original(*args, **kwargs)
+        return around(original, *args, **kwargs)
+
+    setattr(place, name, wrapped)
+
+
+def _around_backward(run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    call = None
+    is_inside = torch._C._current_graph_task_id() != -1  # activation checkpointing runs a backward inside another
+    if _listeners and not is_inside and isinstance(tensors, Tensor) and tensors.numel() == 1:
+        with contextlib.suppress(Exception):
+            call = _describe_backward(tensors)
+    run(tensors, *args, **kwargs)
+    if call is not None:
+        _tell(_listeners, lambda one: one.after_backward(call))
+
+
+def _around_clip(clip: Callable[..., Tensor], parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if not _listeners:
+        return clip(parameters, *args, **kwargs)
+    is_iterator = hasattr(parameters, "__next__")
+    found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
+    call = ClipCall(parameters=found, is_spent=is_iterator and not found, where=find_caller())
+    _tell(_listeners, lambda one: one.before_clip(call))
+    if not is_iterator:
+        return clip(parameters, *args, **kwargs)
+    return clip((p for p in found), *args, **kwargs)  # a generator again: torch warns of an empty one
+
+
+def _around_save(save: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    result = save(obj, *args, **kwargs)
+    where = find_caller()
+    with calls_muted():
+        _tell(_to_saves, lambda one: one.after_save(obj, where))
+    return result
+
+
+def _tell(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:
+    for one in list(listeners):
+        try:
+            hear(one)
+        except Exception:  # an unusual tensor, or no memory: the program's own call has worked
+            stop_listening(one, to_saves=True)
+
+
+def _describe_backward(loss: Tensor) -> BackwardCall:
+    factors: list[Factor] = []
+    node: Any = loss.grad_fn
+    name = ""
+    for _ in range(MAX_CHAIN):
+        name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        constant = _find_constant(node) if name in ("Mul", "Div") else None
+        if constant is not None:
+            factors.append(Factor(constant, is_division=name == "Div"))
+        elif name not in SAME_VALUE:
+            break
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return BackwardCall(loss=loss, factors=tuple(factors), end=name, where=find_caller())
+
+
+def _find_constant(node: Any) -> Tensor | None:
+    """Return the scalar without a gradient that this product or quotient has as its other operand."""
+    if len([following for following, _ in node.next_functions if following is not None]) != 1:
+        return None
+    saved = getattr(node, "_saved_other", None)
+    saved = saved if saved is not None else getattr(node, "_saved_self", None)
+    return saved if isinstance(saved, Tensor) and saved.numel() == 1 and not saved.requires_grad else None

@@ -1,0 +1,504 @@
+"""Small trainings with an error of a program that never crashes, each with its healthy twin.
+
+    python program_cases.py NAME bug|healthy      as a plain script, for `steadygrad run`
+
+`train(step)` runs a case; `step(optimizer)` makes its optimizer steps: `guard.step` or `optimizer.step`. Where an error
+was reported in public, `about` says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+Step = Callable[[], Any]
+Watch = Callable[[nn.Module, torch.optim.Optimizer, Any], Step]
+"""Model, optimizer and scaler -> what makes a step."""
+Case = Callable[[Watch, bool], None]
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A case: what it trains, and the kind of finding that names its error."""
+
+    train: Case
+    kind: str
+    about: str
+
+
+CASES: dict[str, Silent] = {}
+
+
+def case(kind: str, about: str) -> Callable[[Case], Case]:
+    def register(train: Case) -> Case:
+        CASES[train.__name__] = Silent(train, kind, about)
+        return train
+
+    return register
+
+
+def make_model(drop: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(drop), nn.Linear(32, 4))
+
+
+def make_batches(num: int, size: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
+    centres = torch.randn(4, 16)
+    for _ in range(num):
+        labels = torch.randint(4, (size,))
+        yield centres[labels] + torch.randn(size, 16), labels
+
+
+def compute_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def train_plainly(
+    watch: Watch,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num: int = 120,
+    *,
+    before: Callable[[int], Any] = lambda step: None,
+    after: Callable[[int], Any] = lambda step: None,
+    loss: Callable[[nn.Module, Any], Tensor] = compute_loss,
+) -> None:
+    make_step = watch(model, optimizer, None)
+    for step, batch in enumerate(make_batches(num)):
+        before(step)
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        make_step()
+        after(step)
+
+
+# --- the order of calls, and the schedule -----------------------------------------------------------------------------
+
+
+@case(
+    "useless_clip", "clip_grad_norm_ stands before backward: discuss.pytorch.org, 'Proper way to do gradient clipping'"
+)
+def clip_before_backward(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        loss = compute_loss(model, batch)
+        if bug:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        loss.backward()
+        if not bug:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        make_step()
+
+
+@case("useless_clip", "clip_grad_norm_ stands after the step")
+def clip_after_step(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        if not bug:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        make_step()
+        if bug:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+@case(
+    "scaled_gradient", "gradients are clipped before scaler.unscale_: pytorch.org, 'Automatic mixed precision examples'"
+)
+def clip_while_scaled(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.05), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    make_step = watch(model, optimizer, scaler)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        scaler.scale(compute_loss(model, batch)).backward()
+        if bug:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        make_step()
+
+
+@case("divided_twice", "the loop multiplies by 1/k and the helper divides by k: huggingface/transformers#34191")
+def accumulation_divided_by_a_helper(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    batches = list(make_batches(64, size=8))
+    for start in range(0, 64, 8):
+        optimizer.zero_grad()
+        for batch in batches[start : start + 8]:
+            loss = compute_loss(model, batch) * (1 / 8)
+            (loss / 8 if bug else loss).backward()
+        make_step()
+
+
+@case("vanished_rate", "StepLR counts batches where epochs were meant: pytorch/examples, discuss.pytorch.org")
+def schedule_by_batch(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    scheduler = StepLR(optimizer, 15, 0.1)
+    train_plainly(watch, model, optimizer, 240, after=lambda step: scheduler.step() if bug or step % 40 == 39 else None)
+
+
+@case("vanished_rate", "an exponential decay for each epoch is applied to each batch")
+def exponential_by_batch(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    train_plainly(watch, model, optimizer, 240, after=lambda step: scheduler.step() if bug or step % 40 == 39 else None)
+
+
+# --- the optimizer and the model --------------------------------------------------------------------------------------
+
+
+@case("out_of_reach", "the trunk is unfrozen after some epochs, and the optimizer holds the head only")
+def unfrozen_later(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[3].parameters(), 1e-3)
+
+    def unfreeze(step: int) -> None:
+        if step == 60:
+            model[0].requires_grad_(True)
+            if not bug:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+
+    train_plainly(watch, model, optimizer, 220, before=unfreeze)
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+@case("untied_weights", "a tie is lost when parameters are copied one by one: huggingface/transformers#23868")
+def tie_lost(watch: Watch, bug: bool) -> None:
+    model = Language()
+    if bug:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    make_step = watch(model, optimizer, None)
+    for _ in range(20):
+        tokens = torch.randint(20, (32,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens), (tokens + 1) % 20).backward()
+        make_step()
+
+
+def draw_anew(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+
+
+@case("lost_weights", "model.apply(init) after load_state_dict: the pretrained weights are gone")
+def initialised_after_loading(watch: Watch, bug: bool) -> None:
+    state, model = make_model().state_dict(), make_model()
+    if not bug:
+        model.apply(draw_anew)
+    model.load_state_dict(state)
+    if bug:
+        model.apply(draw_anew)
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20)
+
+
+@case("lost_weights", "keys of a compiled model have the prefix _orig_mod.: pytorch/pytorch#101107")
+def compiled_prefix(watch: Watch, bug: bool) -> None:
+    state, model = make_model().state_dict(), make_model()
+    prefix = "_orig_mod." if bug else ""
+    model.load_state_dict({prefix + name: value for name, value in state.items()}, strict=False)
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20)
+
+
+@case("frozen_head", "a filter by name freezes the new head together with the trunk")
+def head_frozen_too(watch: Watch, bug: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    for layer in model[2:] if bug else model[2:4]:
+        layer.requires_grad_(False)
+    train_plainly(watch, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3), 20)
+
+
+@case("idle_average", "update_parameters() is never called, and the average is what gets evaluated")
+def average_never_updated(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    average = AveragedModel(model)
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        if not bug:
+            average.update_parameters(model)
+        if step % 30 == 29:
+            with torch.no_grad():
+                average.eval()(x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=follow)
+
+
+@case("stale_save", "the state dict was taken once, as a copy, and is saved every time")
+def saves_a_copy(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+    path = Path(tempfile.mkdtemp()) / "last.pt"
+
+    def save(step: int) -> None:
+        if step % 30 == 29:
+            torch.save({"model": state if bug else model.state_dict(), "step": step}, path)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=save)
+
+
+class Descent(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, lr: float, *, rebinds: bool) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.rebinds = rebinds
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for parameter in self.param_groups[0]["params"]:
+            change = -self.param_groups[0]["lr"] * parameter.grad
+            if self.rebinds:
+                parameter = parameter + change
+            else:
+                parameter += change
+
+
+@case("unchanged_parameter", "an optimizer of one's own writes p = p + change, which binds a new tensor")
+def nothing_moves(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    train_plainly(watch, model, Descent(model.parameters(), 0.05, rebinds=bug), 120)
+
+
+# --- number formats ---------------------------------------------------------------------------------------------------
+
+
+@case("flushed_gradient", "float16 without a GradScaler: small gradients are 0")
+def float16_without_scale(watch: Watch, bug: bool) -> None:
+    model = make_model()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16 if bug else torch.bfloat16):
+            return compute_loss(model, batch) * 1e-6
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20, loss=loss)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.linear(x).relu(), 0.5, self.training)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.block, self.head, self.keeps = Block(), nn.Linear(16, 4), keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=self.keeps))
+
+
+@case(
+    "redrawn_noise",
+    "checkpoint(preserve_rng_state=False) around functional dropout: pytorch.org, torch.utils.checkpoint",
+)
+def recomputed_with_other_noise(watch: Watch, bug: bool) -> None:
+    model = Recomputed(keeps=not bug)
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20)
+
+
+class Exact(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+@case(
+    "unheeded_autocast",
+    "the model switches autocast off inside: Lightning-AI/lightning-thunder#725 has the same effect",
+)
+def autocast_switched_off_inside(watch: Watch, bug: bool) -> None:
+    model = Exact(*make_model()) if bug else make_model()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return compute_loss(model, batch)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20, loss=loss)
+
+
+# --- healthy programs that look like these ----------------------------------------------------------------------------
+
+HEALTHY: dict[str, Callable[[Watch], None]] = {}
+
+
+def healthy(train: Callable[[Watch], None]) -> Callable[[Watch], None]:
+    HEALTHY[train.__name__] = train
+    return train
+
+
+@healthy
+def weighted_losses(watch: Watch) -> None:
+    """A temperature squared, a weight that is a tensor, half of a sum."""
+    model, weight = make_model(), torch.tensor(2.0)
+    train_plainly(
+        watch,
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-3),
+        20,
+        loss=lambda model, batch: (4.0**2 * weight * compute_loss(model, batch) + compute_loss(model, batch)) / 2,
+    )
+
+
+@healthy
+def low_rank_adapters(watch: Watch) -> None:
+    """The base and its random head are frozen, and only small matrices beside the first layer are trained."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down, self.up = nn.Parameter(torch.randn(2, 16) * 0.1), nn.Parameter(torch.zeros(32, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + x @ self.down.T @ self.up.T
+
+    model = make_model()
+    model[3].requires_grad_(False)
+    model[0] = Adapted(model[0])
+    train_plainly(watch, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3), 120)
+
+
+@healthy
+def pretrained_trunk_and_new_head(watch: Watch) -> None:
+    """Most keys match, the head is new, and is drawn anew after loading."""
+    state, model = make_model().state_dict(), nn.Sequential(*make_model()[:3], nn.Linear(32, 4))
+    model.load_state_dict({name: value for name, value in state.items() if name[0] != "3"}, strict=False)
+    model[3].apply(draw_anew)
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20)
+
+
+@healthy
+def clip_for_each_microbatch(watch: Watch) -> None:
+    """Each microbatch is clipped after its backward."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    batches = list(make_batches(16))
+    for one, other in zip(batches[::2], batches[1::2]):
+        optimizer.zero_grad()
+        for batch in (one, other):
+            (compute_loss(model, batch) / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        make_step()
+
+
+@healthy
+def a_reference_that_stays(watch: Watch) -> None:
+    """A frozen copy is evaluated in every step and saved once, beside the model."""
+    model = make_model()
+    reference, path = copy.deepcopy(model).eval().requires_grad_(False), Path(tempfile.mkdtemp())
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.no_grad():
+            target = reference(batch[0]).softmax(1)
+        return compute_loss(model, batch) + 0.1 * F.kl_div(model(batch[0]).log_softmax(1), target)
+
+    def save(step: int) -> None:
+        if step % 30 == 29:
+            torch.save(reference.state_dict(), path / "reference.pt")
+            torch.save(model.state_dict(), path / "model.pt")
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, loss=loss, after=save)
+
+
+@healthy
+def usual_schedules(watch: Watch) -> None:
+    """A warm-up from 0, one cycle, a cosine to 0."""
+    for make in (
+        lambda o: LambdaLR(o, lambda step: min(1.0, step / 100)),
+        lambda o: OneCycleLR(o, 0.05, total_steps=121),
+        lambda o: CosineAnnealingLR(o, 120),
+    ):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        scheduler = make(optimizer)
+        train_plainly(watch, model, optimizer, 120, after=lambda step, scheduler=scheduler: scheduler.step())
+
+
+@healthy
+def half_precision_weights_that_move(watch: Watch) -> None:
+    """bfloat16 weights with a warm-up, at a rate that their spacing resolves."""
+    model = make_model().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
+    train_plainly(
+        watch,
+        model,
+        optimizer,
+        120,
+        after=lambda step: scheduler.step(),
+        loss=lambda model, batch: F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1]),
+    )
+
+
+@healthy
+def checkpointed_dropout(watch: Watch) -> None:
+    """Recomputed with the same random numbers, as by default."""
+    model = nn.Sequential(make_model(0.5), nn.ReLU(), nn.Linear(4, 4))
+    train_plainly(
+        watch,
+        model,
+        torch.optim.AdamW(model.parameters(), 1e-3),
+        20,
+        loss=lambda model, batch: F.cross_entropy(checkpoint(model, batch[0], use_reentrant=False), batch[1]),
+    )
+
+
+@healthy
+def folds(watch: Watch) -> None:
+    """The best weights of a fold are loaded to be tested, and drawn anew for the next fold."""
+    model = make_model()
+    for _ in range(2):
+        model.apply(draw_anew)
+        train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def step_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
+    """The steps of a plain script."""
+    del model
+    if scaler is None:
+        return optimizer.step
+    return lambda: (scaler.step(optimizer), scaler.update())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    if sys.argv[1] in HEALTHY:
+        HEALTHY[sys.argv[1]](step_plainly)
+    else:
+        CASES[sys.argv[1]].train(step_plainly, sys.argv[2] == "bug")
