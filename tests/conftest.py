@@ -16,6 +16,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, statement by statement
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU wherever it is imported
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and tests run beside others
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -192,7 +193,7 @@ class Investigator:
         if not _has_many_ranks():
             return {}
         if meeting is None:
-            return {"alone": self._ddp, "is_alone": True}
+            return {"alone": self._ddp or find_ddp(self._model), "is_alone": True}
         sharded = self.needs_all_ranks
         # A bad loss is made in the forward: the backward of shards, with its own collectives, need not be run.
         forward_only = sharded and reading.loss_is_nonfinite
@@ -269,3 +270,13 @@ def _has_many_ranks() -> bool:
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     )
+
+
+def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """Return the live wrapper that averages the gradients of this model; walks all live objects, about 0.1 s.
+
+    A script does not hand it over, and a replay through it that is cut short would leave its reducer half prepared.
+    """
+    own, kind = {id(p) for p in model.parameters()}, nn.parallel.DistributedDataParallel
+    wrappers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+    return next((one for one in wrappers if own & {id(p) for p in one.parameters()}), None)

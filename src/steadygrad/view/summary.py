@@ -13,7 +13,7 @@ from steadygrad.view.read.incident_log import IncidentLog
 from steadygrad.view.story import tell_problem
 from steadygrad.words import spell_count
 
-SHOWN = 3
+SHOWN = 5
 """Number of problems listed; the rest are only counted."""
 
 

@@ -49,7 +49,8 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
 
 def _find_command(name: str) -> str:
     """Return the file of a command that is written in Python, such as accelerate or torchrun."""
-    found = shutil.which(name)
+    # An environment that is not activated has its commands beside its interpreter.
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is not None:
         with open(found, "rb") as file:
             first = file.readline(200)
