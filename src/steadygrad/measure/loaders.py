@@ -1,4 +1,4 @@
-"""All live objects -> the DataLoaders among them, and the iterators of those that are gone.
+"""All live objects -> the DataLoaders that are being iterated over.
 
 Walks the garbage collector's list, which takes about 0.1 s: only when a suspicion is to be settled. Reads only.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
@@ -38,16 +38,17 @@ class Loader:
 
 
 def list_loaders() -> list[Loader]:
-    """Return every DataLoader, or iterator over one, that is alive in this process."""
+    """Return every DataLoader of this process that is being iterated over, by the iterators that are alive.
+
+    One that merely exists says nothing about the batches of this training: it may be another's, or for validation.
+    """
     return [*_find_loaders()]
 
 
 def _find_loaders() -> Iterator[Loader]:
     for thing in gc.get_objects():
         kind = type(thing)  # isinstance() would run the code of lazy proxies
-        if issubclass(kind, DataLoader):
-            yield Loader(thing.dataset, thing.num_workers, _count(thing), thing.batch_size, thing.sampler)
-        elif issubclass(kind, _BaseDataLoaderIter):
+        if issubclass(kind, _BaseDataLoaderIter):
             batches = thing._index_sampler
             sampler = getattr(batches, "sampler", batches)
             size = getattr(batches, "batch_size", None)
