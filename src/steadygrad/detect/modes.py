@@ -40,10 +40,10 @@ class EvalWhileTraining(Remembering):
         """Report once, after `PATIENCE` steps."""
         if isinstance(fact, ModeScan) and not fact.is_evaluation:
             is_idle = not (fact.is_training or fact.dropouts_on or fact.norms_on)
-            self._num_dropouts = fact.dropouts_off if is_idle else 0
-            self._num_norms = fact.norms_off if is_idle else 0
-            self._fresh = list(fact.fresh_norms[:5])
-            self._num_steps, self._start = 0, fact.step
+            off = (fact.dropouts_off, fact.norms_off) if is_idle else (0, 0)
+            if off != (self._num_dropouts, self._num_norms):  # a resumed run is told again what it knows
+                (self._num_dropouts, self._num_norms), self._num_steps, self._start = off, 0, fact.step
+                self._fresh = list(fact.fresh_norms[:5])
             self._has_trained |= fact.is_training
         elif isinstance(fact, Reading) and not fact.is_nonfinite and (self._num_dropouts or self._num_norms):
             self._num_steps += 1

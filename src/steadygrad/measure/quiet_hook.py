@@ -19,8 +19,10 @@ class QuietHook:
         self._hear, self._num_arguments = weakref.WeakMethod(hear), num_arguments
 
     def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():  # first: dynamo cannot trace the weak reference
+            return
         hear = self._hear()
-        if hear is not None and not torch.compiler.is_compiling():
+        if hear is not None:
             with contextlib.suppress(Exception):
                 hear(*arguments)
 
