@@ -10,6 +10,7 @@ Names that need torch are loaded when they are first used, so that `import stead
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,7 @@ def __dir__() -> list[str]:
 
 def _note_loads() -> None:
     """Once torch is there, note which weights a program loads: that happens before it makes a Guard."""
-    if sys.modules.get("torch") is not None:
+    if sys.modules.get("torch") is not None and os.environ.get("STEADYGRAD") != "off":
         importlib.import_module("steadygrad.measure.loads").install()
 
 
