@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
@@ -37,15 +37,16 @@ class Loader:
         return isinstance(self.sampler, RandomSampler) or by_epoch
 
 
-def list_loaders() -> list[Loader]:
+def list_loaders(*, idle: bool = False) -> list[Loader]:
     """Return every DataLoader of this process that is being iterated over, by the iterators that are alive.
 
-    One that merely exists says nothing about the batches of this training: it may be another's, or for validation.
+    One that merely exists says little about the batches of this training: it may be another's, or for validation.
+    `idle`: include those too, for `next(iter(loader))`, whose iterator is gone at once.
     """
-    return [*_find_loaders()]
+    return [*_find_loaders(idle=idle)]
 
 
-def _find_loaders() -> Iterator[Loader]:
+def _find_loaders(*, idle: bool) -> Iterator[Loader]:
     for thing in gc.get_objects():
         kind = type(thing)  # isinstance() would run the code of lazy proxies
         if issubclass(kind, _BaseDataLoaderIter):
@@ -53,6 +54,8 @@ def _find_loaders() -> Iterator[Loader]:
             sampler = getattr(batches, "sampler", batches)
             size = getattr(batches, "batch_size", None)
             yield Loader(thing._dataset, thing._num_workers, _count(batches), size, sampler)
+        elif idle and issubclass(kind, DataLoader):
+            yield Loader(thing.dataset, thing.num_workers, _count(thing), thing.batch_size, thing.sampler)
 
 
 def _count(batches: Any) -> int:

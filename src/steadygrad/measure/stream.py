@@ -202,7 +202,7 @@ class StreamWatch:
                 self._report(step, next(iter(marks)), found[0], found[1], is_given)
 
     def _report(self, step: int, path: str, pattern: str, period: int, is_given: bool) -> None:
-        loader = find_loader(self._rows, period if pattern == "repeated" else 0)
+        loader = find_loader(self._rows, period if pattern == "repeated" else 0, idle=pattern == "stuck")
         self._facts.append(
             StreamScan(
                 step=step,
@@ -254,9 +254,9 @@ class _Watched:
         return not self.is_over
 
 
-def find_loader(num_rows: int, period: int = 0) -> Loader | None:
+def find_loader(num_rows: int, period: int = 0, *, idle: bool = False) -> Loader | None:
     """Return the loader that probably made these batches: of that size, or whose workers explain the period."""
-    loaders = list_loaders()
+    loaders = list_loaders(idle=idle)
     if period:
         return next((one for one in loaders if one.num_workers > 1 and period % one.num_workers == 0), None)
     fitting = [one for one in loaders if one.batch_size in (num_rows, None)]
