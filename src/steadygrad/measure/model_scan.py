@@ -159,8 +159,7 @@ class ModelWatch:
 
 def _find_twins(model: nn.Module) -> list[tuple[str, str]]:
     """Return embeddings and output layers with equal values that are not the same parameter: a tie that was lost."""
-    embeddings = [(f"{n}.weight", m.weight) for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
-    linears = [(f"{n}.weight", m.weight) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    embeddings, linears = _list_weights(model, nn.Embedding), _list_weights(model, nn.Linear)
     return [
         (one, other)
         for one, a in embeddings
@@ -168,6 +167,12 @@ def _find_twins(model: nn.Module) -> list[tuple[str, str]]:
         if a is not b and a.shape == b.shape and a.device == b.device and is_readable(a) and is_readable(b)
         and a.data_ptr() != b.data_ptr() and torch.equal(a, b) and bool((a != a.flatten()[0]).any())
     ]  # fmt: skip
+
+
+def _list_weights(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Return the weights of such layers that are parameters: reading a parametrized one runs code, as spectral norm."""
+    weights = [(f"{n}.weight", m._parameters.get("weight")) for n, m in model.named_modules() if isinstance(m, kind)]
+    return [(name, weight) for name, weight in weights if weight is not None]
 
 
 def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
@@ -179,8 +184,15 @@ def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
         return "", share
     name, head = layers[-1]
     is_last = next(reversed(list(model.named_parameters())))[0].rpartition(".")[0] == name
-    weight = head.weight
-    if not is_last or weight.requires_grad or not is_readable(weight) or weight.numel() < 16 or _has_adapters(model):
+    weight = head._parameters.get("weight")
+    if (
+        weight is None
+        or not is_last
+        or weight.requires_grad
+        or not is_readable(weight)
+        or weight.numel() < 16
+        or _has_adapters(model)
+    ):
         return "", share
     bound = weight.shape[1] ** -0.5  # torch draws the weights of a Linear uniformly up to this
     largest, spread = float(weight.detach().abs().max()), float(weight.detach().float().std())

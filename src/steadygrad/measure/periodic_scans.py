@@ -114,14 +114,17 @@ class PeriodicScans:
         """Whether something is to be seen while the forward of `step` runs."""
         return self._graph is not None or self._is_due(step)
 
-    def begin(self) -> None:
-        """Scan the user's weights before the first step."""
+    def begin(self, *, has_run_forward: bool = False) -> None:
+        """Scan the user's weights before the first step.
+
+        `has_run_forward`: the step's forward, perhaps a bad one, may have changed the buffers: they are not judged.
+        """
         if not self._has_begun:
             self._has_begun = True
             if self._every:
                 self._opening = self._weights.begin(shares_later=self._is_ranked)
                 if not self._is_ranked:
-                    self._read_opening()
+                    self._read_opening(has_run_forward=has_run_forward)
                 if self._program_scans is not None:
                     self._program_scans.begin()
 
@@ -130,10 +133,12 @@ class PeriodicScans:
         if self._is_ranked:
             self.begin()
 
-    def _read_opening(self) -> None:
+    def _read_opening(self, *, has_run_forward: bool = False) -> None:
         """Read the scan from before the first step; several ranks do so when they judge it, all at the same point."""
         if self._opening is not None:
             scan, self._opening = self._opening.read(-1), None
+            if has_run_forward:
+                scan = dataclasses.replace(scan, nonfinite_buffers={})
             self._first.append(scan)
             self.born_nonfinite = frozenset(scan.nonfinite_buffers)
             self.given_nonfinite = frozenset(scan.nonfinite_parameters)
@@ -173,7 +178,7 @@ class PeriodicScans:
 
         `scale_is_known`: the step divides the gradients by the loss scale.
         """
-        self.begin()  # the user's own backward: no forward of this step was announced
+        self.begin(has_run_forward=True)  # the user's own backward: no forward of this step was announced
         if self._program_scans is not None:
             looks.program_scans = self._program_scans.before_optimizer(scale_is_known=scale_is_known)
 
