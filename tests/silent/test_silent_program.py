@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import loss_cases  # noqa: F401  (registers its cases)
 import mode_cases  # noqa: F401
 import pytest
@@ -20,6 +22,13 @@ def test_an_error_is_named_with_its_remedy(name: str) -> None:
     assert not more
     assert named.advice
     assert named.evidence
+
+
+@pytest.fixture(autouse=True)
+def _no_loader_of_another_test() -> None:
+    """Loaders that other tests of this process have left are not the training's: frozen objects are not found."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("name", list(CASES))
