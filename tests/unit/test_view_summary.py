@@ -110,7 +110,7 @@ def test_lines_of_others_stand_before_the_incidents() -> None:
     assert lines[-3:] == ["rate       0.001", "snapshots  2", "incidents  none"]
 
 
-def test_a_problem_is_one_line_however_often_it_struck_and_the_fourth_is_only_counted() -> None:
+def test_a_problem_is_one_line_however_often_it_struck_and_the_fifth_is_only_counted() -> None:
     often = [make_incident(step, cause=CAUSE) for step in range(30, 90)]
     others = [make_incident(100 + i, kind=f"kind_{i}", severity=Severity.WARNING, message=f"no {i}") for i in range(5)]
     lines = summarise(Tally(), [*often, *others]).splitlines()
@@ -119,7 +119,8 @@ def test_a_problem_is_one_line_however_often_it_struck_and_the_fourth_is_only_co
         "skipped 60×",
         "  step 100: no 0 (warning); the step was skipped",
         "  step 101: no 1 (warning); the step was skipped",
-        "  and 3 other problems",
+        "  step 102: no 2 (warning); the step was skipped",
+        "  and 2 other problems",
     ]
     assert len(lines) <= 10
 

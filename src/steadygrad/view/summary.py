@@ -13,7 +13,7 @@ from steadygrad.view.read.incident_log import IncidentLog
 from steadygrad.view.story import tell_problem
 from steadygrad.words import spell_count
 
-SHOWN = 5
+SHOWN = 4
 """Number of problems listed; the rest are only counted."""
 
 
