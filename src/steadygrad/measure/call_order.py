@@ -99,6 +99,9 @@ class CallOrderWatch:
     def after_save(self, saved: Any, where: str) -> None:
         """Saves are heard elsewhere."""
 
+    def before_average(self, average: Any) -> None:
+        """And so are averages."""
+
     def take(self, *, scale_is_known: bool) -> PendingCalls | None:
         """Return the calls since the last step, and start afresh; None after the first steps."""
         if not self._steps_left:
