@@ -488,6 +488,22 @@ def folds(watch: Watch) -> None:
         model.load_state_dict(copy.deepcopy(model.state_dict()))
 
 
+@healthy
+def monte_carlo_dropout(watch: Watch) -> None:
+    """Evaluations average over dropout on purpose: the model is in eval mode, its dropout is not."""
+    model = make_model(0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    make_step = watch(model, optimizer, None)
+    for i, batch in enumerate(make_batches(24)):
+        optimizer.zero_grad()
+        compute_loss(model.train(), batch).backward()
+        make_step()
+        if i % 8 == 7:
+            model.eval()[2].train()
+            with torch.no_grad():
+                torch.stack([model(batch[0]) for _ in range(4)]).mean(0)
+
+
 def step_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Step:
     """The steps of a plain script."""
     del model

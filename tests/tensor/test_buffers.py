@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from steadygrad import Guard, GuardConfig
-from steadygrad.act import buffers as module_of_keeper
+from steadygrad.act import buffer_places
 from steadygrad.act.buffers import BufferKeeper
 
 NAN = float("nan")
@@ -330,7 +330,7 @@ def test_a_copy_of_a_guarded_model_is_nobodys() -> None:
 
 
 def test_large_tables_are_not_copied_until_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_of_keeper, "MOST_BYTES", 0)
+    monkeypatch.setattr(buffer_places, "MOST_BYTES", 0)
     model = nn.Module()
     model.register_buffer("table", torch.zeros(300, 300))
     model.register_buffer("mask", torch.zeros(8))

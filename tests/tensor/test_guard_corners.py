@@ -202,6 +202,9 @@ def test_raise_does_not_claim_untouched_weights_after_a_rollback() -> None:
 
 def test_a_healthy_step_leaves_nothing_behind() -> None:
     torch.manual_seed(0)
+    other = nn.Linear(8, 1)
+    idle = Guard(other, torch.optim.SGD(other.parameters(), 1e-3))
+    idle.step(lambda x: other(x).square().mean(), torch.randn(16, 8))  # then never again, while the other one trains
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     guard = Guard(model, torch.optim.AdamW(model.parameters(), 1e-3))
 

@@ -16,12 +16,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from steadygrad.measure.states import is_statistic
+from steadygrad.state.collect import has_values
 from steadygrad.state.shards import is_dtensor
 
 Where = tuple[nn.Module, str]
 Key = tuple[int, str]
 """A module's id and a buffer's name."""
 find_kind = operator.attrgetter("shape", "dtype", "device")
+MOST_BYTES = 64 << 20
+"""Limit for copying large buffers not yet seen to change; beyond it they are frozen tables and quantized weights."""
+LARGE = 1 << 16
+"""Elements from which a buffer counts as large."""
 
 
 def walk(
@@ -144,6 +149,36 @@ class Pack:
     def write(self, values: list[Tensor]) -> None:
         """Write these values into the buffers."""
         torch._foreach_copy_([tensor.data for tensor in self.tensors], values)
+
+
+class FrozenTables:
+    """Large buffers beyond `MOST_BYTES`: each is copied only once it was seen to change."""
+
+    def __init__(self) -> None:
+        self._unchanged: dict[Key, tuple[int, int]] = {}  # identity and version
+
+    def set_apart(self, where: Iterable[Where], tensors: Iterable[Tensor]) -> set[Key]:
+        """Return the buffers that no pack can hold: these tables, and what cannot be written element by element."""
+        apart, budget = set(), MOST_BYTES
+        for (module, name), tensor in zip(where, tensors):
+            key, is_plain = (id(module), name), is_writable(tensor) and tensor.numel() > 0
+            if is_plain and tensor.numel() > LARGE:
+                budget -= tensor.numel() * tensor.element_size()
+                if budget < 0:
+                    self._unchanged[key] = (id(tensor), find_version(tensor))
+            if not is_plain or key in self._unchanged:
+                apart.add(key)
+        return apart
+
+    def must_copy(self, at: Where, buffer: Tensor | None) -> bool:
+        """Whether this buffer must be copied, or noted as absent."""
+        if buffer is None or not has_values(buffer):
+            return buffer is None
+        key = (id(at[0]), at[1])
+        if self._unchanged.get(key) == (id(buffer), find_version(buffer)):
+            return False
+        self._unchanged.pop(key, None)
+        return True
 
 
 def drop_new(modules: Iterable[nn.Module], known: Set[Where], odd: Set[Key]) -> None:

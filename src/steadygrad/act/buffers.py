@@ -18,25 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.buffer_places import (
-    Key,
-    Pack,
-    Place,
-    Where,
-    drop_new,
-    find_kind,
-    find_version,
-    is_writable,
-    name_bad,
-    walk,
-)
+from steadygrad.act.buffer_places import FrozenTables, Key, Pack, Place, Where, drop_new, find_kind, name_bad, walk
 from steadygrad.act.call_listener import CallListener, CallListeners
-from steadygrad.state.collect import has_values
 
-MOST_BYTES = 64 << 20
-"""Limit for copying large buffers not yet seen to change; beyond it they are frozen tables and quantized weights."""
-LARGE = 1 << 16
-"""Elements from which a buffer counts as large."""
 _keepers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BufferKeeper]] = weakref.WeakKeyDictionary()
 
 
@@ -53,7 +37,7 @@ class BufferKeeper:
         self._packs: list[Pack] = []
         self._singles: list[Place] = []
         self._odd: set[Key] = set()  # does not fit a pack, or is replaced by a forward
-        self._unkept: dict[Key, tuple[int, int]] = {}  # large and not seen to change: identity and version
+        self._tables = FrozenTables()
         self.has_begun = False
         """Whether a forward of the current step was seen."""
         self._beside = _keepers.setdefault(model, weakref.WeakSet())
@@ -115,33 +99,15 @@ class BufferKeeper:
             for i, (_, dtype, device) in enumerate(self._kinds):
                 groups.setdefault((dtype, device), []).append(i)
             self._packs = [Pack([self._where[i] for i in g], [self._tensors[i] for i in g]) for g in groups.values()]
-        self._singles = [Place.of(*at) for at, buffer in odd if self._counts(at, buffer)]
+        self._singles = [Place.of(*at) for at, buffer in odd if self._tables.must_copy(at, buffer)]
 
     def _sort_out(self, where: list[Where], tensors: list[Tensor]) -> None:
         """Find the odd ones: if a few tensors are new, a forward replaced them; if all are, `.to()` did."""
         before = dict(zip(self._where, self._tensors))
         replaced = [at for at, tensor in zip(where, tensors) if before.get(at, tensor) is not tensor]
-        budget = MOST_BYTES
-        for (module, name), tensor in zip(where, tensors):
-            is_plain = is_writable(tensor) and tensor.numel() > 0
-            if is_plain and tensor.numel() > LARGE:
-                budget -= tensor.numel() * tensor.element_size()
-                if budget < 0:
-                    self._unkept[id(module), name] = (id(tensor), find_version(tensor))
-            if not is_plain or (id(module), name) in self._unkept:
-                self._odd.add((id(module), name))
+        self._odd |= self._tables.set_apart(where, tensors)
         if len(replaced) <= len(where) // 2:
             self._odd |= {(id(module), name) for module, name in replaced}
-
-    def _counts(self, at: Where, buffer: Tensor | None) -> bool:
-        """Whether this buffer must be copied; a large one only once it was seen to change."""
-        if buffer is None or not has_values(buffer):
-            return buffer is None
-        key = (id(at[0]), at[1])
-        if self._unkept.get(key) == (id(buffer), find_version(buffer)):
-            return False
-        self._unkept.pop(key, None)
-        return True
 
     # --- after the step ---------------------------------------------------------------------------------------------
 

@@ -127,9 +127,8 @@ class DropoutInEvaluation(OnceRule[ModeScan | RandomEvaluation]):
             what = f"dropout is active in eval mode: {show(fact.calls)}"
             fix = "Pass training=self.training to F.dropout (its default is True), and 0.0 as dropout_p in evaluation."
         elif fact.is_evaluation and not fact.is_training and fact.stray:
-            what = (
-                f"the model is in eval mode, but not {spell_count(len(fact.stray), 'layer')} in it: {show(fact.stray)}"
-            )
+            layers = spell_count(len(fact.stray), "layer")
+            what = f"the model is in eval mode, but has {layers} in training mode: {show(fact.stray)}"
             fix = "Check what overrides train() or eval(), and layers added after eval() was called."
         else:
             return None

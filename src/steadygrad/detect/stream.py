@@ -189,9 +189,9 @@ class IndependentLabels(Remembering):
             kind=self.name,
             severity=Severity.WARNING,
             step=fact.step,
-            message=f"labels do not depend on inputs: {fact.num_samples} samples differ between classes as much as "
-            f"with shuffled labels ({score:+.1f} standard deviations), and the loss {loss:.3g} is that of a guess "
-            f"({fact.entropy:.3g})",
+            message=f"no sign that the labels depend on the inputs: {fact.num_samples} samples differ between classes "
+            f"as much as with shuffled labels ({score:+.1f} standard deviations), and the loss of {loss:.3g} is that "
+            f"of a guess ({fact.entropy:.3g})",
             advice="Check that inputs and labels are shuffled, sorted and cut together.",
             evidence={"score": score, "loss": loss, "entropy": fact.entropy, "num_samples": fact.num_samples},
         )

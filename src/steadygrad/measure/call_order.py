@@ -22,6 +22,8 @@ from steadygrad.measure.transfer import Transfer
 
 NUM_STEPS = 4
 """Steps to watch: a loop that calls things in the wrong order does so from the start."""
+MOST_BACKWARDS = 256
+"""Backwards without a step after which the watch ends: they are those of another training, or of a very long step."""
 LEAST_SCALE = 64.0
 """Smallest factor that is taken for a loss scale."""
 DIVISION, BY_NUMBER, BY_TENSOR = 0.0, 1.0, 2.0
@@ -79,6 +81,10 @@ class CallOrderWatch:
 
     def after_backward(self, call: BackwardCall) -> None:
         """Note the loss's constants, and the norm of the gradients as backward has left them."""
+        if len(self._backwards) == MOST_BACKWARDS:
+            self.close()
+            self._start_step()
+            return
         self._see_loss(call.loss)
         self._backwards.append(replace(call, loss=call.loss.detach()))  # its graph is not kept alive
         self._after, self._at_clip = _find_norm(self._parameters), None
@@ -92,6 +98,9 @@ class CallOrderWatch:
 
     def after_save(self, saved: Any, where: str) -> None:
         """Saves are heard elsewhere."""
+
+    def before_average(self, average: Any) -> None:
+        """And so are averages."""
 
     def take(self, *, scale_is_known: bool) -> PendingCalls | None:
         """Return the calls since the last step, and start afresh; None after the first steps."""

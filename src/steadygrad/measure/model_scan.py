@@ -2,9 +2,9 @@
 
 Before the first step: what was loaded, what is frozen, which weights are equal. With each periodic scan: parameters
 that became trainable, were added or replaced and that no optimizer holds; tied weights that came apart. Whenever the
-program saves: whether the file holds the weights from before the first step. An AveragedModel of this model gets a
-hook before the first step. Names and flags are read on the host; the
-first scan and a save read a few numbers from the device, later scans of a healthy run none.
+program saves: whether the file holds the weights from before the first step. Whenever an
+AveragedModel of this model is called: whether it was ever updated. Names and flags are read on the host; the first scan
+and a save read a few numbers from the device, later scans of a healthy run none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.facts import ModelScan
 from steadygrad.measure.loads import take_loads
-from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.state.trained_parameters import TrainedParameters
 
-T = TypeVar("T")
 SAMPLE, NUM_SAMPLED = 256, 8
 """Elements of a parameter, and parameters, that are compared with what the program saves."""
 FEWEST_STEPS = 10
@@ -54,9 +52,8 @@ class ModelWatch:
         self._stale_saves: list[str] = []
         self._has_good_save = False
         self._last_save = 0
+        self._averages: weakref.WeakSet[AveragedModel] = weakref.WeakSet()
         self._has_idle_average = False
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        weakref.finalize(self, remove_hooks, self._hooks)
         self.num_steps = 0
 
     def begin(self) -> ModelScan:
@@ -68,11 +65,7 @@ class ModelWatch:
         self._pairs = _find_twins(model)
         self._first = {name: _sample(p) for name, p in self._list_sampled()}
         listen(self)
-        stop_listening(self)  # to all but saves
-        for average in _find_live(AveragedModel):
-            if type(average.module) is type(model):
-                hook = QuietHook(self._hear_average, num_arguments=2)
-                self._hooks.append(average.register_forward_pre_hook(hook))
+        stop_listening(self)  # to all but saves and averages
         head, share = _find_frozen_head(model)
         return ModelScan(
             step=-1,
@@ -83,8 +76,7 @@ class ModelWatch:
         )
 
     def close(self) -> None:
-        """Remove the hooks, and hear of no more saves."""
-        remove_hooks(self._hooks)
+        """Hear of no more saves and averages."""
         stop_listening(self, to_saves=True)
 
     def scan(self, step: int) -> ModelScan:
@@ -117,10 +109,13 @@ class ModelWatch:
         a, b = parameters.get(one), parameters.get(other)
         return a is not None and b is not None and a is not b and not torch.equal(a, b)
 
-    def _hear_average(self, average: AveragedModel, _args: Any) -> None:
+    def before_average(self, average: AveragedModel) -> None:
         """Note that an average was called that holds the weights it was made with."""
-        if self.num_steps >= FEWEST_STEPS and not average.training:
-            self._has_idle_average |= int(average.n_averaged) == 0
+        if self.num_steps < FEWEST_STEPS or average.training or average in self._averages:
+            return
+        self._averages.add(average)
+        if type(average.module) is type(self._model):
+            self._has_idle_average |= int(average.n_averaged) == 0  # a host read, once for each average
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -242,13 +237,9 @@ def _list_names(function: Any) -> set[str]:
 
 def _find_held() -> set[int]:
     """Return the parameters of every live optimizer; walks all live objects, about 0.1 s, when one is missing."""
-    groups = [group for one in _find_live(torch.optim.Optimizer) for group in vars(one).get("param_groups", ())]
+    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+    groups = [group for one in optimizers for group in vars(one).get("param_groups", ())]
     return {id(p) for group in groups for p in group["params"]}
-
-
-def _find_live(kind: type[T]) -> list[T]:
-    """Return the live objects of a class. Uses type(): isinstance() would run the code of lazy proxies."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def _find_states(saved: Any, depth: int) -> Iterator[Mapping[str, Any]]:

@@ -27,6 +27,8 @@ DONE = -1
 """In place of an input: two forwards of a block were noted."""
 MOST_CALLS = 8
 """Active dropouts that are listed."""
+NUM_DRAWS = 3
+"""Evaluations of one input in a row that are repeated on purpose: Monte Carlo dropout, test-time averaging."""
 
 
 class ModeWatch:
@@ -43,6 +45,8 @@ class ModeWatch:
         self._flags: list[bool] = []
         self._fresh: dict[int, bool] = {}
         self._may_listen = True
+        self._repeats = (-1, 0, 0)  # step, input, number of evaluations of it
+        self._draws_on_purpose = False
 
     def note_training(self, step: int) -> None:
         """Note a forward with gradients; the last one before a step counts."""
@@ -53,6 +57,7 @@ class ModeWatch:
 
     def note_evaluation(self, step: int, first_input: int = 0) -> None:
         """Note a forward without gradients after `step`: the first of each block, and the next with another input."""
+        self._count_repeats(step, first_input)
         is_first = self._block[0] != step
         if step < 0 or (not is_first and self._block[1] in (first_input, DONE)):
             return
@@ -60,10 +65,21 @@ class ModeWatch:
         scan = dataclasses.replace(self._read(step, is_evaluation=True), is_first=is_first)
         if any(getattr(layer, "momentum", 0.1) is None and layer.training for _, layer in self._layers):
             return  # torch's update_bn: statistics are measured anew
+        if self._draws_on_purpose and not scan.is_training:
+            return
         self._facts.append(scan)
         if not scan.is_training and self._may_listen:
             self._may_listen = False
             self._listen(step)
+
+    def _count_repeats(self, step: int, first_input: int) -> None:
+        """Drop what was noted of evaluations that repeat one input: their randomness is meant."""
+        last_step, last_input, num = self._repeats
+        num = num + 1 if (last_step, last_input) == (step, first_input) else 1
+        self._repeats = (step, first_input, num)
+        if num == NUM_DRAWS and not self._model.training:
+            self._draws_on_purpose = True
+            self._facts = [fact for fact in self._facts if isinstance(fact, ModeScan) and not fact.is_evaluation]
 
     def end_step(self) -> None:
         """The forward noted last was that of a step which is over."""

@@ -1,9 +1,10 @@
-"""Calls of torch's training functions -> those who listen: backward, clipping, saving, and loading weights.
+"""Calls of torch's training functions -> those who listen: backward, clipping, saving, averages, and loading weights.
 
-A guard sees the gradients, not what the program did to them. So four functions of torch are wrapped, once and for the
-process: `torch.autograd.backward`, `clip_grad_norm_`, `torch.save` and `Module.load_state_dict`. Each passes its
-arguments on unchanged. With no listener a wrapper costs under a microsecond; a listener that fails is dropped and the
-call goes on. Nothing happens inside a compiled graph, inside another backward, or while a step is replayed.
+A guard sees the gradients, not what the program did to them. So a few functions of torch are wrapped, once and for the
+process: `torch.autograd.backward`, `clip_grad_norm_`, `torch.save`, `AveragedModel.forward` and
+`Module.load_state_dict`. Each passes its arguments on unchanged. With no listener a wrapper costs under a microsecond;
+a listener that fails is dropped and the call goes on. Nothing happens inside a compiled graph, inside another backward,
+or while a step is replayed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.measure.suspicious_ops import find_caller
 
@@ -64,6 +66,7 @@ class Listener(Protocol):
     def after_backward(self, call: BackwardCall) -> None: ...
     def before_clip(self, call: ClipCall) -> None: ...
     def after_save(self, saved: Any, where: str) -> None: ...
+    def before_average(self, average: AveragedModel) -> None: ...
 
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -80,7 +83,7 @@ def listen(listener: Listener) -> None:
 
 
 def stop_listening(listener: Listener, *, to_saves: bool = False) -> None:
-    """Leave `listener` out; without `to_saves` it still hears of saves, which are rare."""
+    """Leave `listener` out; without `to_saves` it still hears of saves and averages, which are rare."""
     _listeners.discard(listener)
     if to_saves:
         _to_saves.discard(listener)
@@ -108,6 +111,7 @@ def install() -> None:
         _wrap(place, "clip_grad_norm_", _around_clip)
     for place in (torch, torch.serialization):
         _wrap(place, "save", _around_save)
+    _wrap(AveragedModel, "forward", _around_average)
 
 
 def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
@@ -151,6 +155,11 @@ def _around_save(save: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) 
     with calls_muted():
         _tell(_to_saves, lambda one: one.after_save(obj, where))
     return result
+
+
+def _around_average(forward: Callable[..., Any], average: AveragedModel, *args: Any, **kwargs: Any) -> Any:
+    _tell(_to_saves, lambda one: one.before_average(average))
+    return forward(average, *args, **kwargs)
 
 
 def _tell(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:
