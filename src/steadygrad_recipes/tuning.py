@@ -9,7 +9,7 @@ import torch
 
 from steadygrad.trainer import Trainer
 from steadygrad.trainer.batches import count_batches, count_steps
-from steadygrad.trainer.trainer import split_terms
+from steadygrad.trainer.task import split_terms
 from steadygrad.tune.target import Field, Target, write_norm
 from steadygrad.tune.tunable import Tunable
 

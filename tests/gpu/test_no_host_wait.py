@@ -136,7 +136,7 @@ def test_device_memory_stays_within_a_mebibyte_and_a_thousandth_of_the_gradients
     guard = Guard(model, optimizer)
     for _ in range(20):  # a snapshot is held on the device until it has been fetched, part by part
         guard.step()
-    for spare in guard._rollback.snapshots._spare:
+    for spare in guard._rollback.snapshots._ring.spare:
         spare._finish()  # its thread reserves the room of a snapshot in torch's cache, and gives it back at once
     torch.cuda.synchronize()
     guard.step()

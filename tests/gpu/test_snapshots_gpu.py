@@ -231,11 +231,11 @@ def test_memory_is_pinned_beside_a_cuda_graph_that_is_being_recorded() -> None:
 
 def test_what_was_prepared_is_what_a_snapshot_uses() -> None:
     training = Training(512)
-    prepared = training.snapshots._spare[0]
+    prepared = training.snapshots._ring.spare[0]
     assert prepared.num_bytes > 0
     assert training.snapshots.take(0)
-    assert training.snapshots._ring[0].pinned_memory is prepared
-    assert sum(host.is_pinned() for host in training.snapshots._ring[0].hosts) > 4
+    assert training.snapshots._ring.held[0].pinned_memory is prepared
+    assert sum(host.is_pinned() for host in training.snapshots._ring.held[0].hosts) > 4
 
 
 def test_a_copy_that_is_staged_on_the_device_holds_the_state_as_it_was() -> None:

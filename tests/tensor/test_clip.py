@@ -19,7 +19,7 @@ from steadygrad.config import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, C
 from steadygrad.errors import UsageError
 from steadygrad.facts import NUM_COLUMNS
 from steadygrad.measure import Measurement, Meter
-from steadygrad.measure.meter import HEADER, Plan
+from steadygrad.measure.measurement import HEADER, Plan
 
 # Short warm-ups and windows, so that a few steps reach every branch.
 STRATEGIES: dict[str, ClipStrategy] = {

@@ -7,22 +7,22 @@ reports whether the step was skipped. accelerate itself is never imported: its o
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from steadygrad.act.forwards import Watching, watch_forwards
 from steadygrad.act.patches import Patches
 from steadygrad.config import GuardConfig
 from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import StepRecord
 
 
-class Driven(Protocol):
+class Driven(Watching, Protocol):
     """A Guard, as seen from a framework's loop."""
 
     config: GuardConfig
@@ -33,9 +33,6 @@ class Driven(Protocol):
     def num_microbatches(self) -> int: ...
     def flush(self) -> None: ...
     def step(self) -> Any: ...
-    def watch_forward(
-        self, replay: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
-    ) -> contextlib.AbstractContextManager[None]: ...
     def watch_backward(self, loss: Tensor) -> None: ...
 
 
@@ -108,24 +105,7 @@ class AcceleratorDrive:
             if _is_wrapper(wrapped):
                 self._patches.replace(wrapped, "step", types.MethodType(step, wrapped))  # schedulers want a method
                 self._patches.replace(wrapped, "_is_overflow", WasSkipped(guard))
-        self._hook_model(guard)
-
-    def _hook_model(self, guard: Driven) -> None:
-        """Let the guard see each training forward of the model: its batch, and the buffers before it."""
-        inside: list[contextlib.AbstractContextManager[None]] = []
-
-        def before(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            if module.training and torch.is_grad_enabled() and not inside:
-                watch = guard.watch_forward(None, *args, **kwargs)
-                watch.__enter__()
-                inside.append(watch)
-
-        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if inside:
-                inside.pop().__exit__(None, None, None)
-
-        self._hooks.append(self.model.register_forward_pre_hook(before, with_kwargs=True))
-        self._hooks.append(self.model.register_forward_hook(after, always_call=True))
+        self._hooks += watch_forwards(self.model, guard)
 
     def detach(self) -> None:
         """Disconnect, leaving accelerate's objects as they were."""

@@ -7,17 +7,17 @@ were written, and carry the Guard's own state.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from steadygrad.act.forwards import Watching, watch_forwards
 from steadygrad.act.patches import Patches
 from steadygrad.act.zero import Partitions, is_engine
 from steadygrad.config import AdaGC, FixedNorm, GuardConfig
@@ -32,7 +32,7 @@ SHOWN = 5
 """Names listed in a message."""
 
 
-class Driven(Protocol):
+class Driven(Watching, Protocol):
     """A Guard, as seen from an engine."""
 
     @property
@@ -41,9 +41,6 @@ class Driven(Protocol):
     def num_steps(self) -> int: ...
     def step(self) -> Any: ...
     def note(self, finding: Finding) -> None: ...
-    def watch_forward(
-        self, replay: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
-    ) -> contextlib.AbstractContextManager[None]: ...
     def watch_backward(self, loss: Tensor) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -128,7 +125,7 @@ class EngineDrive:
         self._patches.replace(engine.optimizer, "step", step)
         self._patches.replace(engine, "save_checkpoint", self._make_save(guard, engine.save_checkpoint))
         self._patches.replace(engine, "load_checkpoint", self._make_load(guard, engine.load_checkpoint))
-        self._hook_forward(guard)
+        self._hooks += watch_forwards(self._engine, guard)
 
     def _step(self, guard: Driven) -> None:
         """Let the Guard make the engine's step; if it does not, clear the gradients as after an overflow."""
@@ -142,23 +139,6 @@ class EngineDrive:
             if partitions.num_steps == num_before:
                 loss = None if guard.last is None else guard.last.loss
                 partitions.discard(keep_scale=loss is not None and not math.isfinite(loss))
-
-    def _hook_forward(self, guard: Driven) -> None:
-        """Let the guard see each training forward of the engine: its batch, and the buffers before it."""
-        inside: list[contextlib.AbstractContextManager[None]] = []
-
-        def before(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            if module.training and torch.is_grad_enabled() and not inside:
-                watch = guard.watch_forward(None, *args, **kwargs)
-                watch.__enter__()
-                inside.append(watch)
-
-        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if inside:
-                inside.pop().__exit__(None, None, None)
-
-        self._hooks.append(self._engine.register_forward_pre_hook(before, with_kwargs=True))
-        self._hooks.append(self._engine.register_forward_hook(after, always_call=True))
 
     def detach(self) -> None:
         """Disconnect, leaving the engine as it was."""

@@ -19,7 +19,7 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.reflex import multiply
 from steadygrad.act.scaler import LossScale
 from steadygrad.measure import Measurement, Meter, Transfer
-from steadygrad.measure.meter import FOUND, LOSS
+from steadygrad.measure.measurement import FOUND, LOSS
 
 
 @dataclass(slots=True)

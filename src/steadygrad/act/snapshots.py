@@ -4,32 +4,30 @@ A snapshot holds parameters, buffers, optimizer state and other objects passed i
 What belongs to the user is not restored: the random generators, which would draw the same batches again, and the
 learning rates, unless their scheduler was passed in. Taking one never waits for the device: pinned blocks are reused,
 parameters and moments are copied on a side stream while the next forward runs, and whether all values are finite is
-read later. A snapshot is good once it is finite and enough healthy steps followed it; only a good one is restored.
-Memory is bounded. Gradients, the data position and the step number are not included: the Guard keeps them.
+read later. Only a good one is restored: finite, and followed by enough healthy steps. `SnapshotRing` holds them within
+a bound of memory. Gradients, the data position and the step number are not included: the Guard keeps them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.host_memory import find_free_bytes
 from steadygrad.act.pinned_memory import PinnedMemory, count_bytes
 from steadygrad.act.restore import Restorer
 from steadygrad.act.snapshot import Snapshot
 from steadygrad.act.snapshot_copier import Copier, look
+from steadygrad.act.snapshot_ring import Agree, SnapshotRing
 from steadygrad.config import SnapshotConfig
 from steadygrad.errors import UsageError
 from steadygrad.state.collect import Collector, Source, State, Template, collect_state, settle_shards, sign_state
 
 logger = logging.getLogger("steadygrad")
-FREE_SHARE = 4
-"""Snapshots may use one part in this many of the free host memory; data loaders and the page cache need the rest."""
 MIN_EVERY = 10
 """Steps between two snapshots at the very start of a run."""
 DENSE_BYTES = 64 << 20
@@ -62,7 +60,7 @@ class Snapshots:
         *,
         extras: Mapping[str, Stateful] | None = None,
         config: SnapshotConfig | None = None,
-        agree: Callable[[Sequence[int]], Collection[int]] | None = None,
+        agree: Agree | None = None,
         owns_rate: Callable[[torch.optim.Optimizer], bool] = lambda _: False,
         num_neighbours: int = 1,
     ) -> None:
@@ -71,28 +69,21 @@ class Snapshots:
         `owns_rate`: whether an optimizer writes its own learning rate, which is then restored with its state.
         `num_neighbours`: ranks on this machine, which share its free memory.
         """
-        self._agree, self._owns_rate = agree, owns_rate
+        self._owns_rate = owns_rate
         self._model, self._optimizers = model, list(optimizers)
         self._extras: dict[str, Any] = {name: extra for name, extra in (extras or {}).items() if extra is not None}
         self._shared = [model, *self._optimizers, *self._extras.values()]  # never copied, even if referred to
         self._config = config if config is not None else SnapshotConfig()
-        self._ring: list[Snapshot] = []  # oldest first
-        self._spare: list[PinnedMemory] = []
+        self._ring = SnapshotRing(self._config, agree=agree, num_neighbours=num_neighbours)
         self._sizes: list[int] = []  # of the tensors of a snapshot
-        self._max_bytes = self._config.max_bytes or find_free_bytes() // FREE_SHARE // max(1, num_neighbours)
         self._lacks_memory = False
         self._template: Template | None = None
-        self._limit = self._config.keep
         self._last_taken: int | None = None
-        self._restored: Snapshot | None = None
         self._in_trouble = False
         self.is_held = False
         """True while a suspicion is being tested: no snapshot is taken, and none becomes good."""
-        self.initial: Snapshot | None = None
-        """The state before the first step, kept as long as there is room for it."""
         self.second_try: Snapshot | None = None
         """Result of repeating the steps since the snapshot of the same step; restoring that one restores this."""
-        self._were_finite: set[str] = set()
         self._told: set[str] = set()
         self._copier = Copier()
         self.off: str | None = None if self._config.enabled else "SnapshotConfig.enabled is False"
@@ -121,10 +112,11 @@ class Snapshots:
         A run of 200 steps thus takes about a dozen. Never so dense that the ring is full before its oldest is good. A
         large state, whose copy slows a step measurably, is copied every `every` steps, first after half of them.
         """
-        if self._ring and self._ring[-1].pinned_memory.num_bytes > DENSE_BYTES:
+        held = self._ring.held
+        if held and held[-1].pinned_memory.num_bytes > DENSE_BYTES:
             # From half a period on, so that a snapshot and the periodic scans do not fall on the same step.
             return max(1, self._config.every // 2) if self._last_taken == 0 else self._config.every
-        patience = -(-self._config.good_after // max(1, self._limit - 1))
+        patience = -(-self._config.good_after // max(1, self._ring.limit - 1))
         return max(min(self._config.every, max(MIN_EVERY, step // 5)), min(self._config.every, patience))
 
     def effective_skip(self, step: int) -> int:
@@ -134,7 +126,7 @@ class Snapshots:
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
         self._copier.advance()
-        if self.off is not None or self._in_trouble or self.is_held or not self._has_place():
+        if self.off is not None or self._in_trouble or self.is_held or not self._ring.has_place:
             return False
         if self._lacks_memory and self._is_pinned and step > 0:
             # The optimizer has created its state by now: pin memory for all of it.
@@ -151,7 +143,7 @@ class Snapshots:
         On CUDA the copies are still running when this returns. Call `before_optimizer()` before anything changes
         parameters, optimizer state or EMA; buffers may change at once.
         """
-        if self.off is not None or self._in_trouble or not self._has_place():
+        if self.off is not None or self._in_trouble or not self._ring.has_place:
             return False
         self.before_optimizer()
         collector, state = self._collect()
@@ -166,13 +158,11 @@ class Snapshots:
         if self._is_pinned:
             look(snapshot, [(s, host) for s, host in pairs if not s.tensor.is_cuda])
         self._copier.copy(snapshot, [(s, host) for s, host in pairs if self._is_kept_in_blocks(s)])
-        self._ring.append(snapshot)
+        self._ring.held.append(snapshot)
         if step == 0:
-            self.initial = snapshot
+            self._ring.initial = snapshot
         self._last_taken = step
-        # The memory of the initial state is not reused, so one more than `keep` is needed.
-        num_held = len({id(s) for s in (*self._ring, self.initial) if s is not None})
-        self._lacks_memory = not self._spare and num_held < self._limit + (self.initial is not None)
+        self._lacks_memory = self._ring.lacks_memory
         return True
 
     def _prepare(self) -> None:
@@ -182,12 +172,12 @@ class Snapshots:
             self._sizes = [count_bytes(source.tensor) for source in sources if self._is_kept_in_blocks(source)]
         sizes = self._sizes
         spare = PinnedMemory(pinned=True)
-        if self.bytes_held + sum(spare.plan(sizes)[1]) <= self._max_bytes:
+        if self._ring.fits(spare, sizes):
             # Before the first step it is not known how much device memory training needs.
             spare.prepare(
                 sizes, then=None if self._last_taken is None else self._copier.make_reserve(spare, self._model)
             )
-            self._spare.append(spare)
+            self._ring.spare.append(spare)
 
     def _collect(self) -> tuple[Collector, State]:
         collector, signature = Collector(self._shared), sign_state(self._model, self._optimizers)
@@ -211,7 +201,12 @@ class Snapshots:
         """Return a host tensor for each source and one for the check's results; None if there is no memory."""
         self._is_pinned = any(source.tensor.is_cuda for source in sources)  # a model may have moved
         wanted = [source.tensor for source in sources if self._is_kept_in_blocks(source)]
-        pinned_memory = self._find_pinned_memory(wanted)
+        sizes = self._sizes = [count_bytes(tensor) for tensor in wanted]
+        no_room = self._ring.explain_no_room(sizes, pinned=self._is_pinned)
+        if no_room is not None:
+            self._switch_off(no_room)
+            return None
+        pinned_memory = self._ring.find_memory(sizes, pinned=self._is_pinned)
         if pinned_memory is None:
             return None
         try:
@@ -228,130 +223,58 @@ class Snapshots:
         """Whether it goes into blocks. With state on CUDA, only CUDA tensors do: blocks are fetched as a whole."""
         return source.fits and (source.tensor.is_cuda or not self._is_pinned)
 
-    # --- memory -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _bound(self) -> str:
-        return _in_units(self._max_bytes)
-
-    @property
-    def bytes_held(self) -> int:
-        """Host memory that all snapshots take together."""
-        kept = {id(s): s for s in (*self._ring, *([self.initial] if self.initial is not None else []))}
-        return sum(
-            pinned_memory.num_bytes for pinned_memory in (*(s.pinned_memory for s in kept.values()), *self._spare)
-        )
-
-    def _find_pinned_memory(self, tensors: Sequence[Tensor]) -> PinnedMemory | None:
-        """Return memory for one more snapshot, within the bound; None if the ring must keep what it has."""
-        sizes = self._sizes = [count_bytes(tensor) for tensor in tensors]
-        pinned = self._is_pinned
-        one = sum(PinnedMemory(pinned=pinned).plan(sizes)[1])
-        if one > self._max_bytes:
-            whose = "a quarter of what is free" if self._config.max_bytes is None else "SnapshotConfig.max_bytes"
-            self._switch_off(f"one would take {_in_units(one)} of host memory, and {whose} is {self._bound}")
-            return None
-        self._limit = min(self._config.keep, self._max_bytes // max(1, one))
-        while len(self._ring) >= self._limit:
-            if not self._discard_one():
-                return None
-        while True:
-            pinned_memory = self._spare[-1] if self._spare else PinnedMemory(pinned=pinned)
-            if self.bytes_held + sum(pinned_memory.plan(sizes)[1]) <= self._max_bytes:
-                self._spare = [spare for spare in self._spare if spare is not pinned_memory]
-                return pinned_memory
-            if self._spare:
-                self._spare.clear()  # blocks of another layout
-            elif self.initial is not None and self.initial not in self._ring:
-                self.initial = None
-            elif not self._discard_one():
-                return None
-
-    def _has_place(self) -> bool:
-        return len(self._ring) < self._limit or self._find_victim() is not None
-
-    def _find_victim(self) -> Snapshot | None:
-        """Return the oldest good snapshot if a newer one is good; the only good one if there is room for just one."""
-        good = [s for s in self._ring if s.good]
-        return good[0] if good and (len(good) > 1 or self._limit == 1) else None
-
-    def _discard_one(self) -> bool:
-        victim = self._find_victim()
-        if victim is not None:
-            self._discard(victim)
-        return victim is not None
-
-    def _discard(self, snapshot: Snapshot) -> None:
-        self._ring.remove(snapshot)
-        if snapshot is not self.initial:
-            self._spare.append(snapshot.pinned_memory)
-        if snapshot is self._restored:
-            self._restored = None
-
     def _switch_off(self, reason: str) -> None:
         """Do without snapshots, for lack of memory."""
         self.off, self.is_too_large = reason, True
         logger.warning("no snapshots: %s. A rollback goes to the newest good checkpoint, if there is one.", reason)
-        self.before_optimizer()
-        self._ring, self._spare, self._restored, self.initial = [], [], None, None
+        self.before_optimizer()  # copies that are under way must be over before their memory is freed
+        self._ring.clear()
 
-    # --- which ones are good ----------------------------------------------------------------------------------------
+    # --- what is known of them --------------------------------------------------------------------------------------
+
+    @property
+    def bytes_held(self) -> int:
+        """Host memory that all snapshots take together."""
+        return self._ring.num_bytes
+
+    @property
+    def initial(self) -> Snapshot | None:
+        """The state before the first step, kept as long as there is room for it."""
+        return self._ring.initial
 
     def healthy_step(self, step: int) -> list[str]:
         """Count step `step` as healthy. Return why snapshots were dropped, one line for each that was not finite."""
         self._in_trouble = False
-        reasons = []
-        for snapshot in [s for s in self._ring if not s.good]:
-            snapshot.num_healthy += step >= snapshot.step
-            enough = snapshot.num_healthy >= self._config.good_after
-            if snapshot.finite is None and (enough or snapshot.has_been_checked):
-                bad = self._find_nonfinite(snapshot)
-                if bad:
-                    reasons.append(_tell_dropped(snapshot.step, bad))
-                    self._discard(snapshot)
-                    continue
-            snapshot.good = enough
-        return reasons
+        return self._ring.count_healthy(step)
 
     def unhealthy(self, step: int) -> None:
         """Count step `step` as unhealthy: snapshots not good yet start counting again, and later ones are dropped."""
         self._in_trouble = True
-        for snapshot in [s for s in self._ring if not s.good]:
-            snapshot.num_healthy = 0
-            if snapshot.step > step:  # judged late: this was not known when it was taken
-                self._discard(snapshot)
+        self._ring.count_unhealthy(step)
 
-    def _find_nonfinite(self, snapshot: Snapshot) -> list[str]:
-        """Return the names of tensors that must be finite and are not; wait for the check if needed."""
-        bad = []
-        for name, must_be_finite, is_finite in snapshot.values():
-            if is_finite:
-                self._were_finite.add(name)
-            elif must_be_finite or name in self._were_finite:
-                bad.append(name)
-        snapshot.finite = not bad
-        return bad
+    @property
+    def newest_good(self) -> int | None:
+        """Return the step of the newest good snapshot."""
+        return self._ring.newest_good
+
+    def list_good(self) -> list[Snapshot]:
+        """Return the good snapshots that all ranks have, oldest first."""
+        return self._ring.list_good()
+
+    def condemn(self, step: int) -> None:
+        """Discard snapshots newer than `step`: the weights have been harmed since."""
+        self._ring.condemn(step)
+
+    def describe(self) -> str:
+        """Return one sentence for a summary."""
+        return self._ring.describe() if self.off is None else f"no snapshots: {self.off}"
 
     # --- put back ---------------------------------------------------------------------------------------------------
 
     @property
     def can_restore(self) -> bool:
         """Whether `restore()` has something to restore."""
-        return self._choose(older=False) is not None
-
-    @property
-    def newest_good(self) -> int | None:
-        """Return the step of the newest good snapshot."""
-        return next((s.step for s in reversed(self._ring) if s.good), None)
-
-    def list_good(self) -> list[Snapshot]:
-        """Return the good snapshots that all ranks have, oldest first."""
-        return self._keep_common([s for s in self._ring if s.good])
-
-    def condemn(self, step: int) -> None:
-        """Discard snapshots newer than `step`: the weights have been harmed since."""
-        for snapshot in [s for s in self._ring if s.step > step]:
-            self._discard(snapshot)
+        return self._ring.choose(older=False) is not None
 
     @torch.no_grad()
     def restore(self, *, older: bool = False) -> int:
@@ -362,18 +285,19 @@ class Snapshots:
         they are. If a second try began at that snapshot, training continues from its result and its steps count as
         taken, so a schedule stays where it is.
         """
-        chosen = self._choose(older=older)
+        chosen = self._ring.choose(older=older)
+        if chosen is None and self.off is not None:
+            raise UsageError(f"there is no snapshot to restore: snapshots are off, because {self.off}.")
         if chosen is None:
-            raise UsageError(self._explain_nothing(older=older))
+            raise UsageError(self._ring.explain_nothing(older=older))
         settle_shards(self._model)
         again = self.second_try if self.second_try is not None and self.second_try.step == chosen.step else None
         self.misfits = self._put_back(chosen, self._extras, but=() if again is None else ("scheduler",))
         self.num_again = 0 if again is None else again.num_again
         if again is not None:
             self.load(again, clipper=self._extras.get("clip"))
-        for snapshot in self._ring[self._ring.index(chosen) + 1 :]:
-            self._discard(snapshot)
-        self._restored, self._in_trouble = chosen, False
+        self._ring.return_to(chosen)
+        self._in_trouble = False
         return chosen.step
 
     @torch.no_grad()
@@ -411,55 +335,3 @@ class Snapshots:
         state = dataclasses.replace(snapshot.state, extras=held)
         restorer = Restorer(state, snapshot.hosts, snapshot.devices, shared=self._shared, settings=settings)
         return restorer.restore(self._optimizers, extras)
-
-    def _choose(self, *, older: bool) -> Snapshot | None:
-        good = self._keep_common([s for s in self._ring if s.good])
-        if not good:
-            untrained = [s for s in self._ring if s.step == 0 and not older]
-            finite = [s for s in untrained if s.finite or (s.finite is None and not self._find_nonfinite(s))]
-            return next(iter(self._keep_common(finite)), None)
-        if not older:
-            return good[-1]
-        last = self._ring.index(self._restored if self._restored is not None else good[-1])
-        return next((s for s in reversed(self._ring[:last]) if s in good), None)
-
-    def _keep_common(self, snapshots: list[Snapshot]) -> list[Snapshot]:
-        if self._agree is None:
-            return snapshots
-        common = self._agree([s.step for s in snapshots])
-        return [s for s in snapshots if s.step in common]
-
-    def _explain_nothing(self, *, older: bool) -> str:
-        if self.off is not None:
-            return f"there is no snapshot to restore: snapshots are off, because {self.off}."
-        if older and self.newest_good is not None:
-            return (
-                f"there is no good snapshot older than the one of step {self.newest_good}. Raise SnapshotConfig.keep, "
-                "or load a checkpoint from disk."
-            )
-        return (
-            f"there is no good snapshot to restore: {len(self._ring)} were taken, and none has "
-            f"{self._config.good_after} healthy steps after it yet. Lower SnapshotConfig.good_after or every, or load "
-            "a checkpoint from disk."
-        )
-
-    def describe(self) -> str:
-        """Return one sentence for a summary."""
-        if self.off is not None:
-            return f"no snapshots: {self.off}"
-        newest = "none good yet" if self.newest_good is None else f"newest good at step {self.newest_good}"
-        fewer = f", room for {self._limit} of {self._config.keep}" if self._limit < self._config.keep else ""
-        plural = "" if len(self._ring) == 1 else "s"
-        return f"{len(self._ring)} snapshot{plural} in {_in_units(self.bytes_held)} of host memory{fewer}, {newest}"
-
-
-def _tell_dropped(step: int, bad: list[str]) -> str:
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    return f"the snapshot of step {step} was dropped, it is not finite: {', '.join(bad[:3])}{more}"
-
-
-def _in_units(num_bytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} bytes"

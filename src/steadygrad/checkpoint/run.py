@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,11 +18,12 @@ from torch import nn
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
 from steadygrad.checkpoint.catalogue import ENDS_EPOCH, TOGETHER, CheckpointInfo, rank, read_info, read_infos
-from steadygrad.checkpoint.changes import Change, apply_changes, find_changes, note_given
+from steadygrad.checkpoint.changes import apply_changes, find_changes, note_given
 from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
 from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.position import DataPositions
+from steadygrad.checkpoint.resumed import Resumed
 from steadygrad.checkpoint.save import Save
 from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, is_sharded, tell_other_ranks
 from steadygrad.checkpoint.signals import SignalWatch
@@ -32,7 +32,6 @@ from steadygrad.checkpoint.training import gather_accumulated, put_accumulated, 
 from steadygrad.config.checkpoint import CheckpointConfig
 from steadygrad.disk.manifest import NAME
 from steadygrad.errors import CheckpointError, NonFiniteStateError, UnsupportedError, UsageError
-from steadygrad.facts import Finding, Severity
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record.run_folder import read_run_id
 from steadygrad.state.finite import count_nonfinite
@@ -48,39 +47,6 @@ SKIPS_IN_A_ROW = 10
 """Skips in a row from which the weights are bad, not the batches: as many as make the policy roll back."""
 REFUSALS = (CheckpointError, UnsupportedError, MemoryError, RuntimeError)
 """Errors that make all ranks leave out a save alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """What was restored, and what the Guard must load itself."""
-
-    step: int
-    info: CheckpointInfo
-    guard: dict[str, Any]
-    accumulated: Accumulated
-    changes: list[Change] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def tell(self) -> Finding:
-        """Return a Finding about the resume; above info only if something differs from what was saved."""
-        told = [f"{change} as it is given now" for change in self.changes] + self.problems
-        return Finding(
-            kind="resumed",
-            severity=Severity.WARNING if told else Severity.INFO,
-            step=self.step,
-            message="; ".join([f"resumed before step {self.step} from {self.info.path}", *told]),
-        )
-
-
-def tell_unsaved(step: int, reason: str) -> Finding:
-    """Return a Finding about a checkpoint that could not be saved."""
-    return Finding(
-        kind="checkpoint_failed",
-        severity=Severity.ERROR,
-        step=step,
-        message=reason.rstrip("."),
-        advice="See to the disk or the state; the next save tries again.",
-    )
 
 
 class RunCheckpoints:

@@ -6,11 +6,11 @@ nothing here depends on the size of a model or of its loss. Cost: none beyond th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
 from typing import ClassVar
 
-from steadygrad.detect.memory import Remembering
-from steadygrad.facts import CallScan, Fact, Finding, Severity
+from steadygrad.detect.once import OnceRule, at
+from steadygrad.facts import CallScan, Finding
 
 NUM_SIGNS = 2
 """Steps that must show the same."""
@@ -20,40 +20,30 @@ MEAN_LOSSES = ("NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropy
 """Losses whose division by 2 is never a convention; half of a squared error is."""
 
 
-class CallRule(Remembering):
-    """Reports once, when `NUM_SIGNS` steps have shown the same. Not for use by itself."""
+class CallRule(OnceRule[CallScan]):
+    """Reports once, when `NUM_SIGNS` steps have shown the same."""
 
-    name: ClassVar[str]
     hears = (CallScan,)
     memory = ("_num_signs", "_first", "_told")
     advice: ClassVar[str]
 
     def __init__(self) -> None:
-        self._num_signs, self._first, self._told = 0, 0, False
+        self._num_signs = self._first = 0
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Return the finding once."""
-        if not isinstance(fact, CallScan) or self._told:
-            return
+    def judge(self, fact: CallScan) -> Finding | None:
+        """Return the finding at the last of these steps."""
         message = self.describe(fact)
         if not message:
-            return
+            return None
         self._first = self._first if self._num_signs else fact.step
         self._num_signs += 1
-        if self._num_signs >= NUM_SIGNS:
-            self._told = True
-            yield Finding(
-                kind=self.name,
-                severity=Severity.WARNING,
-                step=self._first,
-                message=message,
-                advice=self.advice,
-                evidence=self.list_evidence(fact),
-            )
+        if self._num_signs < NUM_SIGNS:
+            return None
+        return self.report(step=self._first, message=message, advice=self.advice, evidence=self.list_evidence(fact))
 
+    @abstractmethod
     def describe(self, scan: CallScan) -> str:
         """Return what is wrong with this step; empty if nothing is."""
-        raise NotImplementedError
 
     def list_evidence(self, scan: CallScan) -> dict[str, float | str]:
         """Return the numbers behind it."""
@@ -74,12 +64,12 @@ class DividedTwice(CallRule):
         """Compare the divisors of the loss with the number of microbatches and of ranks."""
         num, ranks = scan.num_backwards, scan.num_averaging
         if num > 1 and all(divisors.count(float(num)) > 1 for divisors in scan.divisors):
-            return f"the loss of each of {num} microbatches is divided by {num} twice{_place(scan.where_backward)}"
+            return f"the loss of each of {num} microbatches is divided by {num} twice{at(scan.where_backward)}"
         is_divided = bool(scan.divisors) and all(float(ranks) in divisors for divisors in scan.divisors)
         if is_divided and ranks > 1 and num != ranks and scan.end in MEAN_LOSSES:
             return (
                 f"the loss is divided by {ranks}, the number of ranks, and DistributedDataParallel averages the "
-                f"gradients over them as well{_place(scan.where_backward)}"
+                f"gradients over them as well{at(scan.where_backward)}"
             )
         return ""
 
@@ -102,11 +92,11 @@ class ScaledGradient(CallRule):
         """Compare the norms at the clip and at the step with the one that backward left."""
         if scan.scale == 1.0:
             return ""
-        scaled = f"the loss was multiplied by {scan.scale:g}{_place(scan.where_backward)}"
+        scaled = f"the loss was multiplied by {scan.scale:g}{at(scan.where_backward)}"
         if not scan.scale_is_known and _are_same(scan.norm_at_step, scan.norm_after_backward):
             return f"{scaled}, and the optimizer steps with gradients that were not divided by it"
         if _are_same(scan.norm_at_clip, scan.norm_after_backward):
-            return f"{scaled}, and the gradients are clipped with that scale{_place(scan.where_clip)}"
+            return f"{scaled}, and the gradients are clipped with that scale{at(scan.where_clip)}"
         return ""
 
 
@@ -121,7 +111,7 @@ class ClearedGradient(CallRule):
         if not scan.norm_after_backward or scan.norm_at_step != 0.0:
             return ""
         return (
-            f"backward{_place(scan.where_backward)} made gradients of norm {scan.norm_after_backward:.3g}, and they "
+            f"backward{at(scan.where_backward)} made gradients of norm {scan.norm_after_backward:.3g}, and they "
             "are all 0 when the optimizer steps"
         )
 
@@ -136,12 +126,11 @@ class UselessClip(CallRule):
         """Look at what the clip was given, and when."""
         if scan.clip_is_spent:
             return (
-                f"clip_grad_norm_{_place(scan.where_clip)} got a generator that was used up before, so nothing is "
-                "clipped"
+                f"clip_grad_norm_{at(scan.where_clip)} got a generator that was used up before, so nothing is clipped"
             )
         if scan.clip_is_early:
             return (
-                f"clip_grad_norm_{_place(scan.where_clip)} runs before backward{_place(scan.where_backward)}, so the "
+                f"clip_grad_norm_{at(scan.where_clip)} runs before backward{at(scan.where_backward)}, so the "
                 "gradients of the step are not clipped"
             )
         return ""
@@ -149,7 +138,3 @@ class UselessClip(CallRule):
 
 def _are_same(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and other > 0 and abs(one - other) <= SAME * other
-
-
-def _place(where: str) -> str:
-    return f" at {where}" if where else ""

@@ -6,16 +6,15 @@ These are facts about the code, not distances, so the certain ones are warnings 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from steadygrad.detect.memory import Remembering
 from steadygrad.detect.nonfinite import SHOWN, show
-from steadygrad.facts import Broadcast, Fact, Finding, GraphScan, Severity
+from steadygrad.detect.once import OnceRule, at
+from steadygrad.facts import Broadcast, Finding, GraphScan, Severity
 from steadygrad.facts.program import LossScan
 from steadygrad.words import spell_count
 
 
-class UnregisteredLayers(Remembering):
+class UnregisteredLayers(OnceRule[GraphScan]):
     """Parameters that take part and are never updated.
 
     Layers in a plain list, or an optimizer created before the model was modified (it holds parameters that the model no
@@ -24,20 +23,14 @@ class UnregisteredLayers(Remembering):
 
     name = "unregistered_layers"
     hears = (GraphScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, GraphScan) or self._told or not (fact.hidden or fact.unoptimized):
-            return
-        self._told = True
+    def judge(self, fact: GraphScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if not (fact.hidden or fact.unoptimized):
+            return None
         mistake = bool(fact.hidden) or bool(fact.foreign)
         names = list(fact.hidden) or list(fact.unoptimized)
-        yield Finding(
-            kind=self.name,
+        return self.report(
             severity=Severity.WARNING if mistake else Severity.INFO,
             step=fact.step,
             message=f"{spell_count(len(names), 'parameter')} in the loss and in no optimizer: {show(names)}"
@@ -49,33 +42,24 @@ class UnregisteredLayers(Remembering):
         )
 
 
-class SilentBroadcast(Remembering):
+class SilentBroadcast(OnceRule[GraphScan | LossScan]):
     """A prediction (N, 1) met a target (N,), and the loss is over all N x N pairs: the model learns the mean."""
 
     name = "silent_broadcast"
     hears = (GraphScan, LossScan)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, with the shapes."""
-        if not isinstance(fact, GraphScan | LossScan) or self._told:
-            return
+    def judge(self, fact: GraphScan | LossScan) -> Finding | None:
+        """Return the finding about the first such pair, with its shapes."""
         for one in fact.broadcasts if isinstance(fact, GraphScan) else _find_expanded(fact):
             if _is_silent(one):
-                self._told = True
-                yield Finding(
-                    kind=self.name,
-                    severity=Severity.WARNING,
+                return self.report(
                     step=fact.step,
                     message=f"{one.op} of shapes {one.left} and {one.right} compares every sample with every other"
-                    + (f" at {one.where}" if one.where else ""),
+                    f"{at(one.where)}",
                     advice="Give both the same shape: target.unsqueeze(1) or prediction.squeeze(1).",
                     evidence={"left": list(one.left), "right": list(one.right), "where": one.where},
                 )
-                return
+        return None
 
 
 def _find_expanded(scan: LossScan) -> list[Broadcast]:
@@ -99,30 +83,21 @@ def _is_silent(one: Broadcast) -> bool:
     return math.prod(left) == math.prod(right) > 1
 
 
-class DoubleSoftmax(Remembering):
+class DoubleSoftmax(OnceRule[GraphScan | LossScan]):
     """A softmax is fed to a softmax: cross entropy has its own, and gradients shrink."""
 
     name = "double_softmax"
     hears = (GraphScan, LossScan)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, with the line."""
-        if self._told:
-            return
+    def judge(self, fact: GraphScan | LossScan) -> Finding | None:
+        """Return the finding, with the line."""
         if isinstance(fact, LossScan):
             places = [c.where or c.op for c in fact.calls if c.softmax_fed_by in ("softmax", "log_softmax")]
         else:
-            places = list(fact.double_softmaxes) if isinstance(fact, GraphScan) else []
+            places = list(fact.double_softmaxes)
         if not places:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+            return None
+        return self.report(
             step=fact.step,
             message=f"a softmax is applied to a softmax at {show(places)}",
             advice="Give cross_entropy the logits: it applies log_softmax itself.",
@@ -130,23 +105,17 @@ class DoubleSoftmax(Remembering):
         )
 
 
-class AnomalyMode(Remembering):
+class AnomalyMode(OnceRule[GraphScan]):
     """torch's anomaly mode is on (info): every backward is watched, 12 times slower on a small model on the CPU."""
 
     name = "anomaly_mode_left_on"
     hears = (GraphScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, GraphScan) or self._told or not fact.anomaly_mode:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
+    def judge(self, fact: GraphScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if not fact.anomaly_mode:
+            return None
+        return self.report(
             severity=Severity.INFO,
             step=fact.step,
             message="torch.autograd's anomaly mode is on, which slows every step down",

@@ -5,11 +5,9 @@ Facts about the program, checked in the first steps: certain ones are warnings a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from steadygrad.detect.memory import Remembering
 from steadygrad.detect.nonfinite import SHOWN, show
-from steadygrad.facts import Fact, Finding, Severity
+from steadygrad.detect.once import OnceRule, at
+from steadygrad.facts import Finding
 from steadygrad.facts.program import LabelScan, LossCall, LossScan, MixedAxes
 
 RAW = frozenset(("linear", "convolution", "softmax", "sigmoid", "relu", "tanh"))
@@ -21,34 +19,25 @@ PADDING_SHARE = 0.2
 """Share of the counted labels that may be padding."""
 
 
-class WrongLossInput(Remembering):
+class WrongLossInput(OnceRule[LossScan]):
     """A loss gets something else than it expects: probabilities for log-probabilities, a sigmoid for logits."""
 
     name = "wrong_loss_input"
     hears = (LossScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, for the first loss that is wrong."""
-        if not isinstance(fact, LossScan) or self._told:
-            return
+    def judge(self, fact: LossScan) -> Finding | None:
+        """Return the finding about the first loss that is wrong."""
         for call in fact.calls:
             found = _judge_input(call)
             if found is not None:
-                self._told = True
                 what, fix = found
-                yield Finding(
-                    kind=self.name,
-                    severity=Severity.WARNING,
+                return self.report(
                     step=fact.step,
-                    message=f"{what}{_at(call.where)}",
+                    message=f"{what}{at(call.where)}",
                     advice=fix,
                     evidence={"op": call.op, "fed_by": call.fed_by, "shape": list(call.shape), "where": call.where},
                 )
-                return
+        return None
 
 
 def _judge_input(call: LossCall) -> tuple[str, str] | None:
@@ -84,24 +73,17 @@ def _judge_input(call: LossCall) -> tuple[str, str] | None:
     return None
 
 
-class OneElementNorm(Remembering):
+class OneElementNorm(OnceRule[LossScan]):
     """A norm over a single element: its output is constant, so that no gradient passes through it."""
 
     name = "one_element_norm"
     hears = (LossScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, LossScan) or self._told or not fact.one_element_norms:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+    def judge(self, fact: LossScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if not fact.one_element_norms:
+            return None
+        return self.report(
             step=fact.step,
             message=f"{show(fact.one_element_norms)} normalises one element at a time: the result is its bias whatever "
             "the input, and nothing before it gets a gradient",
@@ -110,27 +92,18 @@ class OneElementNorm(Remembering):
         )
 
 
-class MixedSamples(Remembering):
+class MixedSamples(OnceRule[MixedAxes]):
     """Samples of a batch see each other: axes were exchanged by a reshape, or the batch is read as a sequence."""
 
     name = "mixed_samples"
     hears = (MixedAxes,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, with the shapes."""
-        if not isinstance(fact, MixedAxes) or self._told:
-            return
-        self._told = True
+    def judge(self, fact: MixedAxes) -> Finding | None:
+        """Return the finding, with the shapes."""
         is_reshape = fact.kind == "reshape"
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+        return self.report(
             step=fact.step,
-            message=f"{fact.what}{_at(fact.where)} "
+            message=f"{fact.what}{at(fact.where)} "
             + (
                 "exchanges the batch with another axis and moves no element: pieces of different samples are joined"
                 if is_reshape
@@ -143,7 +116,7 @@ class MixedSamples(Remembering):
         )
 
 
-class ShiftedLabels(Remembering):
+class ShiftedLabels(OnceRule[LabelScan]):
     """The labels of a language model are the tokens two places on, or the very tokens it reads.
 
     Compared with the tokens of the model's call, place by place. Labels equal to the tokens are right for an
@@ -155,27 +128,24 @@ class ShiftedLabels(Remembering):
     memory = ("_told", "_step", "_is_fine")
 
     def __init__(self) -> None:
-        self._told = self._is_fine = False
+        self._is_fine = False
         self._step = -1
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, unless another loss of the step has labels one place on."""
-        if not isinstance(fact, LabelScan) or self._told or fact.num_counted < FEWEST_LABELS:
-            return
+    def judge(self, fact: LabelScan) -> Finding | None:
+        """Return the finding, unless another loss of the step has labels one place on."""
+        if fact.num_counted < FEWEST_LABELS:
+            return None
         share = fact.matches.get(1, 0.0)
         self._is_fine |= share >= ALIGNED
         if self._is_fine or share > UNALIGNED:
-            return
+            return None
         twice, none = fact.matches.get(2, 0.0) >= ALIGNED, fact.matches.get(0, 0.0) >= ALIGNED and fact.is_causal
         if not (twice or none):
-            return
-        self._told = True
+            return None
         what = "the token after the next" if twice else "the token itself"
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+        return self.report(
             step=fact.step,
-            message=f"the label of each token is {what}, not the next one{_at(fact.where)}: "
+            message=f"the label of each token is {what}, not the next one{at(fact.where)}: "
             + ("labels were shifted twice" if twice else "labels were not shifted, and the model learns to copy"),
             advice="Shift once: either the model does it (pass labels=input_ids), or you do."
             if twice
@@ -184,88 +154,63 @@ class ShiftedLabels(Remembering):
         )
 
 
-class PaddingInLoss(Remembering):
+class PaddingInLoss(OnceRule[LabelScan]):
     """Labels at padding count in the loss: the model is mostly trained to predict padding."""
 
     name = "padding_in_loss"
     hears = (LabelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, with the share."""
-        if not isinstance(fact, LabelScan) or self._told or not fact.is_reduced or fact.num_counted < FEWEST_LABELS:
-            return
+    def judge(self, fact: LabelScan) -> Finding | None:
+        """Return the finding, with the share."""
+        if not fact.is_reduced or fact.num_counted < FEWEST_LABELS:
+            return None
         share = fact.num_at_padding / fact.num_counted
         if share <= PADDING_SHARE:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+            return None
+        return self.report(
             step=fact.step,
-            message=f"{share:.0%} of the labels that count are at places that the mask calls padding{_at(fact.where)}: "
+            message=f"{share:.0%} of the labels that count are at places that the mask calls padding{at(fact.where)}: "
             "the loss looks low, and most of the gradient teaches padding",
             advice="Set these labels to -100 (ignore_index): labels.masked_fill(mask == 0, -100).",
             evidence={"num_at_padding": fact.num_at_padding, "num_counted": fact.num_counted, "where": fact.where},
         )
 
 
-class LostEnds(Remembering):
+class LostEnds(OnceRule[LabelScan]):
     """The end of every sequence is masked out of the labels, because padding and end are the same token."""
 
     name = "lost_ends"
     hears = (LabelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, LabelScan) or self._told or fact.num_padded_rows < 4:
-            return
+    def judge(self, fact: LabelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if fact.num_padded_rows < 4:
+            return None
         if fact.num_lost_ends < 0.9 * fact.num_padded_rows:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+            return None
+        return self.report(
             step=fact.step,
             message=f"the last real token of {fact.num_lost_ends} of {fact.num_padded_rows} padded rows is the padding "
-            f"token, and its label is ignored{_at(fact.where)}: the model never learns where to stop",
+            f"token, and its label is ignored{at(fact.where)}: the model never learns where to stop",
             advice="Use a padding token of its own, or mask labels by the attention mask and not by the token.",
             evidence={"num_rows": fact.num_padded_rows, "num_lost": fact.num_lost_ends, "where": fact.where},
         )
 
 
-class SwappedMask(Remembering):
+class SwappedMask(OnceRule[LabelScan]):
     """A mask keeps the padding and hides everything else."""
 
     name = "swapped_mask"
     hears = (LabelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, LabelScan) or self._told or fact.num_swapped_rows < max(2, 0.9 * fact.num_padded_rows):
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+    def judge(self, fact: LabelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if fact.num_swapped_rows < max(2, 0.9 * fact.num_padded_rows):
+            return None
+        return self.report(
             step=fact.step,
             message="attention sees only places where one and the same token is repeated, and is kept from those where "
-            f"tokens vary, in {fact.num_swapped_rows} rows{_at(fact.where)}: it attends to padding only",
+            f"tokens vary, in {fact.num_swapped_rows} rows{at(fact.where)}: it attends to padding only",
             advice="Invert it: an attention mask is 1 at real tokens; torch's key_padding_mask is True at padding.",
             evidence={"num_rows": fact.num_swapped_rows},
         )
-
-
-def _at(where: str) -> str:
-    return f" at {where}" if where else ""

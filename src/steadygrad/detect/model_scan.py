@@ -5,11 +5,9 @@ Cost: none on Readings; names are compared when a scan is due.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from steadygrad.detect.memory import Remembering
 from steadygrad.detect.nonfinite import SHOWN, show
-from steadygrad.facts import Fact, Finding, Load, ModelScan, Severity
+from steadygrad.detect.once import OnceRule, at
+from steadygrad.facts import Finding, Load, ModelScan
 from steadygrad.words import spell_count
 
 NUM_SCANS = 2
@@ -21,7 +19,7 @@ KEPT = 0.3
 0.9 and more after pruning, quantising, adding noise or some training."""
 
 
-class OutOfReach(Remembering):
+class OutOfReach(OnceRule[ModelScan]):
     """Parameters that became trainable, were added or were replaced during training, and that no optimizer holds."""
 
     name = "out_of_reach"
@@ -29,84 +27,66 @@ class OutOfReach(Remembering):
     memory = ("_num_scans", "_first", "_told")
 
     def __init__(self) -> None:
-        self._num_scans, self._first, self._told = 0, 0, False
+        self._num_scans = self._first = 0
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, when two scans in a row have seen it."""
-        if not isinstance(fact, ModelScan) or self._told:
-            return
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding when two scans in a row have seen it."""
         if not fact.unfrozen:
             self._num_scans = 0
-            return
+            return None
         self._first = self._first if self._num_scans else fact.step
         self._num_scans += 1
-        if self._num_scans >= NUM_SCANS:
-            self._told = True
-            num = spell_count(len(fact.unfrozen), "parameter")
-            gone = f", and {len(fact.replaced)} that the optimizer holds left the model" if fact.replaced else ""
-            yield Finding(
-                kind=self.name,
-                severity=Severity.WARNING,
-                step=max(0, self._first),
-                message=f"{num} became trainable after the optimizer was made, and no optimizer holds them: "
-                f"{show(list(fact.unfrozen))}{gone}",
-                advice="Call optimizer.add_param_group({'params': [...]}) when you unfreeze, add or replace layers.",
-                evidence={"parameters": list(fact.unfrozen[:SHOWN]), "num_parameters": len(fact.unfrozen)},
-            )
+        if self._num_scans < NUM_SCANS:
+            return None
+        num = spell_count(len(fact.unfrozen), "parameter")
+        gone = f", and {len(fact.replaced)} that the optimizer holds left the model" if fact.replaced else ""
+        return self.report(
+            step=self._first,
+            message=f"{num} became trainable after the optimizer was made, and no optimizer holds them: "
+            f"{show(list(fact.unfrozen))}{gone}",
+            advice="Call optimizer.add_param_group({'params': [...]}) when you unfreeze, add or replace layers.",
+            evidence={"parameters": list(fact.unfrozen[:SHOWN]), "num_parameters": len(fact.unfrozen)},
+        )
 
 
-class Untied(Remembering):
+class Untied(OnceRule[ModelScan]):
     """An embedding and an output layer began with the same values and are trained apart: the tie was lost."""
 
     name = "untied_weights"
     hears = (ModelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, ModelScan) or self._told or not fact.came_apart:
-            return
-        self._told = True
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if not fact.came_apart:
+            return None
         one, other = fact.came_apart[0]
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=max(0, fact.step),
+        return self.report(
+            step=fact.step,
             message=f"{one} and {other} began with the same values and differ now: they are two parameters, not one",
             advice="Tie them last: head.weight = embedding.weight, after loading, copying or converting the model.",
             evidence={"parameters": [one, other]},
         )
 
 
-class NotFrozen(Remembering):
+class NotFrozen(OnceRule[ModelScan]):
     """A module freezes parameters in its `train()`, is set to do so, and has none frozen: `train()` was not called."""
 
     name = "not_frozen"
     hears = (ModelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, before the first step."""
-        if not isinstance(fact, ModelScan) or self._told or not fact.not_frozen:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=max(0, fact.step),
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding; scans before the first step show it."""
+        if not fact.not_frozen:
+            return None
+        return self.report(
+            step=fact.step,
             message=f"nothing is frozen in {show(list(fact.not_frozen))}, whose train() freezes parameters",
             advice="Call model.train() before the optimizer is made: it was not called since the model was built.",
             evidence={"modules": list(fact.not_frozen[:SHOWN])},
         )
 
 
-class FrozenHead(Remembering):
+class FrozenHead(OnceRule[ModelScan]):
     """Most of the model is frozen, and so is its last layer, with the random values it was made with.
 
     A frozen last layer alone is usual (adapters, prompts, projectors); one that was never trained is not.
@@ -114,20 +94,13 @@ class FrozenHead(Remembering):
 
     name = "frozen_head"
     hears = (ModelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, before the first step."""
-        if not isinstance(fact, ModelScan) or self._told or not fact.frozen_head:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=max(0, fact.step),
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding; scans before the first step show it."""
+        if not fact.frozen_head:
+            return None
+        return self.report(
+            step=fact.step,
             message=f"{fact.frozen_share:.0%} of the model is frozen, its last layer {fact.frozen_head} included, "
             "which still has the random values that torch gave it",
             advice=f"Unfreeze it before the optimizer is made: model.{fact.frozen_head}.requires_grad_(True).",
@@ -135,38 +108,29 @@ class FrozenHead(Remembering):
         )
 
 
-class LostWeights(Remembering):
+class LostWeights(OnceRule[ModelScan]):
     """Weights that were loaded are not those that are trained: nothing matched, or they were drawn anew afterwards."""
 
     name = "lost_weights"
     hears = (ModelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, before the first step."""
-        if not isinstance(fact, ModelScan) or self._told:
-            return
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding; scans before the first step show it."""
         for load in fact.loads:
             message, advice = _judge_load(load)
             if message:
-                self._told = True
-                yield Finding(
-                    kind=self.name,
-                    severity=Severity.WARNING,
-                    step=max(0, fact.step),
+                return self.report(
+                    step=fact.step,
                     message=message,
                     advice=advice,
                     evidence={"where": load.where, "num_given": load.num_given, "num_matched": load.num_matched},
                 )
-                return
+        return None
 
 
 def _judge_load(load: Load) -> tuple[str, str]:
     """Return what is wrong with a load and what to do; two empty strings if nothing is."""
-    place = f" at {load.where}" if load.where else ""
+    place = at(load.where)
     if (load.num_given and not load.num_matched) or _is_renamed(load):
         return (
             f"load_state_dict(strict=False){place} matched {load.num_matched} of {load.num_given} tensors: it was "
@@ -191,25 +155,18 @@ def _is_renamed(load: Load) -> bool:
     return few and alike
 
 
-class StaleSave(Remembering):
+class StaleSave(OnceRule[ModelScan]):
     """The program saves the weights from before the first step again and again: a copy, not the model in training."""
 
     name = "stale_save"
     hears = (ModelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, when two saves ten steps apart held the first weights and none held others."""
-        if not isinstance(fact, ModelScan) or self._told or not fact.stale_save:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=max(0, fact.step),
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding when two saves ten steps apart held the first weights and none held others."""
+        if not fact.stale_save:
+            return None
+        return self.report(
+            step=fact.step,
             message=f"torch.save at {fact.stale_save} wrote the weights from before the first step, after "
             f"{fact.num_steps} steps",
             advice="Save the state_dict() of the model that is trained, at the time of the save: an earlier copy, or "
@@ -218,25 +175,18 @@ class StaleSave(Remembering):
         )
 
 
-class IdleAverage(Remembering):
+class IdleAverage(OnceRule[ModelScan]):
     """The program evaluates an average of the weights that was never updated."""
 
     name = "idle_average"
     hears = (ModelScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, ModelScan) or self._told or not fact.idle_average:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=max(0, fact.step),
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if not fact.idle_average:
+            return None
+        return self.report(
+            step=fact.step,
             message="an AveragedModel of this model is evaluated, and update_parameters() was never called: it has the "
             "weights that it was made with",
             advice="Call ema.update_parameters(model) after each step, or pass it: Guard(model, optimizer, ema=ema).",

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from steadygrad.detect.memory import Remembering
 from steadygrad.detect.nonfinite import show
+from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Fact, Finding, Reading, Severity, Validation
 from steadygrad.facts.program import ModeScan, RandomEvaluation
 from steadygrad.words import spell_count
@@ -69,7 +70,7 @@ class EvalWhileTraining(Remembering):
         )
 
 
-class TrainModeValidation(Remembering):
+class TrainModeValidation(OnceRule[ModeScan | Validation]):
     """A validation runs in train mode: dropout blurs its loss, and BatchNorm's statistics take in validation data.
 
     A forward without gradients after whose step `guard.validate` was called is a validation. Without that call, two
@@ -83,74 +84,53 @@ class TrainModeValidation(Remembering):
 
     def __init__(self) -> None:
         self._validated, self._last, self._num_blocks = -1, -1, 0
-        self._knows_eval = self._told = False
+        self._knows_eval = False
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
+    def judge(self, fact: ModeScan | Validation) -> Finding | None:
+        """Return the finding when a forward in train mode is seen to be a validation."""
         if isinstance(fact, Validation):
             self._validated = fact.step
-        elif isinstance(fact, ModeScan) and fact.is_evaluation and not self._told:
-            self._knows_eval |= not fact.is_training
-            is_active = fact.is_training and bool(fact.dropouts_on or fact.norms_on)
-            if not is_active or self._knows_eval:
-                return
-            if not fact.is_first:
-                self._num_blocks = self._num_blocks + 1 if fact.step - self._last >= APART else 1
-                self._last = fact.step
-            if fact.step == self._validated or self._num_blocks >= 2:
-                self._told = True
-                yield _report_train_mode(self.name, fact)
+            return None
+        if not fact.is_evaluation:
+            return None
+        self._knows_eval |= not fact.is_training
+        is_active = fact.is_training and bool(fact.dropouts_on or fact.norms_on)
+        if not is_active or self._knows_eval:
+            return None
+        if not fact.is_first:
+            self._num_blocks = self._num_blocks + 1 if fact.step - self._last >= APART else 1
+            self._last = fact.step
+        return self._describe(fact) if fact.step == self._validated or self._num_blocks >= 2 else None
+
+    def _describe(self, scan: ModeScan) -> Finding:
+        layers = [(scan.dropouts_on, "dropout layer"), (scan.norms_on, "BatchNorm layer")]
+        on = " and ".join(spell_count(number, what) for number, what in layers if number)
+        harm = " and the validation data goes into BatchNorm's statistics" if scan.norms_on else ""
+        return self.report(
+            step=scan.step,
+            message=f"the model is evaluated in train mode{at(scan.where)}: {on} active, so its loss is not that of "
+            f"the trained model{harm}",
+            advice="Call model.eval() before an evaluation and model.train() after it.",
+            evidence={"num_dropouts": scan.dropouts_on, "num_norms": scan.norms_on, "where": scan.where},
+        )
 
 
-def _report_train_mode(kind: str, scan: ModeScan) -> Finding:
-    layers = [(scan.dropouts_on, "dropout layer"), (scan.norms_on, "BatchNorm layer")]
-    on = " and ".join(spell_count(number, what) for number, what in layers if number)
-    harm = " and the validation data goes into BatchNorm's statistics" if scan.norms_on else ""
-    return Finding(
-        kind=kind,
-        severity=Severity.WARNING,
-        step=scan.step,
-        message=f"the model is evaluated in train mode{_at(scan.where)}: {on} active, so its loss is not that of the "
-        f"trained model{harm}",
-        advice="Call model.eval() before an evaluation and model.train() after it.",
-        evidence={"num_dropouts": scan.dropouts_on, "num_norms": scan.norms_on, "where": scan.where},
-    )
-
-
-class DropoutInEvaluation(Remembering):
+class DropoutInEvaluation(OnceRule[ModeScan | RandomEvaluation]):
     """Dropout is active although the model is in eval mode: evaluations are random, and worse than the model is."""
 
     name = "dropout_in_evaluation"
     hears = (ModeScan, RandomEvaluation)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, with the lines or the layers."""
-        if self._told:
-            return
+    def judge(self, fact: ModeScan | RandomEvaluation) -> Finding | None:
+        """Return the finding, with the lines or the layers."""
         if isinstance(fact, RandomEvaluation):
             what = f"dropout is active in eval mode: {show(fact.calls)}"
             fix = "Pass training=self.training to F.dropout (its default is True), and 0.0 as dropout_p in evaluation."
-        elif isinstance(fact, ModeScan) and fact.is_evaluation and not fact.is_training and fact.stray:
+        elif fact.is_evaluation and not fact.is_training and fact.stray:
             layers = spell_count(len(fact.stray), "layer")
             what = f"the model is in eval mode, but has {layers} in training mode: {show(fact.stray)}"
             fix = "Check what overrides train() or eval(), and layers added after eval() was called."
         else:
-            return
-        self._told = True
+            return None
         calls = fact.calls if isinstance(fact, RandomEvaluation) else fact.stray
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=fact.step,
-            message=what,
-            advice=fix,
-            evidence={"where": list(calls[:5])},
-        )
-
-
-def _at(where: str) -> str:
-    return f" at {where}" if where else ""
+        return self.report(step=fact.step, message=what, advice=fix, evidence={"where": list(calls[:5])})

@@ -5,11 +5,10 @@ Cost: none on Readings beyond the first steps and the periodic scans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from steadygrad.detect.memory import Remembering, Streak
+from steadygrad.detect.memory import Streak
 from steadygrad.detect.nonfinite import SHOWN, show
-from steadygrad.facts import Fact, Finding, PrecisionScan, Severity
+from steadygrad.detect.once import OnceRule
+from steadygrad.facts import Finding, PrecisionScan
 
 STUCK = 0.9
 """Share of the weights that must stand still. Where updates arrive it is near 0; stochastic rounding moves a few
@@ -23,27 +22,20 @@ NUM_STEPS = 3
 """Steps in a row that must show flushed gradients."""
 
 
-class LostUpdate(Remembering):
+class LostUpdate(OnceRule[PrecisionScan]):
     """Updates are smaller than the spacing of the weights' format, so nearly all of them round to nothing."""
 
     name = "lost_updates"
     hears = (PrecisionScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, at a learning rate of the usual size."""
-        if not isinstance(fact, PrecisionScan) or self._told or fact.stuck_share is None or not fact.is_full_rate:
-            return
+    def judge(self, fact: PrecisionScan) -> Finding | None:
+        """Return the finding at a learning rate of the usual size."""
+        if fact.stuck_share is None or not fact.is_full_rate:
+            return None
         if fact.stuck_share < STUCK or (not fact.is_own_optimizer and fact.num_steps < PATIENCE):
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=max(0, fact.step - fact.num_steps + 1),
+            return None
+        return self.report(
+            step=fact.step - fact.num_steps + 1,
             message=f"{fact.num_steps} steps left {fact.stuck_share:.0%} of the {fact.dtype} weights bit for bit as "
             "they were, although they have gradients: the updates are lost to rounding",
             advice="Keep the weights in float32 and compute under torch.autocast; or use an optimizer with stochastic "
@@ -52,24 +44,17 @@ class LostUpdate(Remembering):
         )
 
 
-class UnheededAutocast(Remembering):
+class UnheededAutocast(OnceRule[PrecisionScan]):
     """The model is called under autocast, and none of its layers runs in the format that it asks for."""
 
     name = "unheeded_autocast"
     hears = (PrecisionScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, PrecisionScan) or self._told or not fact.unheeded_autocast:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+    def judge(self, fact: PrecisionScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if not fact.unheeded_autocast:
+            return None
+        return self.report(
             step=fact.step,
             message=f"the model is called under autocast to {fact.unheeded_autocast}, and all its layers compute in "
             "float32",
@@ -77,7 +62,7 @@ class UnheededAutocast(Remembering):
         )
 
 
-class FlushedGradient(Remembering):
+class FlushedGradient(OnceRule[PrecisionScan]):
     """The forward runs in float16 without a loss scale, and most of the gradient is exactly zero."""
 
     name = "flushed_gradient"
@@ -85,19 +70,14 @@ class FlushedGradient(Remembering):
     memory = ("_streak", "_told")
 
     def __init__(self) -> None:
-        self._streak, self._told = Streak(), False
+        self._streak = Streak()
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, after `NUM_STEPS` steps in a row."""
-        if not isinstance(fact, PrecisionScan) or self._told:
-            return
+    def judge(self, fact: PrecisionScan) -> Finding | None:
+        """Return the finding after `NUM_STEPS` steps in a row."""
         flushed = fact.is_float16 and not fact.has_scale and fact.zero_share > FLUSHED
         if self._streak.feed(fact.step, flushed) < NUM_STEPS:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+            return None
+        return self.report(
             step=self._streak.start,
             message=f"layers run in float16 without a loss scale, and {fact.zero_share:.0%} of the median parameter's "
             "gradient is exactly 0: it is too small for float16",
@@ -106,24 +86,17 @@ class FlushedGradient(Remembering):
         )
 
 
-class Redrawn(Remembering):
+class Redrawn(OnceRule[PrecisionScan]):
     """Activation checkpointing recomputes a forward with other random numbers: its gradients belong to another mask."""
 
     name = "redrawn_noise"
     hears = (PrecisionScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, PrecisionScan) or self._told or not fact.redrawn:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+    def judge(self, fact: PrecisionScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if not fact.redrawn:
+            return None
+        return self.report(
             step=fact.step,
             message=f"backward recomputes {show(list(fact.redrawn))} with other random numbers than the forward had, "
             "so the gradients belong to another dropout mask",

@@ -4,11 +4,9 @@ acted on. Cost: comparisons of two checksums, with each scan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from steadygrad.detect.memory import Remembering
 from steadygrad.detect.nonfinite import SHOWN, show
-from steadygrad.facts import Fact, Finding, InputScan, RankScan, RankWait, Severity
+from steadygrad.detect.once import OnceRule
+from steadygrad.facts import Finding, InputScan, RankScan, RankWait, Severity
 from steadygrad.words import spell_count
 
 NUM_SAME = 3
@@ -17,7 +15,7 @@ NUM_ZERO = 2
 """Scans in a row in which an input must be all zeros."""
 
 
-class RanksDiffer(Remembering):
+class RanksDiffer(OnceRule[RankScan]):
     """Two ranks hold different weights although DistributedDataParallel averages their gradients.
 
     Bits are compared, on machines that round alike: equal weights and equal gradients stay equal.
@@ -25,22 +23,15 @@ class RanksDiffer(Remembering):
 
     name = "ranks_differ"
     hears = (RankScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, RankScan) or self._told or not fact.differing or not fact.gradients_are_averaged:
-            return
-        self._told = True
+    def judge(self, fact: RankScan) -> Finding | None:
+        """Return the finding, with the parameters that differ."""
+        if not fact.differing or not fact.gradients_are_averaged:
+            return None
         num = spell_count(len(fact.differing), "parameter")
         at_start = fact.step < 0
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
-            step=max(0, fact.step),
+        return self.report(
+            step=fact.step,
             message=f"{num} of {fact.num_compared} differ between rank {fact.rank} and rank {fact.other} "
             + ("before the first step: " if at_start else f"after step {fact.step}: ")
             + show(list(fact.differing)),
@@ -53,7 +44,7 @@ class RanksDiffer(Remembering):
         )
 
 
-class SameBatch(Remembering):
+class SameBatch(OnceRule[RankScan]):
     """All ranks train on the same batches: a DistributedSampler is missing, and more ranks bring nothing."""
 
     name = "same_batch"
@@ -62,30 +53,28 @@ class SameBatch(Remembering):
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
-        self._is_refuted, self._told, self._first = False, False, 0
+        self._is_refuted, self._first = False, 0
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report when `NUM_SAME` different batches were the same on all ranks, and none was not."""
-        if not isinstance(fact, RankScan) or not fact.batch or self._told or self._is_refuted:
-            return
+    def judge(self, fact: RankScan) -> Finding | None:
+        """Return the finding when `NUM_SAME` different batches were the same on all ranks, and none was not."""
+        if not fact.batch or self._is_refuted:
+            return None
         if not fact.same_batch or not fact.gradients_are_averaged:
             self._is_refuted = True
-            return
+            return None
         self._first = self._first if self._seen else fact.step
         self._seen.add(fact.batch)
-        if len(self._seen) >= NUM_SAME:
-            self._told = True
-            yield Finding(
-                kind=self.name,
-                severity=Severity.WARNING,
-                step=self._first,
-                message=f"all ranks trained on the same {len(self._seen)} batches, tensor for tensor",
-                advice="Give the DataLoader a DistributedSampler, or each rank its own part of the data.",
-                evidence={"num_batches": len(self._seen)},
-            )
+        if len(self._seen) < NUM_SAME:
+            return None
+        return self.report(
+            step=self._first,
+            message=f"all ranks trained on the same {len(self._seen)} batches, tensor for tensor",
+            advice="Give the DataLoader a DistributedSampler, or each rank its own part of the data.",
+            evidence={"num_batches": len(self._seen)},
+        )
 
 
-class ZeroInput(Remembering):
+class ZeroInput(OnceRule[RankScan | InputScan]):
     """The largest input of a step is all zeros, on this rank alone or since some step: a copy that did not arrive."""
 
     name = "zero_input"
@@ -96,33 +85,34 @@ class ZeroInput(Remembering):
         self._on_rank: list[int] = []
         self._since: list[int] = []
         self._usual = 0  # scans of the batch in which the input was not zero
-        self._told = False
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once, when it has held in `NUM_ZERO` scans in a row."""
-        if self._told:
-            return
-        if isinstance(fact, RankScan) and fact.batch:
-            self._on_rank = [*self._on_rank, fact.step] if fact.zero_input else []
-            if len(self._on_rank) >= NUM_ZERO:
-                what = f"input {fact.zero_input} is all zeros on rank {fact.rank}, and not on rank {fact.other}"
-                yield self._make(self._on_rank[0], what)
-        elif isinstance(fact, InputScan):
-            floats = [stats for stats in fact.tensors.values() if stats.is_floating and stats.numel > 1]
-            if not floats:
-                return
-            largest = max(floats, key=lambda stats: stats.numel)
-            is_zero = largest.num_zeros == largest.numel
-            self._usual += not is_zero
-            self._since = [*self._since, fact.step] if is_zero and self._usual >= NUM_ZERO else []
-            if len(self._since) >= NUM_ZERO:
-                yield self._make(self._since[0], "the largest input is all zeros, and was not before")
+    def judge(self, fact: RankScan | InputScan) -> Finding | None:
+        """Return the finding when it has held in `NUM_ZERO` scans in a row."""
+        return self._compare_ranks(fact) if isinstance(fact, RankScan) else self._compare_steps(fact)
 
-    def _make(self, step: int, what: str) -> Finding:
-        self._told = True
-        return Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+    def _compare_ranks(self, scan: RankScan) -> Finding | None:
+        if not scan.batch:
+            return None
+        self._on_rank = [*self._on_rank, scan.step] if scan.zero_input else []
+        if len(self._on_rank) < NUM_ZERO:
+            return None
+        what = f"input {scan.zero_input} is all zeros on rank {scan.rank}, and not on rank {scan.other}"
+        return self._describe(self._on_rank[0], what)
+
+    def _compare_steps(self, scan: InputScan) -> Finding | None:
+        floats = [stats for stats in scan.tensors.values() if stats.is_floating and stats.numel > 1]
+        if not floats:
+            return None
+        largest = max(floats, key=lambda stats: stats.numel)
+        is_zero = largest.num_zeros == largest.numel
+        self._usual += not is_zero
+        self._since = [*self._since, scan.step] if is_zero and self._usual >= NUM_ZERO else []
+        if len(self._since) < NUM_ZERO:
+            return None
+        return self._describe(self._since[0], "the largest input is all zeros, and was not before")
+
+    def _describe(self, step: int, what: str) -> Finding:
+        return self.report(
             step=step,
             message=what,
             advice="Check how batches reach this device: a non_blocking copy from memory that is reused, a "

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from steadygrad.detect.memory import Remembering
+from steadygrad.detect.once import OnceRule
 from steadygrad.facts import Fact, Finding, Reading, Severity
 from steadygrad.facts.program import LabelDependence, LabelScan, SingleSample, StoredDataChange, StreamScan
 
@@ -28,21 +29,16 @@ NO_BETTER = 0.97
 """Share of the entropy of the labels above which a loss is that of a guess."""
 
 
-class RepeatedBatch(Remembering):
+class RepeatedBatch(OnceRule[StreamScan]):
     """The same content comes again in new tensors: a loader that is stuck, or workers that do the same work."""
 
     name = "repeated_batch"
     hears = (StreamScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once. A stuck stream without a DataLoader of several batches may be full-batch training: an info."""
-        if not isinstance(fact, StreamScan) or self._told or fact.pattern == "order":
-            return
-        self._told = True
+    def judge(self, fact: StreamScan) -> Finding | None:
+        """Return the finding; an info where a stuck stream may be full-batch training, without a DataLoader."""
+        if fact.pattern == "order":
+            return None
         if fact.pattern == "repeated":
             is_certain = fact.num_workers > 1
             message = f"each batch comes {fact.period} times in a row, in new tensors"
@@ -57,35 +53,28 @@ class RepeatedBatch(Remembering):
             if fact.num_loader_batches is not None:
                 message += f"; the DataLoader has {fact.num_loader_batches}"
             advice = "Iterate over the loader: next(iter(loader)) starts again with the first batch each time."
-        yield Finding(
-            kind=self.name,
+        return self.report(
             severity=Severity.WARNING if is_certain else Severity.INFO,
-            step=max(0, fact.step - fact.num_batches + 1),
+            step=fact.step - fact.num_batches + 1,
             message=f"{message} (compared by checksum)",
             advice=advice,
             evidence={"pattern": fact.pattern, "period": fact.period, "num_batches": fact.num_batches},
         )
 
 
-class RepeatedOrder(Remembering):
+class RepeatedOrder(OnceRule[StreamScan]):
     """Each epoch brings the batches in the same order although the sampler is meant to shuffle."""
 
     name = "repeated_order"
     hears = (StreamScan,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once; a warning only if the sampler shuffles."""
-        if not isinstance(fact, StreamScan) or self._told or fact.pattern != "order":
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
+    def judge(self, fact: StreamScan) -> Finding | None:
+        """Return the finding, a warning only if the sampler shuffles."""
+        if fact.pattern != "order":
+            return None
+        return self.report(
             severity=Severity.WARNING if fact.shuffles else Severity.INFO,
-            step=max(0, fact.step - fact.period + 1),
+            step=fact.step - fact.period + 1,
             message=f"the batches of an epoch ({fact.period}) came again in the same order"
             + (", although the sampler shuffles" if fact.shuffles else "")
             + f" (compared by checksum of {fact.tensor!r})",
@@ -98,7 +87,7 @@ class RepeatedOrder(Remembering):
         )
 
 
-class SortedLabels(Remembering):
+class SortedLabels(OnceRule[LabelScan]):
     """Nearly every batch has labels of a single class, first of one, then of another: the data is sorted by class.
 
     Batches of one class alone are normal where a class is rare, so at least two classes must have several of them.
@@ -111,25 +100,21 @@ class SortedLabels(Remembering):
     def __init__(self) -> None:
         self._pure: dict[str, int] = {}
         self._num_scans = 0
-        self._told = False
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, LabelScan) or self._told or fact.num_counted < FEWEST_ROWS:
-            return
+    def judge(self, fact: LabelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if fact.num_counted < FEWEST_ROWS:
+            return None
         if fact.num_counted > fact.num_rows:  # more than one label a sample
-            return
+            return None
         self._num_scans += 1
         if fact.lowest == fact.highest:
             self._pure[str(fact.lowest)] = self._pure.get(str(fact.lowest), 0) + 1
         often = [label for label, number in self._pure.items() if number >= NUM_PURE]
         num_pure = sum(self._pure.values())
         if len(often) < 2 or num_pure < PURE_SHARE * self._num_scans:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+            return None
+        return self.report(
             step=fact.step,
             message=f"{num_pure} of {self._num_scans} batches have labels of one class only, first "
             f"{' then '.join(often[:3])}: the data is sorted by class, and the model forgets each class with the next",
@@ -212,7 +197,7 @@ class IndependentLabels(Remembering):
         )
 
 
-class ChangedDataset(Remembering):
+class ChangedDataset(OnceRule[StoredDataChange]):
     """The data kept in a dataset is changed each time it is read, so inputs drift from epoch to epoch."""
 
     name = "changed_dataset"
@@ -221,22 +206,16 @@ class ChangedDataset(Remembering):
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._told = False
 
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report when the same array was transformed between two looks, twice."""
-        if not isinstance(fact, StoredDataChange) or self._told:
-            return
+    def judge(self, fact: StoredDataChange) -> Finding | None:
+        """Return the finding when the same array was transformed between two looks, twice."""
         if fact.changed_share < 0.3 or abs(fact.correlation) < 0.5:
             self._counts.pop(fact.name, None)
-            return
+            return None
         self._counts[fact.name] = self._counts.get(fact.name, 0) + 1
         if self._counts[fact.name] < 2:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+            return None
+        return self.report(
             step=fact.step,
             message=f"inputs drift because {fact.name} itself changes: mean {fact.mean[0]:.3g} to {fact.mean[1]:.3g}, "
             f"standard deviation {fact.std[0]:.3g} to {fact.std[1]:.3g} between looks at the stored data",
@@ -245,24 +224,15 @@ class ChangedDataset(Remembering):
         )
 
 
-class SingleRow(Remembering):
+class SingleRow(OnceRule[SingleSample]):
     """One tensor of the batch has a single row where the others have one for each sample: it is broadcast to all."""
 
     name = "single_row"
     hears = (SingleSample,)
-    memory = ("_told",)
 
-    def __init__(self) -> None:
-        self._told = False
-
-    def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Report once."""
-        if not isinstance(fact, SingleSample) or self._told:
-            return
-        self._told = True
-        yield Finding(
-            kind=self.name,
-            severity=Severity.WARNING,
+    def judge(self, fact: SingleSample) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        return self.report(
             step=fact.step,
             message=f"{fact.tensor!r} of the batch has shape {fact.shape} where {fact.other!r} has {fact.other_shape}: "
             "one sample's data is used for all",

@@ -19,7 +19,7 @@ from steadygrad.guard.rollback import Rollback
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Event, Judgement
 from steadygrad.measure import Measurement
-from steadygrad.measure.meter import StepContext
+from steadygrad.measure.measurement import StepContext
 from steadygrad.measure.ranks import Ranks
 
 

@@ -20,7 +20,7 @@ from steadygrad.guard.rollback import Rollback
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Ticket
-from steadygrad.measure.meter import FOUND, StepContext
+from steadygrad.measure.measurement import FOUND, StepContext
 from steadygrad.measure.periodic_scans import Looks
 from steadygrad.measure.ranks import Ranks, Told
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from steadygrad.checkpoint.run import Resumed, RunCheckpoints, tell_unsaved
+from steadygrad.checkpoint.resumed import Resumed, describe_unsaved
+from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.checkpoint.save import Save
 from steadygrad.facts import Finding, Severity
 from steadygrad.guard.moment import Moment
@@ -91,7 +92,7 @@ class Saver:
             used_gradients=is_between or self._watched.used.is_there,
             together=together,
         )
-        self.tell_unsaved()
+        self.report_unsaved()
         return saved
 
     def save_if_due(self, *, ends_round: bool) -> None:
@@ -103,7 +104,7 @@ class Saver:
             self.save()
             for saver in (self, *company):
                 saver._is_due = False
-        self.tell_unsaved()
+        self.report_unsaved()
 
     def _foresee_unsaved(self) -> None:
         """Report state that cannot be saved; optimizers create theirs in the first step, so not earlier."""
@@ -114,10 +115,10 @@ class Saver:
         for finding in foresee_unsaved(self.checkpoints, self._moment.next_step - 1):
             self._judgement.note(finding)
 
-    def tell_unsaved(self) -> None:
+    def report_unsaved(self) -> None:
         """Report what could not be saved since the last call."""
         for failure in self.checkpoints.take_failures():
-            self._judgement.note(tell_unsaved(self._moment.next_step, failure))
+            self._judgement.note(describe_unsaved(self._moment.next_step, failure))
         for note in self.checkpoints.take_notes():
             self._judgement.note(report_infinite(self._moment.next_step, note), write=True)
         for problem in () if self._start is None else self._start.take_problems():
@@ -140,7 +141,7 @@ class Saver:
         self._moment.batches = resumed.accumulated
         if self._moment.batches.num:  # inside a step, which has already begun
             self._watched.periodic_scans.begin()
-        self._judgement.note(resumed.tell())
+        self._judgement.note(resumed.describe())
         self.checkpoints.finish_resume()
         return resumed.step
 
@@ -156,7 +157,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the disk, then close the record."""
         self.checkpoints.close()
-        self.tell_unsaved()
+        self.report_unsaved()
         self._judgement.close()
         if self._start is not None:
             self._start.close()

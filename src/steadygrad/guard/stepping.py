@@ -29,7 +29,7 @@ from steadygrad.guard.rollback import Rollback
 from steadygrad.guard.watched import Watched
 from steadygrad.measure import Measurement
 from steadygrad.measure.logged import send_logged
-from steadygrad.measure.meter import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE, StepContext
+from steadygrad.measure.measurement import COEFFICIENT, FOUND, LOSS, NUM_NONFINITE, StepContext
 
 
 class Stepper:

@@ -10,157 +10,35 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from steadygrad.config import Implementation
 from steadygrad.errors import ConfigError
-from steadygrad.facts import NUM_COLUMNS, GradientTable, Reading
+from steadygrad.facts import NUM_COLUMNS
 from steadygrad.measure import gradients as _gradients
 from steadygrad.measure.kernels import foreach, reference
+from steadygrad.measure.measurement import (
+    FOUND,
+    LOSS,
+    LOSS_SCALE,
+    NORM,
+    NUM_NAN,
+    NUM_NONFINITE,
+    Measurement,
+    Plan,
+)
 from steadygrad.measure.ranks import Ranks, Told
-from steadygrad.state.shards import Fragment, take_local
+from steadygrad.state.shards import Fragment
 
-if TYPE_CHECKING:
-    from steadygrad.measure.kernels import triton as _triton
-
-HEADER = 8
 MAX_PLANS = 64
 """Most patterns of present gradients whose tables are kept."""
 MIN_TRITON = (3, 6)
 """Oldest Triton version that the kernels were run with; with older ones the foreach implementation is used."""
 _gradient = operator.attrgetter("grad")
 _address = Tensor.data_ptr
-LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
-
-
-class Plan:
-    """What stays the same while the same parameters have gradients of the same kind."""
-
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], device: torch.device) -> None:
-        self.names = tuple(names)
-        self.parameters = list(parameters)
-        self.numels = tuple(_gradients.numel(p) for p in parameters)
-        self.device = device
-        self.length = HEADER + NUM_COLUMNS * len(self.names)
-        self.addresses: list[int] = []
-        self.dtypes: list[torch.dtype] = []
-        self.is_single_precision = True
-        """Whether every gradient is fp32: then scaling before or inside an optimizer's kernel gives the same bits."""
-        self.triton: _triton.Plan | None = None
-        self.absent: list[tuple[str, Tensor]] = []
-        self.is_sharded = any(map(_gradients.is_dtensor, parameters))
-
-    def find_missing(self) -> tuple[tuple[str, ...], float]:
-        """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
-        missing = [(name, _gradients.numel(p)) for name, p in self.absent if p.requires_grad]
-        if not missing:
-            return (), 0.0
-        num_missing = sum(count for _, count in missing)
-        return tuple(name for name, _ in missing), num_missing / max(1, num_missing + sum(self.numels))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepContext:
-    """What the host knows about a step whose numbers are still on the device."""
-
-    step: int
-    learning_rates: tuple[float, ...] = ()
-    num_microbatches: int = 1
-    num_dropped_microbatches: int = 0
-    stale: tuple[str, ...] = ()
-    """Parameters whose gradients were not cleared after the previous step."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Measurement:
-    """One step's numbers, still on the device."""
-
-    packed: Tensor
-    """Header, then the rows: float64 [HEADER + 5 N]; after them the values exchanged between ranks."""
-    flags: Tensor
-    """Inputs of a fused optimizer: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
-    plan: Plan
-    has_loss: bool
-
-    @property
-    def found(self) -> Tensor:
-        """1.0 if loss or gradients are not finite, otherwise 0.0: float32 scalar."""
-        return self.flags[0]
-
-    @property
-    def norm(self) -> Tensor:
-        """Global norm over the finite elements, after unscaling: float64 scalar."""
-        return self.packed[NORM]
-
-    @property
-    def table(self) -> Tensor:
-        """The rows, [N, 5]."""
-        return self.packed[HEADER : self.plan.length].view(-1, NUM_COLUMNS)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The parameters that have a gradient, [N]."""
-        return self.plan.names
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The same parameters, [N]."""
-        return self.plan.parameters
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        """Their current gradients, [N]; for a DTensor, this rank's part."""
-        gradients = [p.grad for p in self.plan.parameters if p.grad is not None]
-        return [take_local(g) for g in gradients] if self.plan.is_sharded else gradients
-
-    def set_coefficient(self, coefficient: Tensor) -> None:
-        """Set the clip coefficient of a strategy other than a constant threshold; no host read."""
-        self.packed[COEFFICIENT] = coefficient
-        self.flags[1] = coefficient.reciprocal()
-
-    def scale_in_place(self) -> bool:
-        """Multiply the gradients by the coefficient on the device, for free if it is 1; return False if impossible."""
-        if self.plan.triton is None:
-            return False
-        self.plan.triton.scale(self.plan.addresses, self.packed)
-        return True
-
-    def read(
-        self,
-        numbers: Sequence[float],
-        context: StepContext,
-        *,
-        skipped: bool,
-        spoilt_buffers: Mapping[str, int] | None = None,
-    ) -> Reading:
-        """Return the Reading of `numbers`, which is this packed vector on the host."""
-        num_nonfinite, num_nan = int(numbers[NUM_NONFINITE]), int(numbers[NUM_NAN])
-        norm, scale = numbers[NORM], numbers[LOSS_SCALE]
-        missing, missing_share = self.plan.find_missing()
-        return Reading(
-            loss=numbers[LOSS] if self.has_loss else None,
-            grad_norm=math.nan if num_nan else math.inf if num_nonfinite else norm,
-            finite_grad_norm=norm,
-            num_nonfinite=num_nonfinite,
-            num_nan=num_nan,
-            clip_coefficient=numbers[COEFFICIENT],
-            loss_scale=scale if scale > 0 else None,
-            gradients=GradientTable(self.plan.names, self.plan.numels, numbers[HEADER : self.plan.length]),
-            missing=missing,
-            missing_share=missing_share,
-            step=context.step,
-            learning_rates=context.learning_rates,
-            num_microbatches=context.num_microbatches,
-            num_dropped_microbatches=context.num_dropped_microbatches,
-            stale=context.stale,
-            skipped=skipped,
-            spoilt_buffers=spoilt_buffers or {},
-        )
 
 
 class Meter:

@@ -26,7 +26,6 @@ from steadygrad.config.trainer import TrainerConfig
 from steadygrad.errors import UsageError
 from steadygrad.facts import Incident, StepRecord
 from steadygrad.guard import Guard
-from steadygrad.measure.loss import find_loss
 from steadygrad.record import Sink
 from steadygrad.scan.foreign import load_checkpoint
 from steadygrad.state.random_state import unchanged_random
@@ -53,7 +52,6 @@ from steadygrad.trainer.ranks import (
     share_from_first,
     share_loader,
     share_weights,
-    strip_replica,
 )
 from steadygrad.trainer.setup import (
     check_given,
@@ -64,13 +62,13 @@ from steadygrad.trainer.setup import (
     make_scaler,
     seed_generators,
 )
-from steadygrad.trainer.stages import Optimizers, Stage, make_schedule
+from steadygrad.trainer.stages import Stage
+from steadygrad.trainer.task import Metrics, Task, split_terms
 
 logger = logging.getLogger("steadygrad.trainer")
-Metrics = dict[str, float]
 
 
-class Trainer:
+class Trainer(Task):
     """Trains one model under one Guard.
 
     >>> model = nn.Linear(3, 1)
@@ -126,68 +124,6 @@ class Trainer:
                 if one is not None:
                     shard_model(one, self.device)
         return model
-
-    @property
-    def bare_model(self) -> nn.Module:
-        """The model as it was given, without what several ranks wrap around it."""
-        return strip_replica(self.model)
-
-    # --- what a subclass says ---------------------------------------------------------------------------------------
-
-    def prepare_batch(self, batch: Any) -> Any:
-        """Return what `compute_loss` gets: the batch on the device. Runs before the step, outside of what is replayed.
-
-        What the ranks must agree on, such as `sum_over_ranks` of what a mean divides by, belongs here.
-        """
-        return batch
-
-    def compute_loss(self, batch: Any) -> Any:
-        """Return the loss of one batch, or the loss and a dict of terms to record. Runs under autocast; replayable."""
-        if self._loss_fn is not None:
-            inputs, targets = batch
-            return self._loss_fn(self.model(inputs), targets)
-        if isinstance(batch, Mapping):
-            return find_loss(self.model(**batch))
-        return find_loss(self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch))
-
-    def evaluate(self, val_loader: Iterable[Any]) -> Metrics:
-        """Return metrics of the model, including "loss"; called in eval mode, without gradients, under autocast."""
-        total, num = 0.0, 0
-        for batch in val_loader:
-            loss, _ = split_terms(self.compute_loss(move_batch(batch, self.device)))
-            total, num = total + float(loss), num + 1
-        if num == 0:
-            raise UsageError("the validation loader has no batch. Give one with data, or none at all.")
-        return {"loss": total / num}
-
-    def guess_loss(self, val_loader: Iterable[Any]) -> float | None:  # noqa: ARG002
-        """Return the validation loss of the best answer that ignores the input; None if unknown.
-
-        A run that does not get below it is reported: it has learned nothing, however far its loss fell.
-        """
-        return None
-
-    def build_optimizer(self, stage: Stage) -> Optimizers:
-        """Create the optimizer of a stage: AdamW over the trainable parameters."""
-        if stage.optimizer is not None:
-            return stage.optimizer(self.bare_model)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        rate, decay, fused = self.config.learning_rate, self.config.weight_decay, self.device.type == "cuda"
-        return torch.optim.AdamW(trainable, lr=rate, weight_decay=decay, fused=fused)
-
-    def build_scheduler(self, stage: Stage, num_steps: int | None) -> Any:
-        """Create the scheduler of a stage, stepped after each applied step; None keeps the rate fixed."""
-        if stage.scheduler is not None:
-            return stage.scheduler(self.optimizer, num_steps)
-        if isinstance(self.optimizer, list):
-            return None
-        return make_schedule(self.optimizer, self.config, num_steps)
-
-    def end_step(self, record: StepRecord) -> None:
-        """Hook: called with each judged step."""
-
-    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Hook: called at the end of each epoch, after evaluation and before the checkpoint, with its metrics."""
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -519,14 +455,6 @@ class Trainer:
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return self.optimizer if isinstance(self.optimizer, list) else [self.optimizer]
-
-
-def split_terms(result: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Split the result of `compute_loss` into the loss and its terms."""
-    if isinstance(result, tuple):
-        loss, terms = result
-        return loss, {name: value.detach() if isinstance(value, Tensor) else value for name, value in terms.items()}
-    return result, {}
 
 
 def _is_multiple(step: int, every: int | None) -> bool:
