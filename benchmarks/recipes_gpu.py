@@ -1,7 +1,7 @@
 """What each recipe does at a real size on one GPU: guarded and plain steps, compiled or not, memory, a fault survived.
 
 Every recipe's own model, loss, optimizer and clipping, on batches made here: seo on pages of 4096 words, clip6d with
-six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 100M parameters, sft
+six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 267M parameters, sft
 of a Llama of 1.1B built from a config, with LoRA. After the timed steps one batch is poisoned: its step must be
 skipped without touching a weight, its cause named, and the next steps must train on.
 
