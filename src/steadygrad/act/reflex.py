@@ -19,6 +19,7 @@ from steadygrad.act.adam_lists import QuickLists, can_gather_quickly
 from steadygrad.clip import Clipper
 from steadygrad.clip.edit import scale_gradients, stored_values
 from steadygrad.measure import Measurement
+from steadygrad.optim import FusedAdamW
 from steadygrad.state.shards import is_dtensor
 
 
@@ -41,6 +42,7 @@ class Reflex:
         self.expects_clipping = False
         self._lists = {id(o): QuickLists(o) for o in self._optimizers if can_gather_quickly(o)}
         self._folds_exactly = not any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
+        self._folds_freely = all(isinstance(optimizer, FusedAdamW) for optimizer in self._optimizers)
 
     def hint(self) -> None:
         """Log once that `fused=True` would remove the host read."""
@@ -73,8 +75,8 @@ class Reflex:
         beforehand by a kernel that does nothing when it is 1. The first always costs 4 bytes per element, the second 8
         or nothing, so the first is used while the last step was clipped. When that becomes known depends on the
         device's speed, so the choice must not change a single bit: half-precision gradients, which the optimizer's
-        kernel scales without rounding, always take the first. Fused SGD always takes the second: in torch 2.11 a
-        `grad_scale` of 1 changes the last bit of its weights.
+        kernel scales without rounding, always take the first, and so does `FusedAdamW`, which writes nothing back.
+        Fused SGD always takes the second: in torch 2.11 a `grad_scale` of 1 changes the last bit of its weights.
         """
         divisor: Tensor | None = None
         if self._clipper is not None and not self._clipper.edits_gradients:
@@ -95,7 +97,8 @@ class Reflex:
 
     def _folds(self, m: Measurement) -> bool:
         """Whether the coefficient goes into the optimizer's kernel."""
-        return self._folds_exactly and (self.expects_clipping or not m.plan.is_single_precision)
+        is_better = self._folds_freely or self.expects_clipping or not m.plan.is_single_precision
+        return self._folds_exactly and is_better
 
     @torch.no_grad()
     def step_on_host(self, m: Measurement, factor: float) -> None:
