@@ -1,23 +1,29 @@
-"""What each recipe does at a real size on one GPU: steps and samples a second, memory, and a fault survived.
+"""What each recipe does at a real size on one GPU: guarded and plain steps, compiled or not, memory, a fault survived.
 
 Every recipe's own model, loss, optimizer and clipping, on batches made here: seo on pages of 4096 words, clip6d with
-six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 100M parameters, sft
-of a Llama of 1.1B built from a config, with LoRA where peft is there. After the timed steps one batch is poisoned:
-the step must be skipped, and the next ones must train on. Each takes about a minute.
+six modalities at B=64 and encoders of ViT-B's size, cod at 352 x 352 with a ResNet-50, mmdit with 267M parameters, sft
+of a Llama of 1.1B built from a config, with LoRA. After the timed steps one batch is poisoned: its step must be
+skipped without touching a weight, its cause named, and the next steps must train on.
 
-    python benchmarks/recipes_gpu.py [--only seo,cod] [--device cuda|cpu] [--compile] [--quick]
+    python benchmarks/recipes_gpu.py [--only seo,cod] [--device cuda|cpu] [--minutes 7.5] [--quick]
 
-Needs torch and steadygrad; Lightning (clip6d) and transformers (sft) where they are installed, else torch alone.
+Each recipe runs in a process of its own, first as it is, then compiled while time is left: one that fails, hangs or
+breaks the GPU's context is recorded as such, and the others go on. The results are written after each. Needs torch and
+what steadygrad needs; transformers for the Llama where it is installed, else a GPT of that size.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
+import json
+import math
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +33,12 @@ from machine import describe_machine, write_results
 from models import GPT
 from steadygrad import Guard, GuardConfig
 from steadygrad.config import FixedNorm, Precision
-from steadygrad.errors import SteadygradError
 from steadygrad.losses import MultiwayScale, multiway_contrastive, safe_normalize
+from steadygrad.trainer.evaluating import make_autocast
 
-WARMUP, SECONDS, MOST_STEPS = 8, 15.0, 400
+WARMUP, SECONDS, MOST_STEPS = 5, 5.0, 300
+LEAST_SECONDS = 40.0
+"""Time that must be left for a recipe to be started."""
 
 
 @dataclass
@@ -48,6 +56,8 @@ class Case:
     """Samples of a batch."""
     about: str
     num_tokens: int = 0
+    compiled: Sequence[nn.Module] | None = None
+    """What `--compiled` compiles; None: the model."""
 
 
 # --- the recipes ------------------------------------------------------------------------------------------------------
@@ -155,58 +165,72 @@ def make_clip6d(device: str, *, quick: bool) -> Case:
         "vector": torch.randn(size, 512, device=device),
     }
     about = f"B={size}, image, 4 languages and vector; {_count(model) / 1e6:.0f}M parameters"
-    return _plain(model, made, lambda b: {**b, "vector": b["vector"] * torch.nan}, size, about, device, lr=1e-4)
-
-
-def make_sft(device: str, *, quick: bool) -> Case:
-    width, layers, heads, batch, length, vocab = (32, 2, 2, 2, 16, 300) if quick else (2048, 22, 32, 8, 1024, 32000)
-    ids = torch.randint(0, vocab, (batch, length), device=device)
-    try:
-        import transformers
-
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=vocab, hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=max(1, heads // 8), max_position_embeddings=length,
-        )  # fmt: skip
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model = transformers.LlamaForCausalLM(config).to(device, dtype)
-        model, kind = _add_lora(model)
-        model.gradient_checkpointing_enable()
-        model.enable_input_require_grads()
-
-        def forward(batch: Tensor) -> Tensor:
-            loss: Tensor = model(input_ids=batch, labels=batch).loss
-            return loss * model_factor(batch)
-    except ImportError:
-        model, kind = GPT(width, layers, vocab, heads=heads, context=length).to(device), "all weights, torch alone"
-
-        def forward(batch: Tensor) -> Tensor:
-            return model(batch) * model_factor(batch)
-
-    case = _plain(model, ids, lambda b: b, batch, f"{_count(model) / 1e9:.2f}B parameters, {kind}", device, lr=2e-4)
-    case.loss, case.poison, case.num_tokens = forward, mark_poisoned, batch * length
+    case = _plain(model, made, lambda b: {**b, "vector": b["vector"] * torch.nan}, size, about, device, lr=1e-4)
+    case.compiled = [model.image, model.text, model.vector]  # the loss has kernels of its own
     return case
 
 
-def mark_poisoned(batch: Tensor) -> Tensor:
-    """Token ids cannot be NaN: the loss of a batch that carries this mark is."""
-    marked = batch.clone()
-    marked.is_poisoned = True  # type: ignore[attr-defined]
-    return marked
+def make_sft(device: str, *, quick: bool) -> Case:
+    width, layers, heads, size, length, vocab = (32, 2, 2, 2, 16, 300) if quick else (2048, 22, 32, 8, 1024, 32000)
+    torch.manual_seed(0)
+    with torch.device(device):
+        try:
+            model, name = make_llama(width, layers, heads, length, vocab), "Llama"
+        except Exception as error:  # not installed, or not for this torch: whatever its import raises
+            print(f"without transformers ({type(error).__name__}: {error})"[:200], file=sys.stderr)
+            model, name = GPT(width, layers, vocab, heads=heads, context=length), "GPT"
+        model.to(torch.float32 if device == "cpu" else torch.bfloat16)
+        about = f"{name} of {_count(model) / 1e9:.2f}B, LoRA of rank 16, {size} x {length} tokens"
+        add_lora(model, rank=16)
+
+    def compute_loss(batch: dict[str, Tensor]) -> Tensor:
+        ids = batch["ids"]
+        loss: Tensor = model(ids) if isinstance(model, GPT) else model(input_ids=ids, labels=ids).loss
+        return loss * batch["weight"]
+
+    made = {"ids": torch.randint(0, vocab, (size, length), device=device), "weight": torch.ones((), device=device)}
+    case = _plain(model, made, lambda b: {**b, "weight": b["weight"] * torch.nan}, size, about, device, lr=2e-4)
+    case.loss, case.num_tokens = compute_loss, size * length
+    return case
 
 
-def model_factor(batch: Tensor) -> float:
-    return float("nan") if getattr(batch, "is_poisoned", False) else 1.0
+def make_llama(width: int, layers: int, heads: int, length: int, vocab: int) -> nn.Module:
+    """Return a Llama with random weights that recomputes its blocks in backward."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=vocab, hidden_size=width, intermediate_size=11 * width // 4, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=max(1, heads // 8), max_position_embeddings=length,
+        use_cache=False,
+    )  # fmt: skip
+    model: nn.Module = transformers.LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
-def _add_lora(model: Any) -> tuple[Any, str]:
-    try:
-        import peft
-    except ImportError:
-        return model, "all weights in bf16"
-    made = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    return made, "LoRA of rank 16"
+class LowRank(nn.Module):
+    """A frozen linear layer plus the product of two thin matrices, in float32 as peft keeps them."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / math.sqrt(base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = nn.functional.linear(nn.functional.linear(x.to(self.down.dtype), self.down), self.up)
+        out: Tensor = self.base(x)
+        return out + 2.0 * added.to(out.dtype)  # alpha / rank
+
+
+def add_lora(model: nn.Module, *, rank: int) -> None:
+    """Freeze the model, and add trained matrices to every linear layer but the last."""
+    model.requires_grad_(False)
+    layers = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+    for name, layer in layers:
+        parent, _, own = name.rpartition(".")
+        if own != "lm_head":
+            setattr(model.get_submodule(parent), own, LowRank(layer, rank))
 
 
 def _of_trainer(
@@ -238,42 +262,83 @@ RECIPES = {"seo": make_seo, "clip6d": make_clip6d, "cod": make_cod, "mmdit": mak
 
 
 def measure(case: Case, device: str, *, quick: bool) -> dict[str, Any]:
-    """Warm up, time, then poison one batch."""
-    guard = Guard(case.model, case.optimizer, config=case.config)
+    """Time plain and guarded steps, then poison one batch."""
+    plain = time_steps(lambda: step_plainly(case, device), device, quick=quick)
+    with tempfile.TemporaryDirectory() as folder:
+        guard = Guard(case.model, case.optimizer, config=case.config, run_dir=folder)
+        guarded = time_steps(lambda: guard.step(case.loss, case.batch), device, quick=quick)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+        fault = survive_fault(guard, case, device)
+        guard.close()
+    return {
+        "about": case.about,
+        "step_ms": round(1000 * guarded, 3),
+        "plain_step_ms": round(1000 * plain, 3),
+        "samples_per_second": round(case.num_samples / guarded, 1),
+        "tokens_per_second": round(case.num_tokens / guarded) if case.num_tokens else None,
+        "memory_gib": None if memory is None else round(memory, 2),
+        **fault,
+    }
+
+
+def time_steps(step: Callable[[], Any], device: str, *, quick: bool) -> float:
+    """Return the mean seconds of a step after warming up; the host waits for the device at both ends only."""
     for _ in range(2 if quick else WARMUP):
-        guard.step(case.loss, case.batch)
+        step()
     _wait(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < (3 if quick else MOST_STEPS) and time.perf_counter() - began < SECONDS:
-        start = time.perf_counter()
-        guard.step(case.loss, case.batch)
-        _wait(device)
-        times.append(time.perf_counter() - start)
+    begin = time.perf_counter()
+    step()
+    _wait(device)
+    num = 2 if quick else max(5, min(MOST_STEPS, int(SECONDS / (time.perf_counter() - begin))))
+    begin = time.perf_counter()
+    for _ in range(num):
+        step()
+    _wait(device)
+    return (time.perf_counter() - begin) / num
+
+
+def step_plainly(case: Case, device: str) -> None:
+    """Take the step that a loop without a guard takes: forward, backward, clip, step."""
+    with make_autocast(case.config.autocast, torch.device(device)):
+        found = case.loss(case.batch)
+    loss = found[0] if isinstance(found, tuple) else found
+    loss.backward()
+    if isinstance(case.config.clip, FixedNorm):
+        trained = [p for group in case.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(trained, case.config.clip.max_norm)
+    case.optimizer.step()
+    case.optimizer.zero_grad()
+
+
+def survive_fault(guard: Guard, case: Case, device: str) -> dict[str, Any]:
+    """Poison one batch, look at every weight before and after, and train on."""
     guard.flush()
     assert guard.last is not None
-    before = guard.last.loss
+    loss = guard.last.loss
+    before = [p.detach().clone() for p in case.model.parameters()]
+    begin = time.perf_counter()
     guard.step(case.loss, case.poison(case.batch))
+    guard.flush()
+    _wait(device)
+    seconds = time.perf_counter() - begin
+    changed = sum(not torch.equal(old, new) for old, new in zip(before, case.model.parameters(), strict=True))
     for _ in range(3):
         guard.step(case.loss, case.batch)
     guard.flush()
-    stats, seconds = guard.stats(), statistics.median(times)
-    result = {
-        "about": case.about,
-        "step_ms": round(1000 * seconds, 3),
-        "samples_per_second": round(case.num_samples / seconds, 1),
-        "tokens_per_second": round(case.num_tokens / seconds) if case.num_tokens else None,
-        "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else None,
-        "num_timed_steps": len(times),
-        "num_skipped": stats["num_skipped"],
-        "survived": stats["num_skipped"] == 1 and guard.health()["overall_healthy"],
-        "loss_before_fault": before,
+    moved = any(not torch.equal(old, new) for old, new in zip(before, case.model.parameters(), strict=True))
+    causes = [incident.cause for incident in guard.incidents if incident.cause is not None]
+    num_skipped = guard.stats()["num_skipped"]
+    return {
+        "num_skipped": num_skipped,
+        "num_weights_changed_by_fault": changed,
+        "fault_seconds": round(seconds, 2),
+        "cause": None if not causes else f"{causes[0].kind} in {causes[0].phase}: {causes[0].source}",
+        "survived": num_skipped == 1 and changed == 0 and moved and math.isfinite(guard.last.loss or math.nan),
+        "loss_before_fault": loss,
         "loss_after_fault": guard.last.loss,
     }
-    guard.close()
-    return result
 
 
 def _wait(device: str) -> None:
@@ -281,31 +346,86 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+# --- one process for each ---------------------------------------------------------------------------------------------
+
+
+def measure_apart(name: str, arguments: argparse.Namespace, *, compiled: bool, seconds: float) -> dict[str, Any]:
+    """Return what a process of its own measures within `seconds`, or why there is nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder, "result.json")
+        command = [sys.executable, __file__, "--measure", name, "--into", str(into), "--device", arguments.device]
+        command += ["--quick"] * arguments.quick + ["--compiled"] * compiled
+        try:
+            ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {seconds:.0f} s"}
+        if into.exists():
+            result: dict[str, Any] = json.loads(into.read_text())
+            return result
+        print(ended.stderr[-3000:], file=sys.stderr)
+        return {"failed": f"exit code {ended.returncode}: {' '.join(ended.stderr.splitlines()[-1:])[-400:]}"}
+
+
+def measure_here(arguments: argparse.Namespace) -> None:
+    """Measure one recipe and write its result to the file that was named."""
+    case = RECIPES[arguments.measure](arguments.device, quick=arguments.quick)
+    if arguments.compiled:
+        for module in case.compiled or [case.model]:
+            module.compile()
+    arguments.into.write_text(json.dumps(measure(case, arguments.device, quick=arguments.quick)))
+
+
+def format_table(results: dict[str, Any]) -> str:
+    """Return the results as a table, one line for each recipe and way."""
+    lines = [f"{'recipe':<17}{'step ms':>9}{'plain ms':>10}{'samples/s':>11}{'tokens/s':>11}{'GiB':>8}  fault"]
+    for name, ways in results.items():
+        for way, found in ways.items():
+            label = name if way == "eager" else f"{name}, {way}"
+            if "failed" in found:
+                lines.append(f"{label:<17}failed: {found['failed']}")
+                continue
+            fault = "survived" if found["survived"] else "NOT survived"
+            lines.append(
+                f"{label:<17}{found['step_ms']:>9.2f}{found['plain_step_ms']:>10.2f}{found['samples_per_second']:>11.1f}"
+                f"{found['tokens_per_second'] or '':>11}{found['memory_gib'] or '':>8}  {fault} in "
+                f"{found['fault_seconds']} s; {found['about']}"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(RECIPES), help="recipes, separated by commas")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="compile each model with torch.compile")
+    parser.add_argument("--minutes", type=float, default=7.5, help="none is started or goes on after this time")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--measure", choices=list(RECIPES), help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"compiled": arguments.compile}
-    print(describe_machine())
-    for name in arguments.only.split(","):
-        try:
-            case = RECIPES[name](arguments.device, quick=arguments.quick)
-            if arguments.compile:
-                case.model.compile()
-            results[name] = measure(case, arguments.device, quick=arguments.quick)
-            del case
-        except (ImportError, RuntimeError, SteadygradError) as error:
-            results[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        print(name, results[name], flush=True)
-        gc.collect()
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
-    name = "recipes_cuda_compiled" if arguments.compile else f"recipes_{arguments.device}"
-    print(write_results(name, results, quick=arguments.quick))
+    if arguments.measure:
+        measure_here(arguments)
+        return
+    names = arguments.only.split(",")
+    if unknown := [name for name in names if name not in RECIPES]:
+        parser.error(f"--only: {', '.join(unknown)} is not a recipe. Recipes: {', '.join(RECIPES)}.")
+    end = time.monotonic() + 60 * arguments.minutes
+    results: dict[str, Any] = {}
+    print(describe_machine(), flush=True)
+    for way in ("eager", "compiled"):
+        for name in names:
+            left = end - time.monotonic()
+            if left < LEAST_SECONDS:
+                print(f"{name}, {way}: not started, the time is up")
+                continue
+            found = measure_apart(name, arguments, compiled=way == "compiled", seconds=left)
+            results.setdefault(name, {})[way] = found
+            print(name, way, found, flush=True)
+            write_results(
+                "recipes_gpu" if arguments.device == "cuda" else "recipes_cpu", results, quick=arguments.quick
+            )
+    print(format_table(results))
 
 
 if __name__ == "__main__":

@@ -347,6 +347,26 @@ def show_losses(losses: list[float | None]) -> str:
     return f"{statistics.median(known):.4f}{spread}{halted}"
 
 
+def render_recipes(results: Results) -> str:
+    rows = [
+        [name if way == "eager" else f"{name}, {way}", *show_recipe(found)]
+        for name, ways in results.items()
+        for way, found in ways.items()
+    ]
+    header = ["recipe", "what", "step, ms", "plain step, ms", "samples / s", "memory, GiB", "a poisoned batch"]
+    return render_table(header, rows)
+
+
+def show_recipe(found: Results) -> list[str]:
+    """Return the cells of one recipe, or why it has none."""
+    if "failed" in found:
+        return [f"failed: {found['failed']}", *["-"] * 5]
+    fault = "skipped, no weight touched" if found["survived"] else "not survived"
+    memory = "-" if found["memory_gib"] is None else f"{found['memory_gib']:.1f}"
+    numbers = [f"{found[key]:.1f}" for key in ("step_ms", "plain_step_ms", "samples_per_second")]
+    return [found["about"], *numbers, memory, f"{fault}; {found['fault_seconds']} s"]
+
+
 Render = Callable[[Results], str]
 SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "A whole run": ("long_run.py", {f"long_run_{device}": render_long_run for device in ("cuda", "cpu")}),
@@ -377,6 +397,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "Killed while saving": ("crash.py", {"crash": render_facts}),
     "Scanning a checkpoint": ("scan.py", {"scan": render_scan}),
     "The multiway loss": ("multiway.py", {"multiway_cuda": render_multiway}),
+    "The recipes at a real size": ("recipes_gpu.py", {"recipes_gpu": render_recipes}),
     "Two ranks": ("distributed.py", {"distributed_cpu": render_distributed}),
     "Reports": ("report.py", {"report": render_facts}),
 }

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*runs without fused=True")
 
 SEEDS = range(int(os.environ.get("STEADYGRAD_TEST_SEEDS", "1")))
 RUNS = [(name, seed) for name in SCENARIOS for seed in SEEDS]
-MOST_WARNED = 0.08
+MOST_WARNED = 0.07
 """Share of healthy runs that may have a finding of severity warning or worse. This corpus is made to provoke them, and
-eleven of its runs have one: a step that cannot be run again, where an exploding loss is reported without proof; a step
-that did hurt the weights for a while, as it was meant to; or no reward yet, so that nothing is learnt."""
+ten of its runs have one: a step that cannot be run again, where an exploding loss is reported without proof, or a step
+that did hurt the weights for a while, as it was meant to."""
 
 
 @functools.cache

@@ -167,6 +167,59 @@ def test_ranks_that_average_inside_the_optimizer_agree_before_they_skip(tmp_path
     assert "rank 0: step 3: another rank found values that are not finite" in done.stderr
 
 
+SHARDED = """
+import gc
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+def train(bad_step, left_out, step):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    for number in range(8):
+        x = torch.randn(8, 4)
+        if number == left_out:
+            continue
+        size = torch.zeros(()) if number == bad_step and rank == 1 else torch.ones(())
+        loss = (model(x) - x.sum(1, keepdim=True)).square().sum() / size  # HERE
+        loss.backward()
+        step(optimizer)
+        optimizer.zero_grad()
+    return [p.to_local().clone() for p in model.parameters()]
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+mesh = init_device_mesh("cpu", (2,))
+expected = train(-1, 5, lambda optimizer: type(optimizer).step.__wrapped__(optimizer))  # past the guard
+gc.collect()
+guarded = train(5, -1, lambda optimizer: optimizer.step())
+print("equal:", all(map(torch.equal, expected, guarded)), flush=True)
+gc.collect()  # the record is complete now
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_with_shards_skip_together_to_the_bit_and_name_the_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHARDED)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "steadygrad", "run"]
+    done = run(tmp_path, *command, "--run-dir", "run", "train.py")
+
+    assert done.stdout.count("equal: True") == 2, done.stderr
+    assert "NOT guarded" not in done.stderr
+    line = 1 + SHARDED[: SHARDED.index("# HERE")].count("\n")
+    for folder in (tmp_path / "run", tmp_path / "run" / "rank-1"):
+        assert skipped_steps(folder) == [5]
+        cause = json.loads((folder / "incidents.jsonl").read_text().splitlines()[0])["cause"]
+        assert cause["line"] == line
+        assert "Replayed on rank 1" in cause["note"]
+
+
 UNGUARDED_RANK = """
 import datetime
 import torch

@@ -11,7 +11,7 @@ from rule_traces import RATE, findings_of, reading, rule_named
 
 from steadygrad.config import DetectConfig, LossThresholds
 from steadygrad.detect.forecast import Forecast
-from steadygrad.facts import EpochEnd, Fact, Finding, Reading, Severity
+from steadygrad.facts import EpochEnd, Fact, Finding, Flush, Reading, Severity
 
 
 def synthetic(num_steps: int, *, seed: int = 0, sigma: float = 0.03) -> list[float]:
@@ -137,6 +137,34 @@ def test_a_loss_of_zero_from_the_start_is_told() -> None:
     said = findings_of(rule_named("zero_loss"), [reading(t, 0.0, 0.0) for t in range(10)])
 
     assert [(f.step, f.severity) for f in said] == [(0, Severity.INFO)]
+
+
+def test_a_reward_that_comes_late_is_no_warning() -> None:
+    facts = [*(reading(t, 0.0, 0.0) for t in range(250)), *(reading(t, -1.0, 3.0) for t in range(250, 300))]
+    said = findings_of(rule_named("zero_loss"), [*facts, Flush(step=299)])
+
+    assert {f.severity for f in said} == {Severity.INFO}
+
+
+@pytest.mark.parametrize(("num_zero", "warned"), [(10, []), (20, [0])])
+def test_a_run_that_ends_without_one_gradient_is_a_warning_once(num_zero: int, warned: list[int]) -> None:
+    facts = [*(reading(t, 0.0, 0.0) for t in range(num_zero)), *(Flush(step=num_zero - 1) for _ in range(2))]
+    said = findings_of(rule_named("zero_loss"), facts)
+
+    assert [f.step for f in said if f.severity is Severity.WARNING] == warned
+
+
+def test_a_run_without_one_gradient_is_a_warning_in_time() -> None:
+    said = findings_of(rule_named("zero_loss"), [reading(t, 0.0, 0.0) for t in range(2000)])
+
+    assert [f.step for f in said if f.severity is Severity.WARNING] == [0]
+
+
+def test_a_task_that_was_solved_is_no_warning() -> None:
+    facts = [*(reading(t, -1.0, 3.0) for t in range(5)), *(reading(t, 0.0, 0.0) for t in range(5, 1500))]
+    said = findings_of(rule_named("zero_loss"), [*facts, Flush(step=1499)])
+
+    assert not [f for f in said if f.step > 5 and f.severity is Severity.WARNING]
 
 
 def test_a_loss_of_zero_with_a_gradient_is_healthy() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from steadygrad.config import DetectConfig, LossThresholds
 from steadygrad.detect.forecast import Forecast
 from steadygrad.detect.memory import Episode, Remembering, Streak
-from steadygrad.facts import Fact, Finding, Reading, Severity
+from steadygrad.facts import Fact, Finding, Flush, Reading, Severity
 from steadygrad.stats import median
 
 START = 16
@@ -106,24 +106,30 @@ class LossSpike(Remembering):
         )
 
 
-NEVER = 16
-"""Steps with loss and gradient exactly 0, from the first on, after which nothing is learnt."""
+FEWEST = 16
+"""Steps of a whole run, all with loss and gradient exactly 0, that prove that it learns nothing."""
+NEVER = 1000
+"""The same for a run that goes on. A reward that comes late looks alike: up to 250 steps in our healthy runs."""
 
 
 class ZeroLoss(Remembering):
     """The loss is exactly zero and so is the gradient: nothing is learnt from this step.
 
     Seen when every label of a batch is masked and the mean is guarded against 0/0. A loss that has come down to zero,
-    or a margin loss that is satisfied, is healthy: an info. One that was never near zero before is a warning, and so
-    are `NEVER` steps from the first on: advantages that are all zero, because all rewards of a group are the same.
+    or a margin loss that is satisfied, is healthy: an info. One that was never near zero before is a warning.
+
+    Zero from the first step on is an info too while the run goes on: a reward that never comes (advantages that are
+    all zero, because all rewards of a group are the same) cannot be told from one that was not found yet. It becomes a
+    warning when the program asks for the findings at its end and no step has learnt anything, or after `NEVER` steps.
     """
 
     name = "zero_loss"
-    memory = ("_first", "_recent", "_streak", "_seen", "_info", "_has_learnt")
+    hears = (Reading, Flush)
+    memory = ("_first", "_recent", "_streak", "_seen", "_info", "_has_learnt", "_has_warned")
 
     def __init__(self, config: DetectConfig) -> None:
         self._patience = config.loss.zero_patience
-        self._has_learnt = False
+        self._has_learnt = self._has_warned = False
         self._recent: deque[float] = deque(maxlen=8)
         self._first: float | None = None
         self._streak = Streak()
@@ -131,33 +137,48 @@ class ZeroLoss(Remembering):
         self._info = Episode(config.repeat_after, quiet=100)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when zero comes out of the blue, an info when it stays."""
-        if not isinstance(fact, Reading) or fact.loss is None or fact.is_nonfinite:
-            return
-        zero = fact.loss == 0.0 and fact.finite_grad_norm == 0.0
+        """A warning when zero comes out of the blue or was all there is, an info when it stays."""
+        if isinstance(fact, Flush):
+            yield from self._judge_run(FEWEST)
+        elif isinstance(fact, Reading) and fact.loss is not None and not fact.is_nonfinite:
+            yield from self._judge_step(fact, fact.loss)
+
+    def _judge_step(self, fact: Reading, loss: float) -> Iterable[Finding]:
+        zero = loss == 0.0 and fact.finite_grad_norm == 0.0
         length = self._streak.feed(fact.step, zero)
         sudden = zero and not self._seen and self._was_far_from_zero()
-        self._seen = self._seen or fact.loss == 0.0
+        self._seen = self._seen or loss == 0.0
         self._has_learnt |= not zero
-        never = length == NEVER and not self._has_learnt
-        if fact.loss != 0.0:
-            self._recent.append(abs(fact.loss))
-            self._first = self._first or abs(fact.loss)
-        if sudden or never or self._info.tell(fact.step, length >= self._patience):
+        if loss != 0.0:
+            self._recent.append(abs(loss))
+            self._first = self._first or abs(loss)
+        if sudden or self._info.tell(fact.step, length >= self._patience):
             yield Finding(
                 kind=self.name,
-                severity=Severity.WARNING if sudden or never else Severity.INFO,
+                severity=Severity.WARNING if sudden else Severity.INFO,
                 step=fact.step if sudden else self._streak.start,
-                message="loss and gradient are exactly 0"
-                + (f" for {length} steps" if length > 1 else "")
-                + (", from the first one on: nothing is learnt" if never else ""),
-                advice="Check that rewards differ within a group (equal ones give advantages of 0), that labels are "
-                "not all masked (-100), and that the loss depends on the model's output."
-                if never
-                else "Check that this batch has labels that are not masked (-100), and that the loss depends on the "
+                message="loss and gradient are exactly 0" + (f" for {length} steps" if length > 1 else ""),
+                advice="Check that this batch has labels that are not masked (-100), and that the loss depends on the "
                 "model's output.",
                 evidence={"num_steps": length},
             )
+        yield from self._judge_run(NEVER)
+
+    def _judge_run(self, fewest: int) -> Iterable[Finding]:
+        """Warn once if none of at least `fewest` steps has learnt anything."""
+        length = self._streak.length
+        if self._has_learnt or self._has_warned or length < fewest:
+            return
+        self._has_warned = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=self._streak.start,
+            message=f"loss and gradient are exactly 0 for {length} steps, from the first one on: nothing is learnt",
+            advice="Check that rewards differ within a group (equal ones give advantages of 0), that labels are not "
+            "all masked (-100), and that the loss depends on the model's output.",
+            evidence={"num_steps": length},
+        )
 
     def _was_far_from_zero(self) -> bool:
         """The last losses were of one size, and not small: margin losses on their way to zero vary far more."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.structure import Packed, unpack
 from steadygrad.errors import UsageError
+from steadygrad.state.shards import is_dtensor
 
 FOLDER = "batches"
 FORMAT = 1
@@ -88,6 +89,8 @@ class Quarantine:
     def _take_weights(self, model: nn.Module | None) -> dict[str, Tensor]:
         """The model's state, when it is small enough; a replay elsewhere needs it, or a checkpoint."""
         state = {} if model is None else {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+        if any(map(is_dtensor, state.values())):  # this rank's parts alone are of no use
+            return {}
         if _count_bytes(state) > self.weights_share * self.max_bytes / self.max_batches:
             return {}
         return {f"weights.{name}": t.detach().cpu().contiguous().clone() for name, t in state.items()}

@@ -40,6 +40,14 @@ class EpochEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """The program waits for all findings, as it does when the run ends: what the whole run shows is judged now."""
+
+    step: int
+    """The last optimizer step before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterScan:
     """One scan of all weights and buffers. The first one comes before the first step, with `step` -1."""
 
@@ -151,5 +159,5 @@ class ActionTaken:
 
 
 Scan = ParameterScan | InputScan | ActivationScan | GraphScan
-Fact = Reading | Validation | EpochEnd | Scan | ActionTaken | ProgramFact | ProgramScan
+Fact = Reading | Validation | EpochEnd | Flush | Scan | ActionTaken | ProgramFact | ProgramScan
 """What a rule can judge."""

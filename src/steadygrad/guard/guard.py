@@ -193,8 +193,8 @@ class Guard:
     # --- judgement ----------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Wait until the host has judged every step. With several ranks, call it on each of them."""
-        self._judging.judge_pending()
+        """Wait until the host has judged every step, and the run as a whole. With several ranks, call it on each."""
+        self._judging.flush(self._moment.last_step)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -252,13 +252,13 @@ class Guard:
         With several ranks, call it on each.
         """
         self._check_open()
-        self.flush()
+        self._judging.judge_pending()
         self._requests.scale(Action.SCALE_LR, factor, reason)
 
     def scale_weight_decay(self, factor: float, reason: str) -> None:
         """Multiply the weight decay by `factor`; otherwise as `scale_lr`."""
         self._check_open()
-        self.flush()
+        self._judging.judge_pending()
         self._requests.scale(Action.SCALE_WEIGHT_DECAY, factor, reason)
 
     @property
@@ -295,7 +295,7 @@ class Guard:
         self._check_open()
         if self._stages.drive is not None:
             raise UsageError("find_lr cannot run a framework's backward. Call it on a Guard of the model as it is.")
-        self.flush()
+        self._judging.judge_pending()
         with self._shutdown.busy():
             return self._range_test.find_lr(fn, loader, start=start, end=end, steps=steps, microbatches=microbatches)
 
@@ -356,7 +356,7 @@ class Guard:
         """
         self._check_saving()
         with self._shutdown.busy():
-            self.flush()
+            self._judging.judge_pending()
             return self._saver.resume(path, strict=strict)
 
     @property

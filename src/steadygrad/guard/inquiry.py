@@ -7,8 +7,6 @@ A replay starts from the buffers that the step started from, and puts them back 
 
 from __future__ import annotations
 
-import dataclasses
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +15,9 @@ import torch
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.detect.rank_rules import split_facts
 from steadygrad.diagnose.capture import Capture
-from steadygrad.diagnose.diagnosis import TALKS, unknown
-from steadygrad.diagnose.entry import HARDWARE
+from steadygrad.diagnose.diagnosis import TALKS
 from steadygrad.diagnose.investigator import Investigator, tell_since_when
-from steadygrad.diagnose.meeting import Meeting
+from steadygrad.diagnose.joint_replay import name_rank, replay_jointly
 from steadygrad.facts import Cause, Fact, Finding, Reading
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Judgement
@@ -75,7 +72,7 @@ class Inquiry:
             return self._replay_together(captures, origin, reading, findings)
         chosen = origin.ranks[0]
         cause = self._replay(captures, reading, findings) if ranks.rank == chosen else None
-        told: Cause | None = ranks.gather(self._name_rank(cause))[chosen]
+        told: Cause | None = ranks.gather(name_rank(cause, ranks, self._device))[chosen]
         if told is not None and TALKS in told.note:
             return self._replay_together(captures, origin, reading, findings)
         return told
@@ -83,34 +80,20 @@ class Inquiry:
     def _replay_together(
         self, captures: Sequence[Capture], origin: Origin, reading: Reading, findings: Sequence[Finding]
     ) -> Cause | None:
-        """Have all ranks replay the step at once; return the cause that one of them found, those where it began first.
-
-        Each replays its own batch and looks at its own ops; what it received from another rank, that one explains.
-        """
-        ranks = self._ranks
-        answers = ranks.gather((len(captures), self._investigator.find_obstacle(captures)))
-        obstacle = next((why for _, why in answers if why), "")
-        if obstacle or len({num for num, _ in answers}) > 1:
-            return unknown(f"the ranks cannot replay it together: {obstacle or 'they have different microbatches'}")
-        cause = self._replay(
-            captures, reading, findings, meeting=Meeting(ranks.gather), is_suspect=ranks.rank in origin.ranks
+        return replay_jointly(
+            self._investigator,
+            captures,
+            lambda meeting, is_suspect: self._replay(
+                captures, reading, findings, meeting=meeting, is_suspect=is_suspect
+            ),
+            ranks=self._ranks,
+            began_on=origin.ranks,
+            device=self._device,
         )
-        causes: list[Cause | None] = ranks.gather(self._name_rank(cause))
-        order = [*origin.ranks, *(rank for rank in range(ranks.num) if rank not in origin.ranks)]
-        found = [cause for rank in order if (cause := causes[rank]) is not None]
-        return next((cause for cause in found if cause.phase != "unknown"), found[0] if found else None)
 
-    def _name_rank(self, cause: Cause | None) -> Cause | None:
-        """Say which rank replayed the step; and which machine, if the replay went well where the step did not."""
-        if cause is None:
-            return None
-        ranks = self._ranks
-        place = f"Replayed on {ranks.name(ranks.rank)}."
-        if HARDWARE in cause.note:
-            device = self._watched.trained.named[0][1].device
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-            place = f"Replayed on {ranks.name(ranks.rank)}, host {socket.gethostname()}, device {device} ({name})."
-        return dataclasses.replace(cause, note=f"{place} {cause.note}".strip())
+    @property
+    def _device(self) -> torch.device:
+        return self._watched.trained.named[0][1].device
 
     def _replay(
         self, captures: Sequence[Capture], reading: Reading, findings: Sequence[Finding], **how: Any

@@ -139,3 +139,8 @@ class Judging:
         """Record that an epoch ended with `step`."""
         self._judgement.end_epoch(step, epoch)
         self._rollback.follow()
+
+    def flush(self, step: int) -> None:
+        """Judge the pending step, then what the run shows as a whole."""
+        self.judge_pending()
+        self._judgement.flush(step)

@@ -29,6 +29,7 @@ from steadygrad.facts import (
     EpochEnd,
     Fact,
     Finding,
+    Flush,
     Incident,
     Outcome,
     Reading,
@@ -153,6 +154,10 @@ class Judgement:
     def end_epoch(self, step: int, epoch: int) -> None:
         """Record the end of an epoch."""
         self._consider(EpochEnd(step=step, epoch=epoch, train_loss=self._epoch_losses.take()))
+
+    def flush(self, step: int) -> None:
+        """Judge what the run shows as a whole, up to `step`."""
+        self._consider(Flush(step=step))
 
     def refuse(self, step: int, learning_rates: tuple[float, ...]) -> None:
         """Record a step that was not made, in the window after a rollback; no rule sees it."""

@@ -106,6 +106,7 @@ class PeriodicScans:
             self._weights.compile()
             device = self._trained.named[0][1].device
             scan_inputs([torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)], {}).read(-1)
+            self._program.compile(device)
 
     def _is_due(self, step: int) -> bool:
         return self._every > 0 and step > 0 and step % self._every == 0

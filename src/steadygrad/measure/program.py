@@ -28,7 +28,7 @@ from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.stored_data import StoredDataWatch
-from steadygrad.measure.stream import StreamWatch
+from steadygrad.measure.stream import StreamWatch, sum_on_device
 from steadygrad.measure.suspicious_ops import SuspiciousOps, find_caller
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -65,6 +65,14 @@ class ProgramWatch:
         self._loss: weakref.ref[Tensor] | None = None
         self.loss_places: Mapping[str, str] = {}
         """Loss functions that the first step called, and where; only known where its calls could be watched."""
+
+    def compile(self, device: torch.device) -> None:
+        """Load the kernels of the looks at batch and labels now: on CUDA each costs milliseconds when first used."""
+        tokens = torch.arange(16, device=device).reshape(2, 8)
+        labels = Labels(tokens.flatten(), -100, 16, is_reduced=True, is_whole=True, outputs=None)
+        self._try(scan_labels, labels, ModelCall(tokens, tokens > 3))
+        self._try(scan_divisors, [torch.ones(2, device=device)])
+        self._try(sum_on_device, tokens)
 
     @property
     def has_call(self) -> bool:

@@ -156,7 +156,7 @@ class StreamWatch:
             elif tensor.device.type == "cpu":
                 marks[path] = _sum_on_host(tensor)
             else:
-                rows[path], on_device = _sum_on_device(tensor), True
+                rows[path], on_device = sum_on_device(tensor), True
         if not shapes:
             return
         self._num_noted += 1
@@ -289,7 +289,7 @@ def _sum_on_host(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def _sum_on_device(tensor: Tensor) -> Tensor:
+def sum_on_device(tensor: Tensor) -> Tensor:
     """Return two weighted sums of a sample: float64 [2] on the tensor's device."""
     values = tensor.detach()
     values = values.reshape(-1) if values.is_contiguous() else values[: max(1, SAMPLE * len(values) // values.numel())]

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+SMALLEST = 512
+"""Numbers that a pinned buffer has room for at least: rows of other scans then need no other buffer."""
+
 
 class Ticket:
     """A copy in flight. `wait()` returns the numbers; calling it again returns the same ones."""
@@ -84,8 +87,9 @@ class Transfer:
         return self._stream
 
     def _take_slot(self, length: int) -> tuple[Tensor, torch.cuda.Event]:
-        while len(self._ring) < self._slots:
-            self._ring.append((torch.empty(length, dtype=torch.float64, pin_memory=True), torch.cuda.Event(), None))
+        if not self._ring:  # one allocation: each would cost a call of the driver
+            buffers = torch.empty(self._slots, max(length, SMALLEST), dtype=torch.float64, pin_memory=True)
+            self._ring = [(buffer, torch.cuda.Event(), None) for buffer in buffers.unbind()]
         buffer, event, ticket = self._ring[self._next]
         if ticket is not None:
             ticket.wait()  # an unread ticket must get its numbers before the slot is reused

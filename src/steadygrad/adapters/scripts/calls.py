@@ -38,17 +38,23 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
     if isinstance(hooks, _Hooks):
         hooks.listeners.append(call)
         return True
+    if hasattr(module, "_get_fsdp_state"):
+        module.register_forward_pre_hook(_make_hook(module, [call]), prepend=True, with_kwargs=True)
+        return True  # FSDP2 has hooks of its own here, and such a module cannot be pickled or copied anyway
     if type(hooks) is not OrderedDict or type(flags) is not OrderedDict or hooks or flags:
         return False  # the script's own handles refer to these dicts, and could no longer remove their hooks
     hooks, flags = _Hooks(), _Hooks()
     module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
-
-    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling() and called is module:
-            for listener in hooks.listeners:
-                listener(called, args, kwargs)
-
-    handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    handle = module.register_forward_pre_hook(_make_hook(module, hooks.listeners), with_kwargs=True)
     hooks.ours = flags.ours = handle.id
     hooks.listeners.append(call)
     return True
+
+
+def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None]:
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and called is module:
+            for listener in listeners:
+                listener(called, args, kwargs)
+
+    return before

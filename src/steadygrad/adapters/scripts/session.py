@@ -268,12 +268,10 @@ class Session:
         from steadygrad.adapters.scripts.watch import Circumstances
 
         scaler = getattr(self._thread, "scaler", None)
-        many = count_ranks() > 1
         return Circumstances(
             losses=tuple(self._losses.list()),
-            # Ranks share gradients but not losses; with several optimizers it is unknown whose loss it is.
-            loss_counts=not many and len(self._watches) == 1,
-            has_many_ranks=many,
+            loss_counts=len(self._watches) == 1,  # with several optimizers it is unknown whose loss it is
+            has_many_ranks=count_ranks() > 1,
             carried_scale=getattr(optimizer, "grad_scale", None),
             loss_scale=None if scaler is None else scaler._get_scale_async(),
         )

@@ -23,7 +23,6 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.rates import Rates
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.act.snapshots import Snapshots
-from steadygrad.adapters.scripts.agreement import Agreement, is_averaged, list_trained
 from steadygrad.adapters.scripts.callers import Callers
 from steadygrad.adapters.scripts.forward_scans import ForwardScans
 from steadygrad.adapters.scripts.losses import Loss
@@ -31,6 +30,7 @@ from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.owners import find_owner
 from steadygrad.adapters.scripts.record import Record
+from steadygrad.adapters.scripts.together import Together
 from steadygrad.adapters.scripts.trained import (
     describe_unreached,
     list_parameters,
@@ -118,7 +118,7 @@ class Watch:
         `list_optimizers` returns all that are alive, this one included.
         """
         self.optimizer, self._observe, self._terminal = optimizer, options.observe, terminal
-        self._number, self._choose_folder, self.process = number, choose_folder, os.getpid()
+        self._choose_folder, self.process = choose_folder, os.getpid()
         self._list_optimizers = list_optimizers
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
@@ -138,7 +138,8 @@ class Watch:
         self._clipped: _Clipped | None = None
         self._reading: Reading | None = None
         self._signature: list[int] = []
-        self._agreement: Agreement | None = None
+        self._together = Together(str(number), optimizer, report=terminal.say_loudly)
+        self._began_on: tuple[int, ...] = ()
         self._forward_scans: ForwardScans | None = None
         self._num_without_gradients = 0
         self._callers = Callers()
@@ -221,9 +222,11 @@ class Watch:
         reading = self._read(m, len(around.losses))
         if self._clipped is not None:
             reading = self._as_before_clipping(reading, self._clipped)
-        bad = reading.num_nonfinite > 0 or (around.loss_counts and reading.loss_is_nonfinite)
+        # Ranks share gradients but not losses, unless they exchange them too.
+        loss_counts = around.loss_counts and (not around.has_many_ranks or self._together.shares_numbers)
+        bad = reading.num_nonfinite > 0 or (loss_counts and reading.loss_is_nonfinite)
         self._reading = reading
-        leave_out = not self._observe and (self._agree(bad) if around.has_many_ranks else bad)
+        leave_out = not self._observe and (self._together.decide(bad) if around.has_many_ranks else bad)
         if leave_out and not bad:
             self._terminal.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
         if leave_out and not _is_search(reading):
@@ -238,16 +241,6 @@ class Watch:
         if self._num_without_gradients != FIRST_STEPS or self._judgement is None:
             return
         self._judgement.note(describe_unreached(self.owner, self.optimizer, beside=self._list_optimizers()))
-
-    def _agree(self, bad: bool) -> bool:
-        """Return whether all ranks skip this step."""
-        if self._agreement is None:
-            self._agreement = Agreement(
-                str(self._number),
-                same_everywhere=is_averaged(list_trained(self.optimizer)),
-                report=self._terminal.say_loudly,
-            )
-        return self._agreement.decide(bad)
 
     def conclude(self, *, skipped: bool) -> None:
         """Judge the step after it was taken or skipped; keep the forward's changes to the buffers or undo them."""
@@ -285,6 +278,7 @@ class Watch:
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
         stale = self._uncleared.take()
         context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses), stale=stale)
+        self._began_on = self._meter.read_told(m, numbers).began_on
         return m.read(numbers, context, skipped=False)
 
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
@@ -318,14 +312,19 @@ class Watch:
     def _replay(self, reading: Reading) -> Cause | None:
         """Replay the loss as the script computes it; where that explains nothing, the model's forward alone."""
         calls = self._investigator.take()
-        cause = self._investigator.investigate(self._losses, reading, ())
+        cause = self._replay_once(self._losses, reading)
         if cause is None or cause.phase == "unknown" or cause.kind == "error":
-            cause = self._investigator.investigate(calls, reading, ())
+            cause = self._replay_once(calls, reading)
         return None if cause is None or cause.kind == "error" else _tell_limits(cause)
 
+    def _replay_once(self, captures: Sequence[Capture], reading: Reading) -> Cause | None:
+        if self._together.shares_numbers:
+            return self._together.replay(self._investigator, captures, reading, self._began_on)
+        return self._investigator.investigate(captures, reading, ())
+
     def _begin_live_trace(self) -> None:
-        """Watch this step while it runs, if the last bad one had no cause."""
-        if self._num_live_steps and self._live is None and may_enter(self.owner):
+        """Watch this step while it runs, if the last bad one had no cause; not ops on shards, which talk to ranks."""
+        if self._num_live_steps and self._live is None and self._together.ranks is None and may_enter(self.owner):
             self._num_live_steps -= 1
             self._live = LiveTrace(self.owner)
             self._live.start()
@@ -359,8 +358,10 @@ class Watch:
         named = tuple((names[id(p)], p) for p in parameters)
         trained = name_trained(self.owner, self.optimizer, named, beside=self._list_optimizers())
         self._named = named
-        self._meter = Meter(named, self._config.measure.implementation)
-        self._periodic_scans = PeriodicScans(trained, self._config.measure, program=self._program)
+        self._together.meet(self.owner, named)
+        ranks = self._together.ranks
+        self._meter = Meter(named, self._config.measure.implementation, ranks=ranks)
+        self._periodic_scans = PeriodicScans(trained, self._config.measure, ranks=ranks, program=self._program)
         self._periodic_scans.begin()
         self._forward_scans = ForwardScans(self._periodic_scans)
         self._uncleared = UnclearedGradientsWatch(named)
