@@ -67,7 +67,7 @@ class StorageKeeper:
         return any(key not in known for key in self._copies)
 
     def find_copy(self, tensor: Tensor) -> Tensor | None:
-        """A contiguous `tensor` as it was before the replay; None when the replay left it alone."""
+        """Return a contiguous `tensor` as it was before the replay; None when the replay left it alone."""
         for storage in find_storages(tensor):
             if storage._cdata in self._copies:
                 copy = self._copies[storage._cdata][1]

@@ -375,7 +375,7 @@ class Trainer(Task):
         load_checkpoint(path, self.bare_model)
         if self.ema is not None:
             self.ema.module.load_state_dict(self.bare_model.state_dict())
-        self._tell(f"The weights of {path} are loaded; optimizer, schedule and epochs begin anew.")
+        self._tell(f"The weights of {path} are loaded; optimizer, schedule and epochs start over.")
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
