@@ -25,7 +25,7 @@ OPERATORS = {
 
 @functools.lru_cache(maxsize=64)
 def name_operands(code: CodeType, instruction: int, op: str) -> tuple[str, ...]:
-    """Return the source of each operand of the expression at `instruction`; empty when it does not spell `op` itself."""
+    """Return the source of each operand of the call at `instruction`; empty when it does not spell `op` itself."""
     text = _find_expression(code, instruction)
     if text is None:
         return ()
