@@ -54,7 +54,7 @@ class StorageKeeper:
             for storage in find_storages(tensor):
                 key = storage._cdata
                 if key not in self._fresh and key not in self._copies:
-                    self._fresh[key] = StorageWeakRef(storage)
+                    self._fresh[key] = StorageWeakRef(storage)  # held, so that no other storage gets this address
 
     def _keep(self, tensor: Tensor) -> None:
         for storage in find_storages(tensor):
