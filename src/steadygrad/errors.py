@@ -87,7 +87,7 @@ class NoCheckpoint(DamagedCheckpoint):
     """A path where there never was a checkpoint."""
 
     def __init__(self, folder: Path, reason: str) -> None:
-        CheckpointError.__init__(self, f"{folder} is no checkpoint: {reason}. Name the folder or the file of one.")
+        CheckpointError.__init__(self, f"{folder} is not a checkpoint: {reason}. Give the folder or the file of one.")
         self.folder, self.reason = folder, reason
 
 

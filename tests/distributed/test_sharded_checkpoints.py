@@ -113,14 +113,14 @@ def test_it_loads_on_another_number_of_ranks_and_another_way_of_sharding(
     for result in loaded:
         assert_same(saved[0]["state"], result["state"])
         assert saved[0]["lr"] == result["lr"]
-        assert (f"2 ranks saved it and {num_ranks} go on" in result["told"][0]) == (num_ranks != 2)
+        assert (f"2 ranks saved it and {num_ranks} resume" in result["told"][0]) == (num_ranks != 2)
 
 
 def test_what_two_ranks_saved_one_process_loads_whole(tmp_path: Path) -> None:
     saved = run_ranks(save_only, 2, tmp_path / "run", "fsdp")
     loaded = resume(tmp_path / "run", "alone", SAVED)
     assert_same(saved[0]["state"], loaded["state"])
-    assert "2 ranks saved it and 1 go on" in loaded["told"][0]
+    assert "2 ranks saved it and 1 resume" in loaded["told"][0]
 
 
 def save_a_bad_shard(run_dir: Path) -> tuple[bool, list[str]]:

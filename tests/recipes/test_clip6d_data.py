@@ -92,7 +92,7 @@ def test_rows_that_are_wrong_are_told_one_by_one_and_the_rest_is_used(tmp_path: 
         f"the image is not in {tmp_path / 'images'}",
         "no image has the id 77",
         "the caption is empty",
-        "the caption is no text",
+        "the caption is not text",
         "a caption needs a whole number as its image_id",
         "it has none of the modalities; at least two are needed",
     ]
@@ -290,7 +290,7 @@ def test_recall_from_the_rest_counts_those_that_have_everything() -> None:
     [
         ({"modalities": ("image",)}, "must be two to 6, got 1: image. Write"),
         ({"modalities": ("image", "en", "en")}, "en is there twice"),
-        ({"modalities": ("image", "e n")}, "'e n' is no modality"),
+        ({"modalities": ("image", "e n")}, "'e n' is not a modality"),
         ({"stable_loss_version": 4}, "Clip6dConfig.stable_loss_version must be 0, 1, 2 or 3, got 4. The default is 1."),
         ({"batch_size": 1}, "Clip6dConfig.batch_size must be a whole number, at least 2"),
         ({"precision": "fp8"}, "Clip6dConfig.precision must be one of fp32, bf16, fp16, got 'fp8'"),

@@ -101,7 +101,7 @@ def test_every_bad_row_is_named_before_training(dataset: Path) -> None:
     assert sorted(split.bad) == [
         "lonely-image.jpg: no mask lonely-image.png in GT_Object",
         "lonely-mask.png: no image of this name",
-        "no-picture.jpg: its image is no readable picture (UnidentifiedImageError)",
+        "no-picture.jpg: its image is not a readable picture (UnidentifiedImageError)",
         "readme.txt: not a picture by its name",
         "two-sizes.jpg: image is 40 x 24 and mask 10 x 10",
     ]

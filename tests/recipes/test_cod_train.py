@@ -174,7 +174,7 @@ def test_the_recipe_without_protection_says_how_to_recover(tmp_path: Path, monke
     console = Lines()
     assert train(CodConfig(**TINY, protect=False), run_dir=tmp_path, resume=None, console=console) == 2
     assert "ValueError: Training stopped due to NaN/Inf gradients." in console.lines
-    assert console.lines[-1] == f"To go on from the last checkpoint: steadygrad train cod --resume {tmp_path}"
+    assert console.lines[-1] == f"To continue from the last checkpoint: steadygrad train cod --resume {tmp_path}"
 
 
 class _ExplodingTrainer(CodTrainer):

@@ -99,7 +99,7 @@ def test_bad_rows_end_the_program_and_each_is_named(tmp_path: Path) -> None:
     ):
         assert told in message
     assert "a.safetensors row 7: a latent that is all zero" in message
-    assert message.endswith("Mend them, or leave them out: data.skip_bad_rows.")
+    assert message.endswith("Fix them, or leave them out: data.skip_bad_rows.")
 
 
 def test_bad_rows_that_are_left_out_are_told(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_file_of_another_shape_is_told_with_what_to_write(
 
 
 def test_a_missing_folder_and_an_empty_one_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"data.path is no folder: .*nowhere. Give a folder of .safetensors"):
+    with pytest.raises(UsageError, match=r"data.path is not a folder: .*nowhere. Give a folder of .safetensors"):
         read(tmp_path / "nowhere")
     (tmp_path / "readme.txt").touch()
     with pytest.raises(UsageError, match=r"no .safetensors, .npz, .npy or .jsonl file in .*, it holds readme.txt. Put"):

@@ -479,13 +479,15 @@ def test_a_folder_that_is_not_there_is_told_with_what_to_give(
 
     assert run_command(*where) == 2
 
-    assert f"data.path is no folder: {tmp_path / 'nowhere'}. Give a folder of .safetensors" in capsys.readouterr().err
+    assert (
+        f"data.path is not a folder: {tmp_path / 'nowhere'}. Give a folder of .safetensors" in capsys.readouterr().err
+    )
 
 
 def test_a_run_directory_of_something_else_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("--sample", "--run-dir", str(tmp_path)) == 2
 
-    assert "is no run of mmdit: mmdit.json cannot be used" in " ".join(capsys.readouterr())
+    assert "is not a run of mmdit: mmdit.json cannot be used" in " ".join(capsys.readouterr())
 
 
 def test_a_rate_lowered_by_a_recovery_stays_after_a_resume_unless_another_is_asked_for(tmp_path: Path) -> None:

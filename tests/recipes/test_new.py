@@ -37,7 +37,7 @@ def test_it_runs_at_once_and_goes_on(project: Path) -> None:
 
     more = call(project, "-m", "leaf_counter", "--resume", "runs/a", "--epochs", "4")
     assert more.returncode == 0, more.stderr[-2000:]
-    assert "Going on at step 42." in more.stdout
+    assert "Resuming at step 42." in more.stdout
     assert "Epoch 4/4" in more.stdout
 
 

@@ -69,7 +69,7 @@ def test_a_file_that_is_no_page_is_refused(tmp_path: Path, name: str, content: b
     path = tmp_path / name
     path.write_bytes(content)
 
-    with pytest.raises(UsageError, match="is no HTML page: it begins with"):
+    with pytest.raises(UsageError, match="is not an HTML page: it begins with"):
         require_html(path)
 
 

@@ -378,7 +378,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     ("flags", "words"),
     [
         (["--data", "gone.jsonl"], "gone.jsonl does not exist. Give a file (.jsonl"),
-        (["--model", "gone"], "gone is no folder. Give the folder of a model"),
+        (["--model", "gone"], "gone is not a folder. Give the folder of a model"),
         (["--learning-rat", "1"], "learning-rate"),
         (["--resume", "latest"], "no whole checkpoint in"),
     ],

@@ -289,7 +289,7 @@ def test_scores_count_right_answers_and_answers() -> None:
 
 
 def test_a_folder_without_a_model_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"SftConfig.model: .*gone is no folder. Give the folder of a model"):
+    with pytest.raises(ConfigError, match=r"SftConfig.model: .*gone is not a folder. Give the folder of a model"):
         load_folder(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"has no config.json"):
         load_folder(tmp_path)

@@ -80,7 +80,7 @@ def test_parquet_and_a_folder_of_datasets(tmp_path: Path) -> None:
             '{"messages": [{"role": "assistant", "content": "!"}, {"role": "user", "content": "?"}]}\n',
             r"a\.jsonl:1: the last message is user's",
         ),
-        ("a.parquet", "no parquet", r"a\.parquet is no parquet file"),
+        ("a.parquet", "no parquet", r"a\.parquet is not a parquet file"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -100,8 +100,8 @@ def test_words_become_values(words: list[str], values: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--inner.rte", "2"], "^--inner.rte is no field of the recipe outer. Did you mean --inner.rate[?]$"),
-        (["--zzzz", "2"], "^--zzzz is no field of the recipe outer. See them: steadygrad train outer --help.$"),
+        (["--inner.rte", "2"], "^--inner.rte is not a field of the recipe outer. Did you mean --inner.rate[?]$"),
+        (["--zzzz", "2"], "^--zzzz is not a field of the recipe outer. See them: steadygrad train outer --help.$"),
         (["--size", "many"], "^--size must be a number, got 'many'. The default is 1.$"),
         (["--size", "1.5"], "^--size must be a number, got '1.5'"),
         (["--size", "none"], "^--size must be a number, got 'none'"),
@@ -210,12 +210,15 @@ def test_the_help_of_the_recipes_does_not_load_torch() -> None:
     ("arguments", "message"),
     [
         (["soe"], "there is no recipe 'soe' to train. Did you mean seo?"),
-        (["seo", "--learning-rat", "1"], "--learning-rat is no field of the recipe seo. Did you mean --learning-rate?"),
+        (
+            ["seo", "--learning-rat", "1"],
+            "--learning-rat is not a field of the recipe seo. Did you mean --learning-rate?",
+        ),
         (
             ["mmdit", "--seed", "1"],
             "--seed is a field of several parts: --training.seed or --sampling.seed. Write which.",
         ),
-        (["mmdit", "--num_stps", "1"], "--num-stps is no field of the recipe mmdit. Did you mean --num-steps?"),
+        (["mmdit", "--num_stps", "1"], "--num-stps is not a field of the recipe mmdit. Did you mean --num-steps?"),
         (["seo", "--learning-rate", "-1"], "Error: --learning-rate must be a finite number above 0, got -1.0."),
         (["mmdit", "--lr", "0"], "Error: --optimizer.lr must be a finite number above 0, got 0.0."),
         (["mmdit", "--lr", "0", "--training.max-steps", "0"], "  --training.max-steps must be a whole number"),
@@ -225,7 +228,7 @@ def test_the_help_of_the_recipes_does_not_load_torch() -> None:
         (["seo", "--config", "none.yaml"], "none.yaml: no such file."),
         (["seo", "--resume", "nowhere"], "nowhere does not exist, so nothing can be resumed from it."),
         (["seo", "--resume", "latest"], "there is no run of seo in runs/."),
-        (["seo", "--resume", "."], "--resume . is no run of seo: it has no recipe.json. Give a run directory."),
+        (["seo", "--resume", "."], "--resume . is not a run of seo: it has no recipe.json. Give a run directory."),
         (["seo", "--resume", "model.pth"], "--resume model.pth is a file. Give a run directory, or one of"),
         (["seo", "--run-dir", "model.pth"], "--run-dir model.pth is a file."),
         (["seo", "--predict", "page.html"], "there is no run of seo in runs/."),
@@ -265,7 +268,7 @@ def test_what_cannot_be_done_is_exit_code_2_and_told(
         ("mmdit", "training.dtype: fp9", [], ["Error: own.yaml: training.dtype: must be one of bf16, fp16, fp32, got"]),
         ("mmdit", "optimizer: 3", [], ["Error: own.yaml: optimizer: must be a mapping of fields, got 3."]),
         ("mmdit", "on: 3\n7: 4", [], ["2 wrong", "  own.yaml: True: unknown; ", "  own.yaml: 7: unknown; "]),
-        ("clip6d", "modalities: [1, 2]", [], ["Error: own.yaml: modalities: 1, 2 is no modality"]),
+        ("clip6d", "modalities: [1, 2]", [], ["Error: own.yaml: modalities: 1, 2 is not a modality"]),
         # The field is a default, a flag or --quick's; the file has the one that it does not fit.
         ("cod", "epochs: 2", [], ["Error: --stage1-epochs must be less than epochs, ", " epochs is from own.yaml."]),
         ("cod", "epochs: 2", ["--quick"], ["Error: --stage1-epochs must be less than", " epochs is from own.yaml."]),
@@ -384,7 +387,7 @@ def test_a_second_training_in_a_run_directory_is_refused_and_changes_nothing(
 
     assert main(["train", "seo", *TINY, "--run-dir", str(finished)]) == 2
 
-    assert f"{finished} already holds a training. Go on with it by steadygrad train seo --resume" in (
+    assert f"{finished} already holds a training. Continue it with steadygrad train seo --resume" in (
         capsys.readouterr().err
     )
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
@@ -440,7 +443,7 @@ def test_without_protection_norms_and_report_are_left_out_and_told(
     told = capsys.readouterr().out
     assert "Epoch 1/1: loss=" in told
     assert "nan" not in told
-    assert told.splitlines()[-1] == "There is no report: nothing was recorded. Without protection nothing is."
+    assert told.splitlines()[-1] == "No report: without protection nothing is recorded."
 
 
 def test_a_training_that_somebody_interrupts_says_how_to_go_on(
@@ -453,7 +456,7 @@ def test_a_training_that_somebody_interrupts_says_how_to_go_on(
     with monkeypatch.context() as patched:
         patched.setattr("steadygrad_recipes.seo.trainer.UltraOptimizedSEOTrainer.end_epoch", interrupt)
         assert main(["train", "seo", *TINY, "--epochs", "2", "--run-dir", str(run)]) != 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"To go on: steadygrad train seo --resume {run}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"To continue: steadygrad train seo --resume {run}"
 
     assert main(["train", "seo", "--resume", str(run)]) == 0
 

@@ -153,7 +153,7 @@ def test_a_vanished_folder_is_made_again_and_told(tmp_path: Path) -> None:
         assert save.wait() is not None
     train(guard, model, 1)
     assert len(told(guard)) == 1
-    assert "had vanished" in told(guard)[0]
+    assert "had been deleted" in told(guard)[0]
     assert [info.step for info in guard.checkpoints.list()] == [2, 3, 4]
 
 

@@ -403,7 +403,7 @@ def test_another_clip_strategy_begins_anew_and_is_told(tmp_path: Path, clip: Any
     first.guard.close()
     second = Program(tmp_path, seed=1, config={"clip": clip})
     assert second.guard.resume() == 3
-    assert "saved was zclip" in second.guard.findings[-1].message
+    assert "the checkpoint has zclip" in second.guard.findings[-1].message
     second.train()
     assert second.guard.last is not None
     assert second.guard.last.step == 9
@@ -416,7 +416,7 @@ def test_a_changed_model_is_told_tensor_by_tensor_and_nothing_is_touched(tmp_pat
     first.guard.close()
     second = Program(None, seed=2, width=8)
     before = snapshot(second.model, second.optimizer)
-    with pytest.raises(MismatchError, match=r"0\.weight has shape \(8, 6\), saved was \(16, 6\)"):
+    with pytest.raises(MismatchError, match=r"0\.weight has shape \(8, 6\), the saved one \(16, 6\)"):
         second.guard.resume(tmp_path)
     assert_same(before, snapshot(second.model, second.optimizer))
 

@@ -185,7 +185,7 @@ def test_what_only_code_could_read_is_refused_when_it_is_saved(tmp_path: Path, v
 
 
 def test_marks_of_ours_in_a_state_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="marks of ours"):
+    with pytest.raises(UnsupportedError, match="these are reserved"):
         CheckpointStore(tmp_path).save({"x": {"$tensor": "model:w"}}, step=0)
 
 
@@ -546,7 +546,7 @@ def test_resume_names_what_does_not_fit(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(2, 4), nn.Identity(), nn.Linear(3, 1))
     with pytest.raises(MismatchError) as caught:
         store.resume({"model": other})
-    for part in ("missing 2.weight", "unexpected 1.weight", "0.weight has shape (4, 2), saved was (3, 2)"):
+    for part in ("missing 2.weight", "unexpected 1.weight", "0.weight has shape (4, 2), the saved one (3, 2)"):
         assert part in str(caught.value)
     with pytest.raises(MismatchError, match="no state of optimizer"):
         store.resume({"optimizer": torch.optim.SGD(other.parameters())})

@@ -214,8 +214,8 @@ def test_a_healthy_replay_is_exit_code_0_and_a_missing_batch_2(
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ("odd_entries:nothing", "odd_entries:nothing is no function. Name one"),
-        ("odd_entries:number", "is no function, it is of type int"),
+        ("odd_entries:nothing", "odd_entries:nothing is not a function. Name one"),
+        ("odd_entries:number", "is not a function, it is of type int"),
         ("odd_entries:builder_that_fails", "RuntimeError: no data here ("),
         ("odd_entries:other_model", "the weights saved with the batch do not fit the Linear of --entry"),
         ("no_such_module:f", "cannot be imported from"),
@@ -258,11 +258,11 @@ def test_what_the_module_prints_does_not_spoil_the_json(run_here: Path, capsys: 
     [
         (b"", (), "run has no incident"),
         (b'{"step": 7', (), "none has a batch in run/batches"),
-        (b'{"step": 7', ("--incident", "0"), "line 0 of run/incidents.jsonl is cut short or spoilt"),
+        (b'{"step": 7', ("--incident", "0"), "line 0 of run/incidents.jsonl is truncated or corrupt"),
         (b"\xff\xfe\n[1]\n", (), "none has a batch"),
         (b'{"step": 7}\n', ("--incident", "5"), "Use --incident 0 to 0"),
         (b'{"step": 7}\n', ("--incident", "-1"), "there is no incident -1"),
-        (b'{"step": 7}\n', ("--weights", "train.py"), "--weights train.py is no safetensors file"),
+        (b'{"step": 7}\n', ("--weights", "train.py"), "--weights train.py is not a safetensors file"),
     ],
 )
 def test_a_record_that_is_spoilt_or_too_short_is_told(

@@ -383,10 +383,18 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("saved", "given", "told"),
     [
-        ((torch.float32, adam), (torch.float64, adam), "weight is float64, saved was float32"),
-        ((torch.float64, adam), (torch.bfloat16, adam), "weight is bfloat16, saved was float64"),
-        ((torch.float32, adam), (torch.float32, sgd), "is a torch.optim.sgd.SGD, saved was a torch.optim.adam.Adam"),
-        ((torch.float32, sgd), (torch.float32, adam), "is a torch.optim.adam.Adam, saved was a torch.optim.sgd.SGD"),
+        ((torch.float32, adam), (torch.float64, adam), "weight is float64, the saved one float32"),
+        ((torch.float64, adam), (torch.bfloat16, adam), "weight is bfloat16, the saved one float64"),
+        (
+            (torch.float32, adam),
+            (torch.float32, sgd),
+            "is a torch.optim.sgd.SGD, the saved one was a torch.optim.adam.Adam",
+        ),
+        (
+            (torch.float32, sgd),
+            (torch.float32, adam),
+            "is a torch.optim.adam.Adam, the saved one was a torch.optim.sgd.SGD",
+        ),
     ],
 )
 def test_another_dtype_or_class_is_refused_and_loaded_as_far_as_it_fits_without_strict(

@@ -64,7 +64,7 @@ def test_what_is_no_checkpoint_and_what_is_damaged_are_told_with_what_to_do(
     save_file({"a": torch.ones(3)}, cut)
     cut.write_bytes(cut.read_bytes()[:-4])
     for path, told in (
-        (text, "is no checkpoint: it begins with b'hello'"),
+        (text, "is not a checkpoint: it begins with b'hello'"),
         (cut, "copy it again, or use an older one"),
     ):
         more = {"scan": [], "scan --diff": [str(bad_file)], "clean": [str(tmp_path / "target.pt")]}[" ".join(command)]

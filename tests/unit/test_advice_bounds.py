@@ -131,7 +131,7 @@ def test_a_warm_up_four_times_longer_than_the_norms_took_is_shortened_to_no_less
     advice = find(Seen(norms=begin(8.0, until), rates=ramp(peak), threshold=1.0), "warm-up")
     assert (None if advice is None else advice.value) == steps
     if advice is not None:
-        assert advice.reason == (f"the norm had settled by step {until}, and the rate went on rising until step {peak}")
+        assert advice.reason == (f"the norm had settled by step {until}, and the rate kept rising until step {peak}")
 
 
 def test_two_rates_are_enough_to_see_a_warm_up() -> None:

@@ -39,7 +39,7 @@ def read_json(line: str) -> Any:
     """One value of strict JSON: a bare NaN or Infinity, which most parsers refuse, is an error here too."""
 
     def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is no JSON: {line}")
+        raise AssertionError(f"{word} is not JSON: {line}")
 
     return json.loads(line, parse_constant=refuse)
 
@@ -475,7 +475,7 @@ def test_a_broken_sink_is_told_once_and_switched_off_while_others_go_on(
     assert len(told) == 1
     assert "MemorySink" in told[0]
     assert "No space left on device" in told[0]
-    assert "training goes on" in told[0]
+    assert "training continues" in told[0]
 
 
 def test_a_sink_that_breaks_on_close_does_not_keep_the_others_open(caplog: pytest.LogCaptureFixture) -> None:

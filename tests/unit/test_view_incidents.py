@@ -156,7 +156,7 @@ def test_of_very_many_problems_the_first_are_open_to_the_eye_and_the_rest_counte
 
 def test_a_run_without_incidents_says_so(tmp_path: Path) -> None:
     (part,) = report(tmp_path).findall(".//div[@data-part='incidents']")
-    assert read_text(part) == "Nothing happened that is worth a line."
+    assert read_text(part) == "No incidents."
 
 
 # --- the opened incident --------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def log() -> Iterator[logging.Logger]:
 def test_the_third_line_of_a_kind_says_that_more_are_only_counted() -> None:
     first, second, third = Teller().tell(SPIKE, times=9)
     assert first == second
-    assert third == f"{first} (more loss_spike are counted, not told, for a minute)"
+    assert third == f"{first} (more loss_spike are counted, not printed, for a minute)"
 
 
 def test_a_kind_is_held_back_for_a_minute_and_then_told_with_how_many_there_were() -> None:

@@ -117,7 +117,7 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path: Path) -> None:
         file.write('{"step":50,"loss":2.')
     run = RunReader(tmp_path).read_all()
     assert run.steps.num_steps == 50
-    assert run.notes == ["1 line of steps.jsonl cut short or spoilt, left out"]
+    assert run.notes == ["1 line of steps.jsonl truncated or corrupt, left out"]
     assert run.progress == 1.0
 
 
@@ -452,7 +452,7 @@ def test_a_log_with_a_loss_that_is_no_number_is_not_healthy(tmp_path: Path) -> N
 def test_a_file_that_is_no_log_is_refused_with_how_it_begins(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match="is no file of JSON lines: it begins with"):
+    with pytest.raises(UsageError, match="is not a file of JSON lines: it begins with"):
         open_run(path)
 
 

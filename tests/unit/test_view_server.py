@@ -136,7 +136,7 @@ def test_names_are_escaped_on_every_page(tmp_path: Path) -> None:
 
 def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
     with serve_in_thread(tmp_path) as address:
-        assert "There is no run in this folder yet." in ask(address, "/").text
+        assert "No runs in this folder yet." in ask(address, "/").text
 
 
 # --- what is never given out --------------------------------------------------------------------------------------

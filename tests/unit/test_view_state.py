@@ -71,7 +71,7 @@ def test_a_training_runs_until_it_is_killed_and_is_healthy_at_no_time(tmp_path: 
         process.wait()
     headline = judge_run(read(tmp_path / "run"))
     assert (read(tmp_path / "run").state, headline.word, headline.tone) == (State.KILLED, "Killed", "bad")
-    assert headline.text.startswith("Its process is gone after step 29 and left no word")
+    assert headline.text.startswith("Its process is gone after step 29 without a last message")
     assert main(["ls", str(tmp_path)]) == 0
 
 
@@ -194,6 +194,6 @@ def test_the_runs_of_a_folder_are_listed(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_folder_without_runs_and_no_folder_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(tmp_path)]) == 0
-    assert "There is no run in" in capsys.readouterr().out
+    assert "No runs in" in capsys.readouterr().out
     assert main(["ls", str(tmp_path / "nowhere")]) == 2
     assert "There is no folder" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_a_kind_that_comes_again_and_again_is_counted_and_another_is_still_told(
     tell(log, make_incident(50, kind="dead_layer").finding)
     lines = file.getvalue().splitlines()
     assert [("loss_spike:" in line) for line in lines] == [True] * BURST + [False]
-    assert "not told, for a minute" in lines[BURST - 1]
+    assert "not printed, for a minute" in lines[BURST - 1]
 
     clock.now = WINDOW_SECONDS + 1
     tell(log, make_incident(60, kind="loss_spike").finding)

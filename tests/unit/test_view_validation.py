@@ -103,7 +103,7 @@ def test_spoilt_lines_odd_values_and_html_do_no_harm(tmp_path: Path) -> None:
     assert describe_charts(run)["validation"] == {}
     assert list(describe_charts(run)["metrics"]) == [HOSTILE]
     assert "<img" not in render_report([run])
-    assert "1 line of metrics.jsonl cut short or spoilt, left out" in run.notes
+    assert "1 line of metrics.jsonl truncated or corrupt, left out" in run.notes
 
 
 def test_however_many_evaluations_there_are_few_points_are_kept_the_newest_among_them(

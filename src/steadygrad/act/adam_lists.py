@@ -83,6 +83,7 @@ class QuickLists:
     def _find_states(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the state of each parameter of `group`, empty where there is none yet."""
         state, params = self._optimizer.state, group["params"]
+        # By identity: load_state_dict, pruning and new parameters put other dicts in their place.
         if len(state) != len(self._held) or not all(map(operator.is_, state.values(), self._held)):
             self._held, self._found = list(state.values()), {}
         known = self._found.get(id(group))

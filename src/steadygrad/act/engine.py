@@ -154,7 +154,7 @@ class EngineDrive:
         def save_checkpoint(save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any) -> Any:
             bad = self._find_bad()
             if bad:
-                guard.note(_report(guard, f"nothing was saved to {save_dir}: not finite are {bad}"))
+                guard.note(_report(guard, f"nothing was saved to {save_dir}: these are not finite: {bad}"))
                 return False
             state = {**(client_state or {}), OWN_STATE: guard.state_dict()}
             tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)

@@ -135,12 +135,12 @@ class Rates:
         return self._decay.factor
 
     def learning_rates(self) -> tuple[float, ...]:
-        """Learning rate of each group as the next step uses it; NaN for a group without one."""
+        """Return the learning rate of each group as the next step uses it; NaN for a group without one."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return tuple(math.nan if (rate := group.get("lr")) is None else float(rate * self.factor) for group in groups)
 
     def list_settings(self) -> tuple[tuple[float, float], ...]:
-        """Learning rate and weight decay of every group, as a step would use them now."""
+        """Return learning rate and weight decay of every group, as a step would use them now."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         decays = [float(group.get("weight_decay") or 0.0) * self.weight_decay_factor for group in groups]
         return tuple((0.0 if math.isnan(rate) else rate, decay) for rate, decay in zip(self.learning_rates(), decays))

@@ -59,7 +59,7 @@ class Reflex:
         """Write the coefficient into the header; return the loss scale that the gradients still carry."""
         if self._clipper is None:
             return scale
-        if self._clipper.edits_gradients and scale is not None:
+        if self._clipper.edits_gradients and scale is not None:  # its thresholds are in units of the true gradient
             inverse = scale.to(m.packed.device).double().reciprocal()
             scale_gradients(m.gradients, inverse.expand(len(m.gradients)), [1] * len(m.gradients))
             scale = None
@@ -93,6 +93,7 @@ class Reflex:
                 with lists.lend() if (lists := self._lists.get(id(optimizer))) else contextlib.nullcontext():
                     optimizer.step()
             finally:
+                # A flag left behind would skip a step that the program takes without the guard.
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
     def _folds(self, m: Measurement) -> bool:

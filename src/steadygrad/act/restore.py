@@ -95,6 +95,7 @@ class Restorer:
         return copy.deepcopy(saved, self._memo)
 
     def _put_dict(self, live: Any, saved: dict[Any, Any]) -> dict[Any, Any]:
+        # In place: a wrapper and its inner optimizer may hold this very dict.
         made: dict[Any, Any] = live if isinstance(live, dict) else copy.copy(saved)
         for key in [key for key in made if key not in saved]:
             del made[key]
@@ -115,7 +116,7 @@ class Restorer:
             return live.copy_(host)  # not through .data, which has its own indices
         if torch._debug_has_internal_overlap(live) == 1:  # expanded: cannot be written, and rarely changes
             return live if torch.equal(live.cpu(), host) else host.to(device, copy=True)
-        live.data.copy_(host)
+        live.data.copy_(host)  # past autograd: a plain copy_ would invalidate graphs that saved this tensor
         return live
 
     # --- optimizers -------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Copier:
         # At step 0 it is not known yet how much device memory training will need.
         if snapshot.step > 0 and len(devices) == 1 and self._stage(snapshot, [s for s, _ in pairs], devices[0]):
             return
+        # What a forward may change, such as buffers, is copied on the forward's own stream, before it.
         copy_and_look(snapshot, [(s, h) for s, h in pairs if not (s.late and s.tensor.is_cuda)])
         for device in devices:
             if device.type == "cuda":
@@ -77,7 +78,7 @@ class Copier:
         current.wait_stream(side)  # the allocator hands out memory in this stream's order
         targets = [blocks[block].data_ptr() + offset for block, offset in memory.places]
         counts = self._kernels.copy([source.tensor for source in sources], targets)
-        side.wait_stream(current)
+        side.wait_stream(current)  # blocks and counts are written there
         with torch.cuda.stream(side):
             snapshot.note_largest(sources, torch.where(counts > 0, math.inf, 0.0).double())
         memory.plan_fetch(blocks, side)
@@ -130,7 +131,7 @@ class Copier:
         """Copy on a side stream what only an optimizer step can change; that step will wait for the copy."""
         current, side = torch.cuda.current_stream(device), self._find_stream(device)
         if late:
-            side.wait_stream(current)
+            side.wait_stream(current)  # the last optimizer step must have written what is copied
             with torch.cuda.stream(side):
                 copy_and_look(snapshot, late)
             event = torch.cuda.Event()

@@ -213,7 +213,7 @@ class Snapshots:
             room = iter(pinned_memory.make_room(wanted))
             largest = torch.empty(len(sources), dtype=torch.float64, pin_memory=self._is_pinned)
         except (RuntimeError, MemoryError) as error:
-            self._switch_off(f"host memory could not be taken ({str(error).partition(chr(10))[0]})")
+            self._switch_off(f"host memory could not be allocated ({str(error).partition(chr(10))[0]})")
             return None
         # Sparse and other unusual tensors are copied synchronously: they are rare and small.
         hosts = [next(room) if self._is_kept_in_blocks(s) else s.tensor.to("cpu", copy=True) for s in sources]

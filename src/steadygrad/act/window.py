@@ -34,5 +34,5 @@ class Window:
     def describe(self) -> str:
         """Describe which data is skipped."""
         if self.num_left == 0:
-            return "no batch is left out"
+            return "no batch is skipped"
         return f"the next {f'{self.num_left} batches are' if self.num_left > 1 else 'batch is'} left out"

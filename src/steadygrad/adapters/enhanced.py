@@ -142,7 +142,7 @@ def replace_loss_function_with_stable_version(
 def _as_module(mixed: object) -> nn.Module:
     if not isinstance(mixed, nn.Module):
         raise UsageError(
-            f"{type(mixed).__name__} is no torch.nn.Module. Write class Mine(EnhancedTrainingMixin, LightningModule)."
+            f"{type(mixed).__name__} is not a Module. Write class Mine(EnhancedTrainingMixin, LightningModule)."
         )
     return mixed
 

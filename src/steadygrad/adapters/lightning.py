@@ -89,7 +89,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
     def guard(self) -> Guard:
         """The first Guard: the only one unless optimization is manual."""
         if not self._seats:
-            raise UsageError("no training has started yet, so there is no guard. Ask for it during or after fit().")
+            raise UsageError("no training has started yet, so there is no guard. Use it during or after fit().")
         return self._seats[0].guard
 
     # --- beginning and end ------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
     def guard(self) -> Guard:
         """The Guard, with findings, incidents and the last step; readable during training and after it."""
         if self._guard is None:
-            raise UsageError("no training has started yet, so there is no guard. Ask for it during or after train().")
+            raise UsageError("no training has started yet, so there is no guard. Use it during or after train().")
         return self._guard
 
     # --- beginning and end ------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ MAX_GRAD_NORM = 1.0
 
 
 def stable_training_arguments(*, arguments_class: Any = None, **overrides: Any) -> Any:
-    """TrainingArguments with bf16 where the GPU has it, else fp16; warm-up; clipping; label names for PEFT models.
+    """Return TrainingArguments with bf16 if the GPU has it, else fp16; warm-up; clipping; label names for PEFT models.
 
     `overrides` always win. `arguments_class` is for trainers with their own arguments:
     `stable_training_arguments(arguments_class=trl.SFTConfig, output_dir="out")`.

@@ -26,7 +26,7 @@ def compare_weights(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unexpected {name}" for name, value in saved.items() if name not in own and isinstance(value, Tensor)]
     return problems + [
-        f"{name} has shape {tuple(own[name].shape)}, saved was {tuple(value.shape)}"
+        f"{name} has shape {tuple(own[name].shape)}, the saved one {tuple(value.shape)}"
         for name, value in saved.items()
         if name in own and own[name].shape != value.shape
     ]

@@ -100,12 +100,12 @@ def _gather_optimizer(
 
 
 def _leave_out(what: str, tree: Any) -> str:
-    return f"{what} holds a {find_unsaved(tree)}, which cannot be saved, and begins anew"
+    return f"{what} holds a {find_unsaved(tree)}, which cannot be saved and starts over"
 
 
 def tell_missing(name: str) -> str:
     """Describe something whose `state_dict()` raised."""
-    return f"the state of the {name} was not saved, and begins anew"
+    return f"the state of the {name} was not saved and starts over"
 
 
 def list_left_out(state: Mapping[str, Any]) -> list[str]:

@@ -73,7 +73,7 @@ def _pack(value: Any, path: str, take: Callable[[Tensor, str], Any]) -> Any:
         return take(value, path)
     if isinstance(value, Mapping):
         if TENSOR in value or ARRAY in value:
-            raise UnsupportedError(f"the state has a key {TENSOR!r} or {ARRAY!r} at {path}; these are marks of ours.")
+            raise UnsupportedError(f"the state has a key {TENSOR!r} or {ARRAY!r} at {path}; these are reserved.")
         made = {_pack_key(key, path): _pack(item, f"{path}.{key}", take) for key, item in value.items()}
         return _remake(value, made)
     if type(value) in (list, tuple, set):

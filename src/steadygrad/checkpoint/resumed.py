@@ -40,5 +40,5 @@ def describe_unsaved(step: int, reason: str) -> Finding:
         severity=Severity.ERROR,
         step=step,
         message=reason.rstrip("."),
-        advice="See to the disk or the state; the next save tries again.",
+        advice="Check the disk and the state; the next save tries again.",
     )

@@ -289,7 +289,7 @@ class RunCheckpoints:
         problems = put_back(checkpoint, self._model, self._optimizers, self._extras, strict=strict)
         if state["clip"] != self._clip:
             state["guard"]["clip"] = {}
-            problems.append(f"clipping by {self._clip} begins anew, saved was {state['clip']}")
+            problems.append(f"clipping by {self._clip} starts over: the checkpoint has {state['clip']}")
         problems += tell_other_ranks(checkpoint.info, self._ranks)
         accumulated = put_accumulated(state["accumulated"], self._model, self._buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
@@ -317,7 +317,7 @@ class RunCheckpoints:
             try:
                 checkpoint = self._load(path)
             except CheckpointError as error:
-                logger.warning("the run does not go back to %s: %s", path, error)
+                logger.warning("cannot roll back to %s: %s", path, error)
                 continue
             assert checkpoint is not None
             problems = put_back(

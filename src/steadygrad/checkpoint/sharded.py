@@ -96,7 +96,7 @@ class ShardedStore:
             self._together(lambda: self._finish(aside, target, entries, step, serial, metrics, about))
         except Exception as failure:  # the same on all ranks
             error = f"the checkpoint before step {step} could not be saved: {_describe(failure)}; earlier ones stay"
-            self._failures.append(f"{error}. Training goes on.")
+            self._failures.append(f"{error}. Training continues.")
             if self._ranks.is_first:
                 logger.error(error)
                 with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ class ShardedStore:
             return checkpoint
         if reasons:
             raise CheckpointError(
-                f"{self.directory} has no checkpoint that can be used: {'; '.join(reasons)}. Start anew, or give "
+                f"{self.directory} has no checkpoint that can be used: {'; '.join(reasons)}. Start over, or give "
                 "another one."
             )
         return None
@@ -279,7 +279,7 @@ def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
     saved = int(info.manifest.about.get(NUM_RANKS, 1))
     if saved == ranks.num:
         return []
-    return [f"{saved} ranks saved it and {ranks.num} go on: random numbers and the order of the data are other ones"]
+    return [f"{saved} ranks saved it and {ranks.num} resume: random numbers and the order of the data will differ"]
 
 
 def read_sharded(info: CheckpointInfo, live: Mapping[str, Any], *, ranks: Ranks) -> Checkpoint:

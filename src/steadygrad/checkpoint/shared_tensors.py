@@ -71,17 +71,17 @@ def read_table(folder: Path) -> Metadata:
     except Exception as error:
         raise DamagedCheckpoint(folder, f"{METADATA} cannot be read: {error}") from error
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
-        raise DamagedCheckpoint(folder, f"{METADATA} is no table of parts")
+        raise DamagedCheckpoint(folder, f"{METADATA} is not a table of parts")
     odd = [name for name, record in table.state_dict_metadata.items() if not isinstance(record, TensorStorageMetadata)]
     if odd:
-        raise DamagedCheckpoint(folder, f"{odd[0]!r} is no tensor, and would be read by running it")
+        raise DamagedCheckpoint(folder, f"{odd[0]!r} is not a tensor, and reading it would run code")
     outside = [
         info.relative_path
         for info in table.storage_data.values()
         if Path(info.relative_path).name != info.relative_path
     ]
     if outside:
-        raise DamagedCheckpoint(folder, f"{outside[0]!r} is no file beside it")
+        raise DamagedCheckpoint(folder, f"{outside[0]!r} is not a file beside it")
     return table
 
 

@@ -135,7 +135,7 @@ class CheckpointStore:
         true. A failing disk does not raise: see `Save.error`.
         """
         if self._closed:
-            raise UsageError("this store is closed. Make a new one to go on saving.")
+            raise UsageError("this store is closed. Create a new one to keep saving.")
         if not isinstance(step, int) or step < 0:
             raise UsageError(
                 f"step must be a whole number, at least 0, got {step!r}. Give the number of the next step."
@@ -234,7 +234,7 @@ class CheckpointStore:
         elif not self.directory.is_dir():
             require_device(self.directory, self._device)
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._tell(f"the folder {self.directory} had vanished and was made again")
+            self._tell(f"the folder {self.directory} had been deleted and was created again")
 
     def _verify(self, folder: Path) -> None:
         """Read the new checkpoint back before older ones are removed."""
@@ -254,7 +254,7 @@ class CheckpointStore:
         with self._lock:
             if not self._complained:
                 self._complained = True
-                self._failures.append(f"{message}. Training goes on.")
+                self._failures.append(f"{message}. Training continues.")
                 logger.error(self._failures[-1])
 
     def take_failures(self) -> list[str]:
@@ -362,7 +362,7 @@ class CheckpointStore:
         if reasons:
             raise CheckpointError(
                 f"{self.directory} has no checkpoint that can be used: {'; '.join(reasons)}. They are kept under "
-                f"{SET_ASIDE}/; start anew, or give another checkpoint."
+                f"{SET_ASIDE}/; start over, or give another checkpoint."
             )
         return None
 

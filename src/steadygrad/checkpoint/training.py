@@ -53,7 +53,7 @@ def compare_training(
         if groups != kept["params"]:
             problems.append(f"optimizer {i} has other groups of parameters: {_compare_groups(groups, kept['params'])}")
         if not _is_same_class(optimizer, kept):
-            problems.append(f"optimizer {i} is a {name_class(optimizer)}, saved was a {kept['class']}")
+            problems.append(f"optimizer {i} is a {name_class(optimizer)}, the saved one was a {kept['class']}")
     saved = {*state["extras"], *state.get(LEFT_OUT, {})}
     problems += [f"no state of the {name} was saved" for name in extras if name not in saved]
     for name, extra in extras.items():
@@ -66,7 +66,7 @@ def compare_training(
 def compare_dtypes(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
     """Describe tensors of another dtype: a copy would round them, and their moments would not fit."""
     return [
-        f"{name} is {_spell(tensor.dtype)}, saved was {_spell(saved[name].dtype)}"
+        f"{name} is {_spell(tensor.dtype)}, the saved one {_spell(saved[name].dtype)}"
         for name, tensor in own.items()
         if isinstance(saved.get(name), Tensor) and saved[name].dtype != tensor.dtype
     ]

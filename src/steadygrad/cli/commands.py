@@ -40,7 +40,7 @@ SECTIONS = {
         "report": "write a run, or a comparison of several, as one HTML file",
         "plot": "draw a run as a PNG, SVG or PDF picture",
     },
-    "Find and mend": {
+    "Find and fix": {
         "diagnose": "replay the batch of an incident, and name the line that did it",
         "scan": "say what is in a checkpoint, and whether it is finite",
         "clean": "copy a checkpoint with every NaN and Inf replaced",
@@ -86,7 +86,7 @@ def steadygrad() -> None:
       steadygrad run train.py
       steadygrad report runs/first
 
-    `steadygrad COMMAND --help` tells the rest. Exit code 0: it did its job; 1: it found something; 2: it could not.
+    `steadygrad COMMAND --help` shows the rest. Exit code 0: it did its job; 1: it found something; 2: it could not.
     """
 
 

@@ -109,7 +109,7 @@ def _find_named(record: Path, lines: list[bytes], incident: int) -> Path:
         raise UsageError(f"there is no incident {incident} in {record}. Use --incident 0 to {len(lines) - 1}.")
     step = _read_step(lines[incident])
     if step is None:
-        raise UsageError(f"line {incident} of {record} is cut short or spoilt. Use another --incident.")
+        raise UsageError(f"line {incident} of {record} is truncated or corrupt. Use another --incident.")
     path = _name_batch(record.parent, step)
     if not path.exists():
         raise UsageError(
@@ -151,7 +151,9 @@ def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
     fn = getattr(module, name, None)
     if not callable(fn):
         found = "" if fn is None else f", it is of type {type(fn).__name__}"
-        raise UsageError(f"--entry: {module_name}:{name} is no function{found}. Name one that {module_name} defines.")
+        raise UsageError(
+            f"--entry: {module_name}:{name} is not a function{found}. Name one that {module_name} defines."
+        )
     if _needs_arguments(fn):
         return fn, None
     with _telling(f"{entry}() cannot be called"):
@@ -171,7 +173,7 @@ def _telling(what: str) -> Iterator[None]:
         own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
         place = f" ({own[-1].filename}:{own[-1].lineno})" if own[-1].filename not in ours else ""
         told = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--entry: {what}: {told}{place}. Mend it, or name another function.") from error
+        raise UsageError(f"--entry: {what}: {told}{place}. Fix it, or name another function.") from error
 
 
 def _needs_arguments(fn: Callable[..., Any]) -> bool:
@@ -237,5 +239,5 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise UsageError(
-            f"--weights {path} is no safetensors file: {error}. Give one that holds the weights."
+            f"--weights {path} is not a safetensors file: {error}. Give one that holds the weights."
         ) from error

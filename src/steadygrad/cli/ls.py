@@ -65,7 +65,7 @@ def ls(runs_dir: Path, sort: str, as_json: bool) -> None:
         console.say(json.dumps({"runs": rows}))
         return
     if not found:
-        console.say(f"There is no run in {runs_dir} yet.")
+        console.say(f"No runs in {runs_dir} yet.")
         return
     now = time.time()
     lines = [

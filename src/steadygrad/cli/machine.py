@@ -117,7 +117,7 @@ def matmul_works(precision: Precision) -> bool:
 
 
 def find_fused_optimizers(device: str) -> tuple[str, ...]:
-    """Names of torch's optimizers that step with fused=True on `device`, tried on two elements."""
+    """Return names of torch's optimizers that step with fused=True on `device`, tried on two elements."""
     kinds = [k for k in vars(torch.optim).values() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)]
     offered = [kind for kind in kinds if "fused" in inspect.signature(kind).parameters]
     return tuple(sorted(kind.__name__ for kind in offered if _steps_fused(kind, device)))
@@ -177,7 +177,7 @@ def _isa_cap_helps() -> bool:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Major and minor number: (2, 13) of '2.13.0+cpu'."""
+    """Return the major and minor number: (2, 13) of '2.13.0+cpu'."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 

@@ -81,7 +81,7 @@ class FieldCommand(click.Command):
         if paths:
             raise UsageError(f"{word} is a field of several parts: {' or '.join(paths)}. Write which.")
         meant = f"Did you mean {near[0]}?" if near else f"See them: steadygrad train {self.name} --help."
-        raise UsageError(f"{word} is no field of the recipe {self.name}. {meant}")
+        raise UsageError(f"{word} is not a field of the recipe {self.name}. {meant}")
 
     def read_fields(self, ctx: click.Context) -> dict[str, Any]:
         """Return the fields that were given, path -> value."""

@@ -39,7 +39,7 @@ def choose_folder(
     if resume is not None and resume not in WORDS:
         found = _require_folder(find_run(Path(resume)), "--resume")
         if not (found / SETTINGS).is_file():
-            raise UsageError(f"--resume {found} is no run of {name}: it has no {SETTINGS}. Give a run directory.")
+            raise UsageError(f"--resume {found} is not a run of {name}: it has no {SETTINGS}. Give a run directory.")
         return found
     if resume is None and not uses_run:
         return name_folder(RUNS, name)
@@ -113,7 +113,7 @@ def require_new(run_dir: Path, name: str) -> None:
     """Refuse to start a new training in a directory that already has one."""
     if has_begun(run_dir):
         raise UsageError(
-            f"{run_dir} already holds a training. Go on with it by steadygrad train {name} --resume {run_dir}, "
+            f"{run_dir} already holds a training. Continue it with steadygrad train {name} --resume {run_dir}, "
             "or give another --run-dir."
         )
 

@@ -16,7 +16,7 @@ from steadygrad.config.switch import is_switched_off
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-m", "as_module", is_flag=True, help="What follows is a module, run as python -m would.")
+@click.option("-m", "as_module", is_flag=True, help="Run a module, as python -m does.")
 @click.option(
     "--run-dir",
     type=click.Path(file_okay=False, path_type=Path),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
 @click.option("--diff", "as_diff", is_flag=True, help="What changed from the first of two checkpoints to the second.")
-@click.option("--all", "show_all", is_flag=True, help="Show every tensor, not only those with something to tell.")
+@click.option("--all", "show_all", is_flag=True, help="Show every tensor, not only the noteworthy ones.")
 @click.option("--trust", is_flag=True, help="Run what a pickle asks for: only for files whose origin you know.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of sentences.")
 @click.pass_context

@@ -26,7 +26,10 @@ def advising() -> Iterator[None]:
         yield
     except DamagedCheckpoint as error:
         if isinstance(error, NoCheckpoint):
-            what, advice = "is no checkpoint", "Name a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder of them"
+            what, advice = (
+                "is not a checkpoint",
+                "Name a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder of them",
+            )
         else:
             what, advice = "cannot be used", "It is damaged or was cut short: copy it again, or use an older one"
         raise CheckpointError(f"{error.folder} {what}: {error.reason}. {advice}.") from error

@@ -119,7 +119,7 @@ def make_options(name: str, package: Any) -> list[click.Option]:
     """Return the options besides the fields. One that the recipe does not support is hidden, and refused if given."""
     quick = ", ".join(f"{name}={spell_value(value)}" for name, value in package.QUICK.items())
     predict = getattr(package, "PREDICT", "use the trained model of a run on PATH")
-    resume = "go on exactly: latest, best, a run directory, or one of its checkpoints"
+    resume = "resume exactly: latest, best, a run directory, or one of its checkpoints"
     where = f"where the run is written  [default: runs/{name}-<time>]"
     cannot_predict, cannot_sample = not hasattr(package, "predict"), not hasattr(package, "sample")
     return [
@@ -156,12 +156,12 @@ def run_recipe(recipe: Recipe, package: Any, request: Request, console: Console)
         code = FAILED
     except KeyboardInterrupt:
         if has_begun(run_dir):
-            console.say(f"To go on: steadygrad train {recipe.name} --resume {run_dir}")
+            console.say(f"To continue: steadygrad train {recipe.name} --resume {run_dir}")
         raise
     if is_first() and is_recorded(run_dir):
         write_report_of(run_dir, console)
     elif is_first():
-        console.say("There is no report: nothing was recorded. Without protection nothing is.", "yellow")
+        console.say("No report: without protection nothing is recorded.", "yellow")
     return code
 
 

@@ -58,7 +58,7 @@ RUNS = Path("runs")
     metavar="DIR",
     help="Where everything is written.  [default: runs/tune-<target>-<time>]",
 )
-@click.option("--resume", is_flag=True, help="Go on with the tuning in --run-dir, or join it as one more worker.")
+@click.option("--resume", is_flag=True, help="Continue the tuning in --run-dir, or join it as one more worker.")
 @click.pass_context
 def tune(context: click.Context, /, **options: Any) -> None:
     """Choose settings by how stable training is with them.
@@ -140,7 +140,7 @@ def choose_folder(target: str, run_dir: Path | None, storage: str | None, *, res
     if run_dir is not None:
         return run_dir
     if resume and storage is None:
-        raise UsageError("--resume goes on with a tuning, and none was named. Give its folder by --run-dir.")
+        raise UsageError("--resume continues a tuning, and none was named. Give its folder with --run-dir.")
     return name_folder(RUNS, f"tune-{Path(target.partition(':')[0]).stem}")
 
 

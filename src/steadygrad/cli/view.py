@@ -43,6 +43,6 @@ def view(runs_dir: Path, host: str, port: int) -> None:
     console = Console()
     console.say(f"Open {server.link}", "bold")
     if server.token is not None:
-        console.say("Whoever has this address sees the runs. The connection is not encrypted.", "yellow")
+        console.say("Anyone with this address can see the runs. The connection is not encrypted.", "yellow")
     console.say("Ctrl-C ends it.", "dim")
     server.run()

@@ -115,7 +115,7 @@ class GuardConfig:
             raise ConfigError(f"{path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `from_dict` reads back; callables are left out."""
+        """Return plain values that `from_dict` reads back; callables are left out."""
         return typing.cast(dict[str, Any], to_plain(self))
 
 

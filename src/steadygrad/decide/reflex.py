@@ -17,9 +17,9 @@ def decide(finding: Finding, reading: Reading | None, on_nonfinite: Action) -> V
             return Verdict(action=Action.NONE, reason="only observed")
         return Verdict(action=Action.SKIP, reason="a non-finite step must not reach a weight")
     if finding.kind == "nonfinite_buffer" and reading is not None and reading.spoilt_buffers:
-        return Verdict(action=Action.SKIP, reason="the step was skipped, and the buffers put back")
+        return Verdict(action=Action.SKIP, reason="the step was skipped, and the buffers were restored")
     if finding.kind == "nonfinite_input" and reading is not None and reading.skipped:
         return Verdict(action=Action.SKIP, reason="the step that this batch made was skipped")
     if reading is not None and reading.clipped and finding.step == reading.step:
         return Verdict(action=Action.CLIP, reason="the norm is above the clip threshold")
-    return Verdict(action=Action.NONE, reason="told, not acted on")
+    return Verdict(action=Action.NONE, reason="reported, not acted on")

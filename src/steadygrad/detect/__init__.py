@@ -148,7 +148,7 @@ class Detector:
             except Exception as error:  # a broken rule must not silence another one or end the training
                 self._rules.remove(one)
                 self._listeners.clear()
-                logger.error("the rule %s failed and is switched off, training goes on: %r", one.name, error)
+                logger.error("the rule %s failed and is switched off, training continues: %r", one.name, error)
         return findings
 
     def _find_listeners(self, kind: type) -> tuple[Rule, ...]:

@@ -26,7 +26,7 @@ class FrequentClipping(Remembering):
         self._episode = Episode(config.repeat_after, quiet=config.habits.window)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An info with the share."""
+        """Return an info with the share."""
         if not isinstance(fact, Reading) or fact.skipped:
             return
         self._recent.append(int(fact.clipped))
@@ -56,7 +56,7 @@ class ManySkips(Remembering):
         self._episode = Episode(config.repeat_after, quiet=config.habits.window)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the first of the skips."""
+        """Return a warning at the first of the skips."""
         if not isinstance(fact, Reading):
             return
         if not (fact.skipped and fact.is_nonfinite):
@@ -90,7 +90,7 @@ class FrequentActions(Remembering):
         self._episode = Episode(config.repeat_after, quiet=config.habits.action_window)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the last of the actions."""
+        """Return a warning at the last of the actions."""
         if not isinstance(fact, ActionTaken) or fact.action in (Action.NONE, Action.CLIP):
             return
         self._steps.append(fact.step)

@@ -35,7 +35,7 @@ class Shares(Remembering):
         self._doubts: dict[str, list[float]] = {}  # name -> step where it began, scans since, largest share
 
     def feed(self, step: int, shares: Mapping[str, float]) -> tuple[list[str], list[str], int]:
-        """(modules above the limit, those that have newly risen there, the step where the first of these began)."""
+        """Return modules above the limit, those newly risen there, and the step where the first of these began."""
         risen = [name for name, share in shares.items() if self._feed_one(step, name, share)]
         start = min((int(self._doubts[name][0]) for name in risen), default=step)
         return [name for name, share in shares.items() if share >= self._limit], risen, start
@@ -65,7 +65,7 @@ class DeadActivation(Remembering):
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when units have died since the first scan, an info when most are dead."""
+        """Return a warning when units have died since the first scan, an info when most are dead."""
         if not isinstance(fact, ActivationScan):
             return
         shares = {name: m.dead_share for name, m in fact.modules.items() if m.dead_share is not None}
@@ -94,7 +94,7 @@ class SaturatedActivation(Remembering):
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when it has got there since the first scan, an info when most elements are there."""
+        """Return a warning when it has got there since the first scan, an info when most elements are there."""
         if not isinstance(fact, ActivationScan):
             return
         shares = {name: m.saturated_share for name, m in fact.modules.items() if m.saturated_share is not None}
@@ -126,7 +126,7 @@ class ConstantOutput(Remembering):
         self._warning = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when the output used to differ between samples, an info when it never did."""
+        """Return a warning when the output used to differ between samples, an info when it never did."""
         if not isinstance(fact, ActivationScan) or fact.output_std is None or fact.output_scale is None:
             return
         constant = fact.output_std <= self._limit * fact.output_scale

@@ -1,7 +1,7 @@
 """A rule about gradients of 1 / eps: a vector of length zero was normalised.
 
 `x / max(norm(x), eps)` is 0 at 0, and its derivative is 1 / eps: finite, and 1e12 with torch's default. Adam remembers
-the square of such a gradient for tens of thousands of steps, in which these parameters hardly move.
+the square of such a gradient for tens of thousands of steps, in which these parameters barely move.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forecast: what the next loss should be, how far losses usually stray from that, and how far is too far.
 
 Level: the median of the last few losses, moved by the usual distance between a loss and that median, so that a steady
-decay or drift is no distance at all. Spread: the MAD of those distances. Limit: `score` spreads in Gaussian noise, and
+decay or drift is not a distance. Spread: the MAD of those distances. Limit: `score` spreads in Gaussian noise, and
 more when less is known or when the tail is heavy. Heaviness is the second largest score so far against what Gaussian
 noise would have given by now; a constant limit has to choose between missing 10 sigma in clean runs (8 MAD: found in
 97 %) and crying wolf in heavy-tailed ones (Student t with 3 degrees of freedom passes 20 MAD once in 10 000 steps).
@@ -125,14 +125,14 @@ class Forecast(Remembering):
         return max(self._config.spike_score * early, self._tail.reach())
 
     def score(self, value: float) -> float:
-        """Spreads above the level; 0 below it and while warming up, inf when the value is not finite."""
+        """Return the spreads above the level; 0 below it and while warming up, inf when the value is not finite."""
         if not math.isfinite(value):
             return math.inf
         above = value - self.level
         return above / self.spread if self.is_warm and above > 0 else 0.0
 
     def log_score(self, value: float) -> float:
-        """The same on the logarithm, for noise that grows with the loss; inf where a logarithm has no meaning.
+        """Return the same on the logarithm, for noise that grows with the loss; inf where a logarithm has no meaning.
 
         The spread is that of the differences between neighbours, which a steep decay does not widen.
         """

@@ -35,7 +35,7 @@ class VanishingGradient(Remembering):
         self._streak = Streak()
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An info for the literature's thresholds, a warning when the first quarter of the model gets nothing."""
+        """Return an info for absolute thresholds, a warning when the first quarter of the model gets nothing."""
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.gradients.names:
             return
         norm, first, last = fact.finite_grad_norm, *_ends(fact.gradients)
@@ -78,7 +78,7 @@ class VanishingGradient(Remembering):
 
 
 def _ends(table: GradientTable) -> tuple[float, float]:
-    """Norms of the first and the last parameter; the last one is the larger of weight and bias."""
+    """Return the norms of the first and the last parameter; the last one is the larger of weight and bias."""
     norms = table.cells[0::NUM_COLUMNS]
     return norms[0], max(norms[-2:])
 
@@ -100,7 +100,7 @@ class DeadGradient(Remembering):
         self._num_steps = 0
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A finding when a parameter's units have died, at the step where they did."""
+        """Return a finding when a parameter's units have died, at the step where they did."""
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.finite_grad_norm > 0:
             return
         self._num_steps += 1
@@ -199,7 +199,7 @@ class StaleGradient(Remembering):
         self._last_norm = 0.0
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the first step that adds to an old gradient; adding to zeros is harmless."""
+        """Return a warning at the first step that adds to an old gradient; adding to zeros is harmless."""
         if not isinstance(fact, Reading):
             return
         was_zero = self._last_norm == 0.0

@@ -42,7 +42,7 @@ class ExplodingGradient(Remembering):
         self._warning = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning far above the baseline, an info above the absolute threshold."""
+        """Return a warning far above the baseline, an info above the absolute threshold."""
         if not isinstance(fact, Reading):
             return
         in_grace, norm = self._restarts.feed(fact), fact.finite_grad_norm
@@ -92,7 +92,7 @@ class HighGradientNorm(Remembering):
         self._episode = Episode(config.repeat_after, quiet=100)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An info when the norm exceeds `early_warning_factor` times the clip threshold."""
+        """Return an info when the norm exceeds `early_warning_factor` times the clip threshold."""
         if not isinstance(fact, Reading) or self._threshold is None or fact.is_nonfinite:
             return
         norm = fact.finite_grad_norm
@@ -127,7 +127,7 @@ class RisingNorm(Remembering):
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A finding at the step where the growth began."""
+        """Return a finding at the step where the growth began."""
         if not isinstance(fact, Reading) or fact.is_nonfinite:
             return
         loss = None if fact.loss is None else self._losses.add(fact.step, fact.loss)

@@ -264,7 +264,7 @@ class Indicators(Remembering):
             self._together.add(rose * moved)
 
     def values(self) -> tuple[float, ...]:
-        """One number for each of `NAMES`, finite, between -20 and 20."""
+        """Return one number for each of `NAMES`, finite, between -20 and 20."""
         norm, loss = self._norm, self._loss
         spread = math.sqrt(norm.squares.middle * loss.squares.middle) + 1e-8
         raw = (
@@ -306,11 +306,11 @@ class Indicators(Remembering):
 
 
 def _largest(numbers: Mapping[str, float] | None) -> float | None:
-    """The largest finite value; None when there is none."""
+    """Return the largest finite value; None when there is none."""
     return max((v for v in numbers.values() if math.isfinite(v)), default=None) if numbers else None
 
 
 def _middle(numbers: Mapping[str, float] | None) -> float | None:
-    """The median, the upper one of two."""
+    """Return the median, the upper one of two."""
     values = sorted(v for v in numbers.values() if math.isfinite(v)) if numbers else []
     return values[len(values) // 2] if values else None

@@ -31,7 +31,7 @@ class Pairs(Remembering):
         self._waiting_step = -1
 
     def feed(self, fact: Reading | InputScan, found: Mapping[str, Any] | None) -> tuple[bool, Mapping[str, Any]] | None:
-        """(was the step bad, what the scan found) once both are known; `found` is what the rule saw in a scan."""
+        """Return (was the step bad, what the scan found) once both are known; `found` is what the rule saw."""
         if isinstance(fact, Reading):
             self._step, self._bad = fact.step, fact.is_nonfinite or (self._zero_is_bad and fact.loss == 0.0)
             waiting, self._waiting = self._waiting, None
@@ -56,7 +56,7 @@ class NonfiniteInput(Remembering):
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error when the step of this batch was not finite, else an info."""
+        """Return an error when the step of this batch was not finite, else an info."""
         if not isinstance(fact, Reading | InputScan):
             return
         scan = fact.tensors if isinstance(fact, InputScan) else {}
@@ -94,7 +94,7 @@ class OutlierInput(Remembering):
         self._episode = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning that names the tensor."""
+        """Return a warning that names the tensor."""
         if not isinstance(fact, InputScan):
             return
         worst: tuple[float, str, float, float] | None = None
@@ -135,7 +135,7 @@ class AllLabelsMasked(Remembering):
         self._episode = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning that names the tensor."""
+        """Return a warning that names the tensor."""
         if not isinstance(fact, Reading | InputScan):
             return
         tensors = fact.tensors if isinstance(fact, InputScan) else {}

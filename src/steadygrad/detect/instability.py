@@ -59,7 +59,7 @@ class Model:
         return total
 
     def calibrate(self, score: float) -> float:
-        """The probability that belongs to a score: straight lines between the points that were measured."""
+        """Return the probability that belongs to a score: straight lines between the points that were measured."""
         i = bisect.bisect_right(self.scores, score)
         if i == 0 or i == len(self.scores):
             return self.probabilities[max(0, i - 1)]
@@ -68,7 +68,7 @@ class Model:
         return self.probabilities[i - 1] + share * (self.probabilities[i] - self.probabilities[i - 1])
 
     def explain(self, values: Sequence[float]) -> dict[str, float]:
-        """How much each indicator moved the score: the steps between mean values along each tree's path."""
+        """Return how much each indicator moved the score: the steps between mean values along each tree's path."""
         moved = dict.fromkeys(NAMES, 0.0)
         for tree in self.trees:
             node = tree[0]
@@ -80,7 +80,7 @@ class Model:
 
 
 def read_model(horizon: int) -> Model:
-    """The shipped model for this horizon."""
+    """Return the shipped model for this horizon."""
     models = _read_file()
     if str(horizon) not in models:
         known = ", ".join(sorted(models, key=int))
@@ -99,7 +99,7 @@ def _read_file() -> dict[str, Any]:
 
 
 def parse_model(plain: Mapping[str, Any], horizon: int) -> Model:
-    """A model from its plain form."""
+    """Return a model from its plain form."""
     return Model(
         horizon=horizon,
         threshold=float(plain["threshold"]),
@@ -132,7 +132,7 @@ class InstabilityForecast(Remembering):
         self._episode = Episode(config.repeat_after, quiet=self._model.horizon)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the step where the probability became high; bad steps are left to other rules."""
+        """Return a warning at the step where the probability became high; bad steps are left to other rules."""
         if not isinstance(fact, Reading):
             return
         self._indicators.observe(fact)

@@ -33,7 +33,7 @@ class AdamRms(Remembering):
         self._warning = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Looks at the steps at which it was measured, and names the worst tensor."""
+        """Look at the steps at which it was measured, and name the worst tensor."""
         if not isinstance(fact, Reading) or not fact.adam_rms or fact.is_nonfinite:
             return
         high: dict[str, tuple[bool, float, float]] = {}
@@ -73,7 +73,7 @@ class UpdateNorm(Remembering):
         self._episode = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at a measured step whose update is an outlier."""
+        """Return a warning at a measured step whose update is an outlier."""
         if not isinstance(fact, Reading) or fact.skipped or not fact.update_norm or not fact.learning_rate:
             return
         value = math.log(fact.update_norm / fact.learning_rate)

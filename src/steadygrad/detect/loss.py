@@ -73,7 +73,7 @@ class LossSpike(Remembering):
         self._episode = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when the loss is a spike."""
+        """Return a warning when the loss is a spike."""
         if not isinstance(fact, Reading) or fact.loss is None:
             return
         in_grace = self._restarts.feed(fact)
@@ -137,7 +137,7 @@ class ZeroLoss(Remembering):
         self._info = Episode(config.repeat_after, quiet=100)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning when zero comes out of the blue or was all there is, an info when it stays."""
+        """Return a warning when zero comes out of the blue or was all there is, an info when it stays."""
         if isinstance(fact, Flush):
             yield from self._judge_run(FEWEST)
         elif isinstance(fact, Reading) and fact.loss is not None and not fact.is_nonfinite:

@@ -68,7 +68,7 @@ class LossExplosion(Remembering):
         self._since: deque[float] = deque(maxlen=config.loss.explosion_patience)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error at the step where the loss left its range, or at the end of the epoch that did."""
+        """Return an error at the step where the loss left its range, or at the end of the epoch that did."""
         if isinstance(fact, EpochEnd):
             yield from self._observe_epoch(fact)
         elif isinstance(fact, Reading) and fact.loss is not None:
@@ -152,7 +152,7 @@ class LossExplosion(Remembering):
         return loss <= self._ratio * min(self._history)
 
     def _usual(self) -> float:
-        """Median size in the window; the largest of it while there are few; inf while there is none."""
+        """Return the median size in the window; the largest of it while there are few; inf while there is none."""
         if not self._history:
             return math.inf
         values = sorted(self._history)
@@ -211,7 +211,7 @@ class Divergence(Remembering):
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the step where the rise began."""
+        """Return a warning at the step where the rise began."""
         if not isinstance(fact, Reading) or fact.loss is None:
             return
         level = self._blocks.add(fact.step, fact.loss)
@@ -264,7 +264,7 @@ class LossPlateau(Remembering):
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An info at the step after which the loss got no better."""
+        """Return an info at the step after which the loss got no better."""
         if not isinstance(fact, Reading) or fact.loss is None:
             return
         level = self._blocks.add(fact.step, fact.loss)

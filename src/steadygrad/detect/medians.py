@@ -23,7 +23,7 @@ class Blocks(Remembering):
         """Robust standard error of the last full block's median."""
 
     def add(self, step: int, value: float) -> float | None:
-        """The median of the block that this value completes, else None."""
+        """Return the median of the block that this value completes, else None."""
         if not math.isfinite(value):
             return None
         if not self._values:

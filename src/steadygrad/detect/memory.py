@@ -16,7 +16,7 @@ class HasState(Protocol):
     """Anything that can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as plain values."""
+        """Return the state, as plain values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Remembering:
     """For a rule: the kinds of Fact that it takes; empty means all."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, as plain numbers and lists."""
+        """Return the history, as plain numbers and lists."""
         return {name.lstrip("_"): _save(getattr(self, name)) for name in self.memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Keyed(Generic[T]):
         return iter(self._parts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Each name's history."""
+        """Return each name's history."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

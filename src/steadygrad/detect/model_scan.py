@@ -15,7 +15,7 @@ NUM_SCANS = 2
 MATCHED = 0.1
 """Share of the given tensors below which a load has missed."""
 KEPT = 0.3
-"""Correlation of loaded weights with those before the first step, below which they were drawn anew: 1 if untouched,
+"""Correlation of loaded weights with those before the first step, below which they were overwritten: 1 if untouched,
 0.9 and more after pruning, quantising, adding noise or some training."""
 
 
@@ -109,7 +109,7 @@ class FrozenHead(OnceRule[ModelScan]):
 
 
 class LostWeights(OnceRule[ModelScan]):
-    """Weights that were loaded are not those that are trained: nothing matched, or they were drawn anew afterwards."""
+    """The weights that were loaded are not trained: nothing matched, or they were initialised again afterwards."""
 
     name = "lost_weights"
     hears = (ModelScan,)

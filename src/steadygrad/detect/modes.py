@@ -42,7 +42,7 @@ class EvalWhileTraining(Remembering):
         if isinstance(fact, ModeScan) and not fact.is_evaluation:
             is_idle = not (fact.is_training or fact.dropouts_on or fact.norms_on)
             off = (fact.dropouts_off, fact.norms_off) if is_idle else (0, 0)
-            if off != (self._num_dropouts, self._num_norms):  # a resumed run is told again what it knows
+            if off != (self._num_dropouts, self._num_norms):  # a resumed run hears again what it knows
                 (self._num_dropouts, self._num_norms), self._num_steps, self._start = off, 0, fact.step
                 self._fresh = list(fact.fresh_norms[:5])
             self._has_trained |= fact.is_training

@@ -13,12 +13,12 @@ SHOWN = 5
 
 
 def show(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def spell(value: float | None) -> str:
-    """A number in a message: NaN and Inf by the names that every view gives them."""
+    """Return a number in a message: NaN and Inf by the names that every view gives them."""
     return f"{value}".replace("nan", "NaN").replace("inf", "Inf")
 
 
@@ -28,7 +28,7 @@ class NonfiniteLoss(Remembering):
     name = "nonfinite_loss"
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error when the loss is not finite."""
+        """Return an error when the loss is not finite."""
         if not isinstance(fact, Reading) or not fact.loss_is_nonfinite:
             return
         yield Finding(
@@ -47,7 +47,7 @@ class NonfiniteGradient(Remembering):
     name = "nonfinite_gradient"
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error when a gradient is not finite; an info while a loss scale is searched."""
+        """Return an error when a gradient is not finite; an info while a loss scale is searched."""
         if not isinstance(fact, Reading) or not fact.num_nonfinite:
             return
         names = list(fact.gradients.nonfinite())
@@ -82,7 +82,7 @@ class NonfiniteParameter(Remembering):
         self._known: set[str] = set()
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A critical finding at the last step that could have written it."""
+        """Return a critical finding at the last step that could have written it."""
         if not isinstance(fact, ParameterScan):
             return
         bad = fact.nonfinite_parameters
@@ -121,7 +121,7 @@ class NonfiniteBuffer(Remembering):
         self._seen = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error for each buffer that was finite and no longer is, or that a step would have left non-finite."""
+        """Return an error for each buffer that was finite and is not now, or would not be after a step."""
         if isinstance(fact, Reading) and fact.spoilt_buffers:
             yield _tell_spoilt(fact)
         if not isinstance(fact, ParameterScan):

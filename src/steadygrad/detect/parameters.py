@@ -84,7 +84,7 @@ class UpdateRatio(Remembering):
         self._warning = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Looks at the steps at which ratios were measured."""
+        """Look at the steps at which ratios were measured."""
         if not isinstance(fact, Reading) or not fact.update_ratios or fact.skipped or not fact.learning_rate:
             return
         usable = {n: r for n, r in fact.update_ratios.items() if 0 < r < 1e6}  # a weight of size 0 has no ratio

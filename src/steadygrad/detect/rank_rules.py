@@ -22,13 +22,13 @@ ABOUT_BATCHES = frozenset(
 
 
 def split_rules(rules: Sequence[Rule]) -> tuple[list[Rule], list[Rule]]:
-    """(rules about what is equal on all ranks, rules about a rank's own data)"""
+    """Return (rules about what is equal on all ranks, rules about a rank's own data)"""
     own = [one for one in rules if _is_own(one)]
     return [one for one in rules if one not in own], own
 
 
 def split_facts(facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
-    """(facts that are equal on all ranks, facts about a rank's own data)"""
+    """Return (facts that are equal on all ranks, facts about a rank's own data)"""
     return (
         [fact for fact in facts if not isinstance(fact, OWN_FACTS)],
         [fact for fact in facts if isinstance(fact, OWN_FACTS)],

@@ -26,7 +26,7 @@ class ScalerCollapse(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error at the first overflow of the fall."""
+        """Return an error at the first overflow of the fall."""
         if not isinstance(fact, Reading) or fact.loss_scale is None or fact.loss_is_nonfinite:
             return
         length = self._streak.feed(fact.step, fact.num_nonfinite > 0)

@@ -61,7 +61,7 @@ class RateTooHigh(Remembering):
         self._spoilt_batch = -1  # the last step whose batch was not finite
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error, once; and once more when the run is ruined while that is still being tested."""
+        """Return an error, once; and once more when the run is ruined while that is still being tested."""
         if self._is_ruined or len(self._losses) >= self._config.steps:
             return
         if isinstance(fact, InputScan):
@@ -159,7 +159,7 @@ class RateTooHigh(Remembering):
         return f"loss and gradient have grown {loss:.2g} and {norm:.2g} times since the first step, until not finite"
 
     def _find_beginning(self) -> int:
-        """The first step whose loss or gradient shows the harm that those before it did."""
+        """Return the first step whose loss or gradient shows the harm that those before it did."""
         loss, norm, config = self._losses[0], self._norms[0], self._config
         for step, later, grown in zip(self._steps[1:], self._losses[1:], self._norms[1:]):
             if later - loss > config.loss_rise * abs(loss) or grown > config.gradient_ratio * norm:
@@ -194,12 +194,12 @@ class RateTooHigh(Remembering):
 
 
 def _find_move(growth: float) -> float:
-    """How far weights went, as a share of their norm: steps are at right angles to them, near enough."""
+    """Return how far weights went, as a share of their norm: steps are at right angles to them, near enough."""
     return math.sqrt(growth**2 - 1.0)
 
 
 def _find_given_back(losses: Sequence[float], least: float) -> float:
-    """The largest share of what had been learnt that a later loss gave back; progress below `least` counts as that."""
+    """Return the largest share of what was learnt that a later loss gave back; progress counts as `least` or more."""
     lowest, share = losses[0], 0.0
     for loss in losses[1:]:
         share = max(share, (loss - lowest) / max(losses[0] - lowest, least, 1e-38))
@@ -208,12 +208,12 @@ def _find_given_back(losses: Sequence[float], least: float) -> float:
 
 
 def _score(values: Sequence[float], first: float) -> float:
-    """How far values lie above `first`, in standard deviations of their logarithms."""
+    """Return how far values lie above `first`, in standard deviations of their logarithms."""
     logs = [math.log(max(value, 1e-38)) for value in values]
     return (sum(logs) / len(logs) - math.log(max(first, 1e-38))) / max(_noise(logs), 1e-9)
 
 
 def _noise(values: Sequence[float]) -> float:
-    """Standard deviation of values about their trend, from the distances between neighbours."""
+    """Return the standard deviation of values about their trend, from the distances between neighbours."""
     steps = [abs(b - a) for a, b in itertools.pairwise(values)]
     return sum(steps) / len(steps) / 1.1284  # mean distance of two Gaussian values, in standard deviations

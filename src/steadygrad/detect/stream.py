@@ -155,7 +155,7 @@ class ConstantLabels(Remembering):
             severity=Severity.WARNING,
             step=fact.step,
             message=f"all {self._num_labels} labels of {self._num_scans} batches are class {label}, of "
-            f"{fact.num_classes} classes: there is nothing to tell apart",
+            f"{fact.num_classes} classes: there is nothing to distinguish",
             advice="Check how labels are read and mapped to classes, and that the data is shuffled.",
             evidence={"label": label, "num_labels": self._num_labels, "num_classes": fact.num_classes},
         )

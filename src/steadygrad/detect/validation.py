@@ -23,7 +23,7 @@ class NonfiniteValidation(Remembering):
     hears = (Validation,)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error at the last step before the validation."""
+        """Return an error at the last step before the validation."""
         if not isinstance(fact, Validation) or math.isfinite(fact.loss):
             return
         yield Finding(
@@ -43,7 +43,7 @@ class NonfiniteEpoch(Remembering):
     hears = (EpochEnd,)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """An error at the last step of the epoch."""
+        """Return an error at the last step of the epoch."""
         if not isinstance(fact, EpochEnd) or fact.train_loss is None or math.isfinite(fact.train_loss):
             return
         yield Finding(
@@ -76,7 +76,7 @@ class Overfitting(Remembering):
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """A warning at the first validation that was above the best."""
+        """Return a warning at the first validation that was above the best."""
         if isinstance(fact, Reading):
             if fact.loss is not None and math.isfinite(fact.loss) and not fact.skipped:
                 self._sum, self._count = self._sum + fact.loss, self._count + 1
@@ -120,14 +120,14 @@ class Overfitting(Remembering):
 
 
 def _rise(values: Sequence[float]) -> float:
-    """How far the last median of three lies above the lowest one."""
+    """Return how far the last median of three lies above the lowest one."""
     points = list(values)
     smooth = [median(sorted(points[i : i + 3])) for i in range(len(points) - 2)]
     return smooth[-1] - min(smooth) if smooth else 0.0
 
 
 def _noise(values: Sequence[float]) -> float:
-    """Standard deviation of the noise in a smooth curve; inf when there are too few points to say."""
+    """Return the standard deviation of the noise in a smooth curve; inf when there are too few points to say."""
     points = list(values)[-NOISE_POINTS:]
     if len(points) < 5:
         return math.inf

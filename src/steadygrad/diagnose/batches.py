@@ -8,22 +8,19 @@ modules. The caller's objects are not touched.
 from __future__ import annotations
 
 import collections
-import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-MAX_DEPTH = 8
-"""Containers inside containers that are opened."""
+from steadygrad.state.tree import MAX_DEPTH, find_tensors, is_instance_of_dataclass, refill, replace_fields
 
 
 def count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Return the first dimension that most tensors share; None if the batch does not consist of samples."""
     sizes: collections.Counter[int] = collections.Counter()
-    for tensor in find_tensors([*args, *kwargs.values()], MAX_DEPTH):
+    for _, tensor in find_tensors(args, kwargs):
         if tensor.dim():
             sizes[tensor.shape[0]] += 1
     if not sizes:
@@ -43,10 +40,9 @@ def take_samples(value: Any, indices: Sequence[int], size: int, depth: int = MAX
             return _rebuild(value, [value[index] for index in indices])
         return _rebuild(value, [take_samples(item, indices, size, depth - 1) for item in value])
     if isinstance(value, Mapping):
-        taken = {key: take_samples(item, indices, size, depth - 1) for key, item in value.items()}
-        return taken if type(value) is dict else _refill(value, taken)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _replace_fields(value, indices, size, depth)
+        return refill(value, {key: take_samples(item, indices, size, depth - 1) for key, item in value.items()})
+    if is_instance_of_dataclass(value):
+        return replace_fields(value, lambda item: take_samples(item, indices, size, depth - 1))
     return value
 
 
@@ -66,37 +62,3 @@ def _rebuild(value: Any, items: list[Any]) -> Any:
     if hasattr(value, "_fields") and len(items) == len(value):
         return type(value)(*items)
     return items if isinstance(value, list) else tuple(items)
-
-
-def _refill(value: Any, taken: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class, with other items."""
-    filled = copy.copy(value)
-    if isinstance(getattr(filled, "data", None), dict):  # a UserDict shares its dict with the copy
-        filled.data = dict(filled.data)
-    for key, item in taken.items():
-        filled[key] = item
-    return filled
-
-
-def _replace_fields(value: Any, indices: Sequence[int], size: int, depth: int) -> Any:
-    changed = copy.copy(value)
-    for one in dataclasses.fields(value):
-        item = take_samples(getattr(value, one.name), indices, size, depth - 1)
-        object.__setattr__(changed, one.name, item)  # frozen ones too: the copy is ours
-    return changed
-
-
-def find_tensors(value: Any, depth: int) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, nn.Module) or not depth:
-        return []
-    if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, list | tuple):
-        items = list(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, one.name) for one in dataclasses.fields(value)]
-    else:
-        return []
-    return [tensor for item in items for tensor in find_tensors(item, depth - 1)]

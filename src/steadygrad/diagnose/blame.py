@@ -59,12 +59,12 @@ class Blame:
         self._of_events: dict[int, Range] = {}
 
     def find_origin(self, hurts: Iterable[Hurt]) -> Origin | None:
-        """The earliest birth that reached one of `hurts`."""
+        """Return the earliest birth that reached one of `hurts`."""
         origins = [origin for hurt in _choose_hurts(list(hurts)) if (origin := self._trace_back(hurt)) is not None]
         return min(origins, key=self._rank, default=None)
 
     def find_range(self, read: Read) -> Range:
-        """The range of what was read."""
+        """Return the range of what was read."""
         if read.slot is not None:
             return self._ranges[read.slot]
         found = self._of_reads.get(id(read))
@@ -74,7 +74,7 @@ class Blame:
         return found
 
     def find_output(self, event: Event, key: int | None = None) -> Range:
-        """The range of what an event wrote to one storage, or to all of them."""
+        """Return the range of what an event wrote to one storage, or to all of them."""
         if key is not None:
             return self._ranges[event.written[key]] if key in event.written else FINITE
         found = self._of_events.get(event.index)
@@ -171,7 +171,7 @@ class Blame:
         return self._ranges[next(iter(event.written.values()))].is_nonfinite
 
     def _find_turn(self, event: Event, made: Range, later: dict[int, int | None]) -> Event | None:
-        """Where, on the way to the hurt, an Inf became a NaN."""
+        """Return where, on the way to the hurt, an Inf became a NaN."""
         if made.has_nan:
             return None
         for index in self._follow(event.index, later)[1:]:
@@ -180,7 +180,7 @@ class Blame:
         return None
 
     def _find_reduction(self, birth: Origin) -> Event | None:
-        """Where a value that was meant to be left out went into the loss."""
+        """Return where a value that was meant to be left out went into the loss."""
         events = (self._events[index] for index in birth.path)
         return next((event for event in events if event.is_scalar and not event.is_given), None)
 
@@ -210,7 +210,7 @@ def _choose_hurts(hurts: list[Hurt]) -> list[Hurt]:
 
 
 def merge_ranges(ranges: Iterable[Range]) -> Range:
-    """The range of several tensors together; NaN wins."""
+    """Return the range of several tensors together; NaN wins."""
     low, high = float("inf"), float("-inf")
     for one in ranges:
         if one.has_nan:

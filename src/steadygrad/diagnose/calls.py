@@ -53,7 +53,7 @@ class Signature:
     """What it returns may share memory with what it was given."""
 
     def name_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
-        """Each argument that was given, with its declaration."""
+        """Yield each argument that was given, with its declaration."""
         yield from zip(self.arguments, args)
         for argument in self.arguments[len(args) :]:
             if argument.name in kwargs:
@@ -62,7 +62,7 @@ class Signature:
 
 @functools.cache
 def read_signature(func: Any) -> Signature:
-    """The signature of an overload, remembered; of anything else that is dispatched, its name."""
+    """Return the signature of an overload, remembered; of anything else that is dispatched, its name."""
     if not hasattr(func, "_schema"):
         return Signature(str(func), (), is_mutable=False, overwrites=False, is_uninitialised=False, is_view=True)
     name = str(func.overloadpacket)
@@ -86,7 +86,7 @@ def read_signature(func: Any) -> Signature:
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result."""
+    """Yield the tensors of an argument or a result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -93,7 +93,7 @@ class Capture:
         )
 
     def find_changes(self) -> tuple[str, ...]:
-        """Tensors of the batch that were changed in place since; writes past torch are not seen."""
+        """Return the tensors of the batch that were changed in place since; writes past torch are not seen."""
         before = dict(self.versions)
         return tuple(
             name for name, tensor in name_inputs(self.args, self.kwargs) if before.get(name, -1) != read_version(tensor)
@@ -118,7 +118,7 @@ class Capture:
 
 
 def read_version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; -1 where that is not counted."""
+    """Return how often a tensor was changed in place; -1 where that is not counted."""
     try:
         return tensor._version
     except RuntimeError:  # inference tensors keep no version

@@ -174,7 +174,7 @@ class CauseBuilder:
 
     @staticmethod
     def where_of(place: Place, modules: Mapping[int, str]) -> dict[str, Any]:
-        """Module, file, line, source and caller of a place."""
+        """Return module, file, line, source and caller of a place."""
         caller = None
         if place.caller is not None:
             caller = f"{spell_place(place.caller, place.caller_line)}   {read_source(place.caller, place.caller_line)}"
@@ -193,7 +193,7 @@ class CauseBuilder:
 
     @staticmethod
     def spell_operands(place: Place, situation: Situation) -> tuple[str, ...]:
-        """What went in, under the user's own names where the line spells them."""
+        """Return what went in, under the user's own names where the line spells them."""
         names = CauseBuilder.name_operands(place, situation)
         texts = []
         for position, operand in enumerate(situation.operands):
@@ -270,7 +270,7 @@ def name_owners(
 
 
 def spell_operand(operand: Operand, name: str) -> str:
-    """'var: min 0, max 3.1, 17 zeros of 4096, float32'."""
+    """Format an operand: 'var: min 0, max 3.1, 17 zeros of 4096, float32'."""
     parts = [] if operand.minimum is None else [f"min {operand.minimum:.4g}", f"max {operand.maximum:.4g}"]
     zeros = "zero" if operand.num_zeros == 1 else "zeros"
     counts = {zeros: operand.num_zeros, "NaN": operand.num_nan, "Inf": operand.num_inf}
@@ -281,6 +281,6 @@ def spell_operand(operand: Operand, name: str) -> str:
 
 
 def spell_indices(indices: tuple[int, ...]) -> str:
-    """'index 4', 'indices 4, 9, 30'."""
+    """Format indices: 'index 4', 'indices 4, 9, 30'."""
     shown = ", ".join(map(str, indices[:16])) + (", ..." if len(indices) > 16 else "")
     return f"{'index' if len(indices) == 1 else 'indices'} {shown}"

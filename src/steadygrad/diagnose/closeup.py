@@ -69,7 +69,7 @@ class Closeup:
 
 
 def look_at_operands(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Operand]:
-    """Every tensor argument that the call reads."""
+    """Return every tensor argument that the call reads."""
     operands: list[Operand] = []
     for argument, value in signature.name_arguments(args, kwargs):
         if not argument.is_out:
@@ -88,7 +88,7 @@ def look_at_result(view: View, result: Any) -> None:
 
 @torch.no_grad()
 def find_bad_rows(tensor: Tensor) -> tuple[int, ...]:
-    """Indices along the first dimension that hold a NaN or an Inf."""
+    """Return the indices along the first dimension that hold a NaN or an Inf."""
     if tensor.dim() == 0 or not is_readable(tensor) or tensor.shape[0] > MAX_ROWS:
         return ()
     rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]  # [N, *]
@@ -99,7 +99,7 @@ def find_bad_rows(tensor: Tensor) -> tuple[int, ...]:
 
 @torch.no_grad()
 def measure_operand(name: str, tensor: Tensor) -> Operand:
-    """The numbers of one tensor."""
+    """Return the numbers of one tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     values = tensor.detach()
@@ -132,7 +132,7 @@ def _count_false(values: Tensor) -> int:
 
 
 def _measure_piece(piece: Tensor) -> Tensor:
-    """low, high and smallest magnitude of the finite elements, then counts: float64 [7]."""
+    """Return low, high and smallest magnitude of the finite elements, then counts: float64 [7]."""
     x = piece if piece.dtype in (torch.float64, torch.float32) else piece.double()
     finite = x.isfinite()
     infinity = float("inf")

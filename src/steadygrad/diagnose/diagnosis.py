@@ -66,7 +66,7 @@ class Diagnosis:
         self._culprit: Event | None = None
 
     def make(self) -> Cause | None:
-        """The Cause; None when the step is healthy."""
+        """Return the Cause; None when the step is healthy."""
         reason = self._find_obstacle()
         if reason:
             return unknown(reason)
@@ -129,7 +129,7 @@ class Diagnosis:
         )
 
     def _find_hurts(self, run: Run, symptoms: Symptoms) -> list[Hurt]:
-        """What the step left behind that is not finite, the loss first."""
+        """Return what the step left behind that is not finite, the loss first."""
         found: list[tuple[str, Tensor | None, Range]] = []
         if symptoms.loss is not None:
             found.append(("output" if self._step.is_model_call else "loss", run.loss, symptoms.loss))
@@ -140,7 +140,7 @@ class Diagnosis:
         return [Hurt(name, read, range) for name, read, range in reads if read is not None]
 
     def _find_sent(self, blame: Blame) -> list[Hurt]:
-        """What this rank gave to collectives: gradients that come out of them are made of other ranks' as well."""
+        """Return what this rank gave to collectives: gradients from them are made of other ranks' as well."""
         events = self._trace.events
         given = [read for event in events if event.name.startswith(SENDING) for read in event.reads]
         # Room for what will be received holds anything before it is.
@@ -275,19 +275,19 @@ class Diagnosis:
 
 
 def unknown(note: str, *, kind: str = "unknown", reproducible: str | None = None) -> Cause:
-    """A Cause that says why there is none."""
+    """Return a Cause that says why there is none."""
     seen = {"unknown": "no diagnosis", "nan": "NaN, no origin found", "inf": "Inf, no origin found"}
     return Cause(kind=kind, phase="unknown", symptom=seen.get(kind, kind), note=note, reproducible=reproducible)
 
 
 def spell_error(error: BaseException) -> str:
-    """'IndexError: index out of range'."""
+    """Format an error: 'IndexError: index out of range'."""
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text:.160}" if text else type(error).__name__
 
 
 def compare_replays(first: Symptoms, second: Symptoms) -> str:
-    """What two replays say about each other."""
+    """Return what two replays say about each other."""
     if first.fingerprint == second.fingerprint:
         return EXACT
     return SAME_KIND if first.kind == second.kind else NOT_AGAIN

@@ -279,7 +279,7 @@ def _list_slots(kind: type) -> list[str]:
 
 
 def _list_names(code: types.CodeType) -> set[str]:
-    """Names that the code, and functions defined inside it, take from globals or as attributes."""
+    """Return names that the code, and functions defined inside it, take from globals or as attributes."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

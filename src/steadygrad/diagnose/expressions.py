@@ -15,7 +15,7 @@ from types import CodeType
 LONGEST = 40
 """Longer operands are not repeated."""
 NAMESPACES = ("torch", "F", "nn", "functional", "linalg", "special", "math", "np", "losses")
-"""Names before a dot that are no tensors."""
+"""Names before a dot that are not tensors."""
 
 
 OPERATORS = {
@@ -25,7 +25,7 @@ OPERATORS = {
 
 @functools.lru_cache(maxsize=64)
 def name_operands(code: CodeType, instruction: int, op: str) -> tuple[str, ...]:
-    """Texts of the operands of the expression at `instruction`, in order; empty when it does not spell `op` itself."""
+    """Return the source of each operand of the call at `instruction`; empty when it does not spell `op` itself."""
     text = _find_expression(code, instruction)
     if text is None:
         return ()
@@ -40,7 +40,7 @@ def name_operands(code: CodeType, instruction: int, op: str) -> tuple[str, ...]:
 
 
 def _spell_ops(tree: ast.expr) -> tuple[str, ...]:
-    """The ops that an expression may call directly."""
+    """Return the ops that an expression may call directly."""
     if isinstance(tree, ast.BinOp):
         return tuple(OPERATORS.get(type(tree.op), "").split())
     if isinstance(tree, ast.UnaryOp):

@@ -30,7 +30,7 @@ class Refusal:
 
 
 def find_failure(trace: Trace, blame: Blame) -> list[Hurt]:
-    """What the exception was about, as far as values that are not finite go; empty when all were fine."""
+    """Return what the exception was about, as far as values that are not finite go; empty when all were fine."""
     for event in reversed(trace.events):
         if event.failed:
             bad = [read for read in event.reads if blame.find_range(read).is_nonfinite]
@@ -52,7 +52,7 @@ def _find_bad_output(event: Event, blame: Blame, *, wants_nan: bool) -> Hurt | N
 
 
 def find_refusal(trace: Trace, stack: StackReader, error: BaseException) -> Refusal | None:
-    """The op that raised, or the function of torch that did; None when the program did."""
+    """Return the op that raised, or the function of torch that did; None when the program did."""
     events = [event for event in trace.events if event.failed]
     if events:
         event = events[-1]

@@ -170,7 +170,7 @@ def _sort_torch(code: CodeType, path: str) -> _Sort:
 
 
 def find_caller() -> tuple[CodeType, int] | None:
-    """Code and line of the user's own that is running now, innermost; None when only libraries are on the stack."""
+    """Return code and line of the user's innermost frame now; None when only libraries are on the stack."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(MAX_DEPTH):
         if frame is None:
@@ -183,7 +183,7 @@ def find_caller() -> tuple[CodeType, int] | None:
 
 
 def read_source(code: CodeType | None, line: int | None) -> str | None:
-    """The text of a line, without its indentation and trailing comment; None when it cannot be read."""
+    """Return the text of a line, without its indentation and trailing comment; None when it cannot be read."""
     if code is None or line is None:
         return None
     text = linecache.getline(code.co_filename, line).strip()
@@ -204,5 +204,5 @@ def _cut_comment(text: str) -> str:
 
 
 def spell_place(code: CodeType | None, line: int | None) -> str | None:
-    """'model.py:41', for reading."""
+    """Format a place for reading: 'model.py:41'."""
     return None if code is None else f"{os.path.basename(code.co_filename)}:{line}"

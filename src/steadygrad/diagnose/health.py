@@ -75,7 +75,7 @@ class _Sizes:
 
 
 def find_amplifier(trace: Trace, blame: Blame) -> tuple[Event, float] | None:
-    """The op of the engine that enlarged a gradient most, and how many times; None when none did by much."""
+    """Return the op of the engine that enlarged a gradient most, and how many times; None when none did by much."""
     best: tuple[Event, float] | None = None
     for event in trace.events:
         if not event.in_engine or event.forward is None:
@@ -89,7 +89,7 @@ def find_amplifier(trace: Trace, blame: Blame) -> tuple[Event, float] | None:
 
 
 def find_ailment(step: Step, modules: dict[int, str], suspect: str | None = None) -> Ailment | None:
-    """The first layer that is wrong; None when all look healthy."""
+    """Return the first layer that is wrong; None when all look healthy."""
     if step.model is None:
         return None
     sizes = _measure(step, modules)
@@ -143,7 +143,7 @@ def measure_dead(output: Tensor) -> Tensor | None:
 
 
 def _find_exploding(sizes: _Sizes, ease: float) -> Ailment | None:
-    """The start of the longest run of like layers, each larger than the one before."""
+    """Return the start of the longest run of like layers, each larger than the one before."""
     if sizes.grad_norm < EXPLODED / ease:
         return None
     for layers in _find_stacks(sizes.layers):
@@ -171,7 +171,7 @@ def _find_exploding(sizes: _Sizes, ease: float) -> Ailment | None:
 
 
 def _find_vanishing(sizes: _Sizes, ease: float) -> Ailment | None:
-    """The first layer, when its gradient is nothing beside the last one's and fades all the way."""
+    """Return the first layer, when its gradient is nothing beside the last one's and fades all the way."""
     layers = [layer for layer in sizes.layers if layer.gradient > 0]
     if len(layers) < MIN_LAYERS:
         return None
@@ -208,7 +208,7 @@ def _find_dead(sizes: _Sizes, ease: float) -> Ailment | None:
 
 
 def _find_stacks(layers: Sequence[_Layer]) -> list[list[_Layer]]:
-    """Layers of one class that are called one after the other at one depth, the largest stacks first."""
+    """Return the layers of one class that are called one after the other at one depth, the largest stacks first."""
     stacks: dict[tuple[type, int], list[_Layer]] = {}
     for layer in layers:
         stacks.setdefault((type(layer.module), layer.name.count(".")), []).append(layer)
@@ -220,7 +220,7 @@ def _by_depth(stack: list[_Layer]) -> tuple[int, int]:
 
 
 def _find_longest_run(values: Sequence[float]) -> tuple[int, int]:
-    """First and last index of the longest run in which each is at least MIN_GROWTH times the one before."""
+    """Return the first and last index of the longest run in which each is at least MIN_GROWTH times the one before."""
     best, start = (0, 0), 0
     for index in range(1, len(values)):
         if values[index] < MIN_GROWTH * values[index - 1]:

@@ -123,7 +123,7 @@ class Investigator:
         return self._captures[-1] if self._captures else None
 
     def take(self) -> list[Capture]:
-        """The microbatches of the step that is over."""
+        """Return the microbatches of the step that is over."""
         captures, self._captures = self._captures, []
         return captures
 
@@ -183,7 +183,7 @@ class Investigator:
             )
             return self._keep_batch(cause, capture, reading.step, scale)
         except Exception as error:  # a failed diagnosis must not end the training
-            logger.error("the diagnosis of step %d failed, training goes on: %r", reading.step, error)
+            logger.error("the diagnosis of step %d failed, training continues: %r", reading.step, error)
             return None
         finally:
             self._inside = inside
@@ -226,7 +226,7 @@ class Investigator:
         try:
             path = self._quarantine.save(step, capture, scale=scale)
         except Exception as error:  # a full disk, a type that cannot be stored, numpy missing: the cause is known
-            logger.error("the batch of step %d could not be kept, training goes on: %r", step, error)
+            logger.error("the batch of step %d could not be kept, training continues: %r", step, error)
             return cause
         return cause if path is None else dataclasses.replace(cause, batch=path)
 

@@ -54,7 +54,7 @@ class StorageKeeper:
             for storage in find_storages(tensor):
                 key = storage._cdata
                 if key not in self._fresh and key not in self._copies:
-                    self._fresh[key] = StorageWeakRef(storage)
+                    self._fresh[key] = StorageWeakRef(storage)  # held, so that no other storage gets this address
 
     def _keep(self, tensor: Tensor) -> None:
         for storage in find_storages(tensor):
@@ -67,7 +67,7 @@ class StorageKeeper:
         return any(key not in known for key in self._copies)
 
     def find_copy(self, tensor: Tensor) -> Tensor | None:
-        """A contiguous `tensor` as it was before the replay; None when the replay left it alone."""
+        """Return a contiguous `tensor` as it was before the replay; None when the replay left it alone."""
         for storage in find_storages(tensor):
             if storage._cdata in self._copies:
                 copy = self._copies[storage._cdata][1]

@@ -18,7 +18,7 @@ MAX_WRITERS = 64
 
 
 def find_storages(tensor: Tensor) -> list[Any]:
-    """The storages behind a tensor: those of the values first; none where there is no such thing."""
+    """Return the storages behind a tensor: those of the values first; none where there is no such thing."""
     try:
         if tensor.layout is torch.strided:
             return [tensor.untyped_storage()]
@@ -40,7 +40,7 @@ class Lineage:
         self._alive: dict[int, StorageWeakRef] = {}
 
     def find_keys(self, tensor: Tensor) -> tuple[int, ...]:
-        """What the storages of `tensor` are known by from now on."""
+        """Return what the storages of `tensor` are known by from now on."""
         keys = []
         for storage in find_storages(tensor):
             key = storage._cdata
@@ -51,7 +51,7 @@ class Lineage:
         return tuple(keys)
 
     def writers(self, key: int) -> tuple[int, ...]:
-        """The events that wrote what the storage holds now, oldest first; empty when it came from outside."""
+        """Return the events that wrote what the storage holds now, oldest first; empty when it came from outside."""
         return self._writers.get(key, ())
 
     def write(self, key: int, event: int, *, everything: bool) -> None:

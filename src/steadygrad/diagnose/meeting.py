@@ -18,7 +18,7 @@ class CollectiveError(RuntimeError):
 
 
 class Meeting:
-    """What ranks tell each other during one replay; `exchange` returns the word of each rank."""
+    """What ranks exchange during one replay; `exchange` returns each rank's message."""
 
     def __init__(self, exchange: Callable[[Any], list[Any]]) -> None:
         self._exchange = exchange

@@ -39,7 +39,7 @@ _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def find_optimizers(model: nn.Module | None) -> list[Optimizer]:
-    """The optimizers alive that hold a parameter of `model`, found among all objects."""
+    """Return the optimizers alive that hold a parameter of `model`, found among all objects."""
     wanted = set() if model is None else {id(parameter) for parameter in model.parameters()}
     if not wanted:
         return []

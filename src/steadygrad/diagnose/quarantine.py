@@ -87,7 +87,7 @@ class Quarantine:
         return ""
 
     def _take_weights(self, model: nn.Module | None) -> dict[str, Tensor]:
-        """The model's state, when it is small enough; a replay elsewhere needs it, or a checkpoint."""
+        """Return the model's state, when it is small enough; a replay elsewhere needs it, or a checkpoint."""
         state = {} if model is None else {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         if any(map(is_dtensor, state.values())):  # this rank's parts alone are of no use
             return {}
@@ -120,7 +120,9 @@ def load_batch(path: str | Path) -> SavedBatch:
             f"the saved batch {path} cannot be read: {error}. Was it copied with both of its files?"
         ) from error
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise UsageError(f"{path} is no saved batch of format {FORMAT}. Give a batches/step-*.json of a run directory.")
+        raise UsageError(
+            f"{path} is not a saved batch of format {FORMAT}. Give a batches/step-*.json of a run directory."
+        )
     return SavedBatch(
         step=int(tree["step"]),
         scale=float(tree["scale"]),
@@ -135,7 +137,7 @@ def load_batch(path: str | Path) -> SavedBatch:
 
 
 def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Generator states as tensors, numbers and lists."""
+    """Return generator states as tensors, numbers and lists."""
     version, numbers, gauss = state["python"]
     plain: dict[str, Any] = {"torch": state["torch"], "python": [version, torch.tensor(numbers), gauss]}
     plain["cuda"] = {str(device): generator for device, generator in state["cuda"].items()}

@@ -59,7 +59,7 @@ class RangeTable:
         self._ranges: list[Range] = []
 
     def add(self, tensor: Tensor) -> int:
-        """The slot of `tensor`'s range. Call it outside of any dispatch mode."""
+        """Return the slot of `tensor`'s range. Call it outside of any dispatch mode."""
         values = _as_reals(tensor)
         if values is None:
             return NO_SLOT
@@ -85,7 +85,7 @@ class RangeTable:
 
 
 def _as_reals(tensor: Tensor) -> Tensor | None:
-    """A strided floating view of the elements; None when there is nothing to look at."""
+    """Return a strided floating view of the elements; None when there is nothing to look at."""
     tensor = tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None

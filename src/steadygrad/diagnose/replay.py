@@ -127,7 +127,7 @@ class Step:
 
     @classmethod
     def of(cls, capture: Capture, scale: float = 1.0) -> Step:
-        """The step that was captured."""
+        """Return the step that was captured."""
         inputs = name_inputs(capture.args, capture.kwargs)
         leaves = tuple((f"input {name}", tensor) for name, tensor in inputs if tensor.requires_grad and tensor.is_leaf)
         return cls(
@@ -228,7 +228,7 @@ class Step:
 
 
 def call_user(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The frame where the user's part of the stack begins."""
+    """Return the frame where the user's part of the stack begins."""
     return fn(*args, **kwargs)
 
 
@@ -239,7 +239,7 @@ def sum_outputs(result: Any) -> Tensor | None:
 
 
 def find_floats(result: Any) -> list[Tensor]:
-    """The floating tensors of an output."""
+    """Return the floating tensors of an output."""
     flat = [part for value in _open(result) for part in _open(value)]
     return [value for value in flat if isinstance(value, Tensor) and value.is_floating_point()]
 
@@ -279,7 +279,7 @@ def on_one_rank(ddp: nn.parallel.DistributedDataParallel | None) -> Iterator[Non
 
 
 def find_loss_if_any(result: Any) -> Tensor | None:
-    """The loss in what a step returned, with or without a graph; None when there is none to be found."""
+    """Return the loss in what a step returned, with or without a graph; None when there is none to be found."""
     try:
         return find_loss(result)
     except UsageError:
@@ -299,7 +299,7 @@ def _open(result: Any) -> Iterable[Any]:
 def observe(
     keeper: StorageKeeper, observer: Observer | None, *, alone: bool = False, meeting: Meeting | None = None
 ) -> TorchDispatchMode:
-    """A mode that shows each call to both; `alone`: one that would wait for other ranks is not made.
+    """Return a mode that shows each call to both; `alone`: one that would wait for other ranks is not made.
 
     `meeting`: the other ranks make it too, if they all come to it.
     """

@@ -45,7 +45,7 @@ class SampleSearch:
         self._work, self._least_work = 0.0, LEAST_WORK_ON_CUDA if on_cuda else LEAST_WORK
 
     def find(self, rows: Sequence[int] = (), num_rows: int = 0) -> tuple[tuple[int, ...], str]:
-        """The samples, and a sentence about them. `rows` were bad where the value was born."""
+        """Return the samples, and a sentence about them. `rows` were bad where the value was born."""
         size = self._size
         if size is None:
             return (), "no tensor of the batch has samples along its first dimension"
@@ -64,7 +64,7 @@ class SampleSearch:
         return found, self._spell(found) + (f": {remark}" if remark else "")
 
     def read_rows(self, rows: Sequence[int], num_rows: int) -> tuple[tuple[int, ...], str]:
-        """The samples by the rows that were bad where the value was born; nothing is run."""
+        """Return the samples by the rows that were bad where the value was born; nothing is run."""
         if num_rows != self._size or not 0 < len(rows) < num_rows:
             return (), ""
         return tuple(rows), f"{self._spell(rows)}, by the rows of the op"
@@ -90,7 +90,7 @@ class SampleSearch:
         found.sort()
         rest = [index for index in everything if index not in set(found)]
         if rest and self._fails(rest):
-            raise CannotSplit("could not be told: the step fails without the samples that fail alone")
+            raise CannotSplit("could not be determined: the step fails without the samples that fail alone")
         return tuple(found)
 
     def _try_single_ones(self) -> None:
@@ -106,7 +106,7 @@ class SampleSearch:
         halves = part[: len(part) // 2], part[len(part) // 2 :]
         bad = [half for half in halves if self._fails(half)]
         if not bad:
-            raise CannotSplit("could not be told: the step fails on the batch, not on its parts")
+            raise CannotSplit("could not be determined: the step fails on the batch, not on its parts")
         return bad
 
     def _fails(self, indices: Sequence[int]) -> bool:
@@ -114,7 +114,7 @@ class SampleSearch:
         assert size is not None
         self._work += max(self._least_work, len(indices) / size)
         if self._work > MAX_WORK:
-            raise CannotSplit("could not be told within the runs that a diagnosis may take: many samples fail")
+            raise CannotSplit("could not be determined within the runs that a diagnosis may take: many samples fail")
         step = dataclasses.replace(
             self._step,
             args=tuple(take_samples(arg, indices, size) for arg in self._step.args),
@@ -124,13 +124,13 @@ class SampleSearch:
         with step.replay() as run:
             symptoms = find_symptoms(run, step.model)
         if symptoms.error is not None:
-            raise CannotSplit(f"could not be told: on a part of the batch the step raises {symptoms.error!r:.80}")
+            raise CannotSplit(f"could not be determined: on a part of the batch the step raises {symptoms.error!r:.80}")
         return symptoms.hurts
 
 
 @torch.no_grad()
 def describe_samples(step: Step, found: Sequence[int], size: int) -> str:
-    """What the samples found have in common and no other has; empty when nothing stands out."""
+    """Return what the samples found have in common and no other has; empty when nothing stands out."""
     for name, tensor in name_inputs(step.args, step.kwargs):
         if tensor.dim() and tensor.shape[0] == size and tensor.is_floating_point() and tensor.numel():
             remark = _compare(tensor.detach().reshape(size, -1).double().cpu(), found)
@@ -140,7 +140,7 @@ def describe_samples(step: Step, found: Sequence[int], size: int) -> str:
 
 
 def _compare(rows: Tensor, found: Sequence[int]) -> str:
-    """rows: [samples, elements]."""
+    """Return rows: [samples, elements]."""
     bad = torch.zeros(len(rows), dtype=torch.bool)
     bad[list(found)] = True
     finite = rows.isfinite().all(1)

@@ -16,14 +16,14 @@ from steadygrad.state.tree import find_tensors
 
 
 def find_model(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module | None:
-    """The first module among the arguments, behind a bound method, or among what the function refers to."""
+    """Return the first module among the arguments, behind a bound method, or among what the function refers to."""
     return next(iter(_find_modules(fn, args, kwargs)), None)
 
 
 def find_wrappers(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Module | None
 ) -> tuple[nn.DataParallel[Any], ...]:
-    """DataParallel models that a step may call: their threads on other devices cannot be watched."""
+    """Return DataParallel models that a step may call: their threads on other devices cannot be watched."""
     found = [*_find_modules(fn, args, kwargs), *([] if model is None else [model])]
     return tuple({id(one): one for one in found if isinstance(one, nn.DataParallel)}.values())
 
@@ -60,7 +60,7 @@ def name_modules(model: nn.Module | None) -> dict[int, str]:
 
 
 def name_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Path inside the arguments -> tensor; modules among the arguments are left out."""
+    """Return path inside the arguments -> tensor; modules among the arguments are left out."""
     given = [arg for arg in args if not isinstance(arg, nn.Module)]
     named = {key: value for key, value in kwargs.items() if not isinstance(value, nn.Module)}
     return list(find_tensors(given, named))

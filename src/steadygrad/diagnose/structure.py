@@ -36,7 +36,7 @@ class Packed:
         self.missing: list[str] = []
 
     def pack(self, value: Any, path: str, depth: int = MAX_DEPTH) -> Any:
-        """The tree of `value`; its tensors go to `tensors` under names that begin with `path`."""
+        """Return the tree of `value`; its tensors go to `tensors` under names that begin with `path`."""
         if isinstance(value, Tensor):
             return self._pack_tensor(value, path)
         if isinstance(value, float) and not math.isfinite(value):
@@ -89,7 +89,7 @@ class Packed:
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `Packed.pack` was given, as far as it could be stored."""
+    """Return what `Packed.pack` was given, as far as it could be stored."""
     kind = tree.get("kind") if isinstance(tree, dict) else None
     if kind == "tensor":
         return _unpack_tensor(tree, tensors)

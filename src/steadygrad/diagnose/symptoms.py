@@ -67,12 +67,12 @@ def find_symptoms(run: Run, model: nn.Module | None) -> Symptoms:
 
 
 def name_states(model: nn.Module | None) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, by name."""
+    """Return parameters and buffers, by name."""
     return [] if model is None else [*model.named_parameters(), *model.named_buffers()]
 
 
 def sum_bits(tensor: Tensor) -> Tensor:
-    """The bits of all elements as integers, summed: int64, on the tensor's device."""
+    """Return the bits of all elements as integers, summed: int64, on the tensor's device."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = values.coalesce()._values()

@@ -23,7 +23,7 @@ MAX_TERMS = 12
 
 
 def describe_named_terms(result: Any) -> tuple[str, ...]:
-    """The scalars in a dict, tuple or object that the step returned, when there are several; bad ones first."""
+    """Return the scalars in a dict, tuple or object that the step returned, when there are several; bad ones first."""
     named = _name_scalars(result)
     if len(named) < 2:
         return ()

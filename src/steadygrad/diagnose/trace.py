@@ -112,7 +112,7 @@ class Trace:
         return self._next
 
     def find_read(self, tensor: Tensor) -> Read | None:
-        """How `tensor` would be read now: for what the step left behind."""
+        """Return how `tensor` would be read now: for what the step left behind."""
         keys = self.lineage.find_keys(tensor)
         return self._read(keys[0], tensor) if keys else None
 
@@ -156,7 +156,7 @@ class Trace:
         return event
 
     def _find_forward(self, number: int, node: str) -> int | None:
-        """The event of the forward op of a node; threads count for themselves, so names decide between them."""
+        """Return the event of the forward op of a node; threads count for themselves, so names decide between them."""
         candidates = [index for _, index in self._by_sequence.get(number, ())]
         fitting = [index for index in candidates if fits_node(self.events[index].name, node)]
         if not candidates:

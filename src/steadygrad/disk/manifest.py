@@ -103,7 +103,7 @@ def _parse(fields: Any) -> Manifest:
     files = {}
     for name, entry in fields["files"].items():
         if name != os.path.basename(name) or name in ("", ".", "..", NAME):
-            raise ValueError(f"{name!r} is no name of a file beside it")
+            raise ValueError(f"{name!r} is not the name of a file beside it")
         files[name] = FileEntry(int(entry["num_bytes"]), tuple(map(str, entry["crc32"])))
     return Manifest(
         step=int(fields["step"]),
@@ -120,7 +120,7 @@ def _parse(fields: Any) -> Manifest:
 
 
 def split_pieces(whole: memoryview) -> Iterator[memoryview]:
-    """Views of `PIECE_BYTES` each; the last may be shorter."""
+    """Yield views of `PIECE_BYTES` each; the last may be shorter."""
     for start in range(0, len(whole), PIECE_BYTES):
         yield whole[start : start + PIECE_BYTES]
 

@@ -33,6 +33,7 @@ def write_folder(
         aside.mkdir()
         with start_pool() as pool:
             entries = {name: _write_file(aside / name, pieces, pool) for name, pieces in files.items()}
+        # This order survives a power cut: files, then the manifest, then their names, then the folder's own name.
         _write_file(aside / NAME, [describe(entries).render()], None)
         sync_folder(aside)
         aside.rename(target)
@@ -45,7 +46,7 @@ def write_folder(
 
 def _write_file(path: Path, pieces: Pieces, pool: ThreadPoolExecutor | None) -> FileEntry:
     """Write and fsync one file; return its size and the hashes of its pieces."""
-    with path.open("xb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:  # unbuffered: pieces are written from where they are staged
         hashes = []
         num_bytes = 0
         for piece in pieces:

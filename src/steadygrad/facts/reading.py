@@ -49,7 +49,7 @@ class GradientTable(Mapping[str, GradientStats]):
     cells: Sequence[float] = field(repr=False)
 
     def row(self, index: int) -> GradientStats:
-        """The statistics of the `index`-th parameter that had a gradient."""
+        """Return the statistics of the `index`-th parameter that had a gradient."""
         norm, max_abs, nonfinite, nan, zeros = self.cells[index * NUM_COLUMNS : (index + 1) * NUM_COLUMNS]
         return GradientStats(norm, max_abs, int(nonfinite), int(nan), int(zeros), self.numels[index])
 
@@ -71,7 +71,7 @@ class GradientTable(Mapping[str, GradientStats]):
         return {name: self.cells[i * NUM_COLUMNS] for i, name in enumerate(self.names)}
 
     def nonfinite(self) -> dict[str, GradientStats]:
-        """The parameters whose gradient holds a NaN or an Inf, in the order of the model."""
+        """Return the parameters whose gradient holds a NaN or an Inf, in the order of the model."""
         return {name: self.row(i) for i, name in enumerate(self.names) if self.cells[i * NUM_COLUMNS + 2] > 0}
 
 
@@ -161,7 +161,7 @@ class StepRecord:
 
     @classmethod
     def of(cls, reading: Reading, *, time_seconds: float, extra: Mapping[str, float] | None = None) -> StepRecord:
-        """The scalars of a Reading; `time_seconds` is the wall clock since the run began."""
+        """Return the scalars of a Reading; `time_seconds` is the wall clock since the run began."""
         return cls(
             step=reading.step,
             loss=reading.loss,

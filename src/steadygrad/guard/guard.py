@@ -406,7 +406,7 @@ class Guard:
         if self._closed and self._shutdown.exit_code is not None:
             raise SystemExit(self._shutdown.exit_code)
         if self._closed:
-            raise UsageError("this guard is closed. Make a new one to go on training.")
+            raise UsageError("this guard is closed. Create a new one to keep training.")
 
     def _check_saving(self) -> None:
         self._check_open()

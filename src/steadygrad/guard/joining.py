@@ -25,7 +25,7 @@ def join_uneven(ranks: Ranks) -> Iterator[None]:
         return
     if ranks.ddp is None:
         raise UnsupportedError(
-            "join() needs a model in DistributedDataParallel: nothing else can go on without a rank. Give every rank "
+            "join() needs a model in DistributedDataParallel: nothing else can do without a rank. Give every rank "
             "the same number of batches, as DistributedSampler does."
         )
     ranks.is_joining = True

@@ -60,7 +60,7 @@ class Judging:
 
     def judge_pending(self) -> None:
         """Wait for the numbers of the pending step, then judge it."""
-        pending, self.pending = self.pending, None
+        pending, self.pending = self.pending, None  # first: a Verdict to halt raises, and nothing is judged twice
         if pending is None:
             return
         numbers = pending.ticket.wait()

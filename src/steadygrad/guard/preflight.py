@@ -72,7 +72,7 @@ def _report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
         severity=Severity.WARNING,
         step=step,
         message=f"left out of {where}: {', '.join(what)}",
-        advice="Leave it out of the object's state_dict(), and make it anew where it is needed.",
+        advice="Leave it out of the object's state_dict(), and create it again where it is needed.",
     )
 
 

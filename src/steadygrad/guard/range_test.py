@@ -94,7 +94,7 @@ class RangeTest:
             )
         finally:
             moment.logged = logged
-        self._buffers.forget()  # the test's forwards changed them, and they were put back: copy them anew
+        self._buffers.forget()  # the test's forwards changed them, and they were put back: copy them again
         self._judgement.note(describe_test(moment.next_step, curve), write=True)
         return curve
 

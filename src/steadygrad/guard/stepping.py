@@ -91,6 +91,7 @@ class Stepper:
         """Fused optimizers on CUDA: nothing here waits for work of this step."""
         watched, optimizers, looks = self._watched, self._optimizers, self._moment.looks
         carried = watched.reflex.clip(m, scale)
+        # Marked before the optimizer is queued: the copy of the numbers waits for this point, not for the step.
         complete = watched.transfer.mark(m.packed.device)
         self._judging.judge_pending()  # the previous step: its scheduler sets the learning rate that this step uses
         if self._rollback.is_open:  # just rolled back: these gradients belong to discarded weights
@@ -103,12 +104,13 @@ class Stepper:
         with optimizers.rates.held():
             watched.reflex.step_on_device(m, carried)
         watched.edits.after_optimizer()
+        # Pending holds `m`: a side stream copies from its memory, which must not be reused before that is done.
         self._judging.pending = pending = Pending(m, watched.transfer.send(m.packed, after=complete), context, looks)
         watched.periodic_scans.after_optimizer(context.step, looks)
         if optimizers.scaler.now is not None:
             overflowed = (m.packed[NUM_NONFINITE] > 0) | self._moment.batches.overflowed
             optimizers.scaler.update(bad_gradient=overflowed, bad_loss=~m.packed[LOSS].isfinite())
-        self._buffers.select(m.found)
+        self._buffers.select(m.found)  # by the flag on the device: the host does not know it yet
         if measure_updates:
             pending.updates = watched.transfer.send(watched.updates.after())
 
@@ -120,7 +122,7 @@ class Stepper:
         repaired = self._sanitize_if_bad(m, scale) if self._config.on_nonfinite is Action.SANITIZE else None
         used = m if repaired is None else repaired
         carried = watched.reflex.clip(used, scale)
-        numbers = watched.transfer.send(used.packed).wait()
+        numbers = watched.transfer.send(used.packed).wait()  # the one host read of this path
         spoilt = {} if numbers[FOUND] > 0 else self._buffers.find_spoilt()
         bad = numbers[FOUND] > 0 or bool(spoilt)
         reading = used.read(numbers, context, skipped=bad, spoilt_buffers=spoilt)
@@ -145,6 +147,7 @@ class Stepper:
             else:  # gradients can be repaired; statistics that saw a bad batch cannot
                 self._buffers.restore()
             watched.periodic_scans.after_optimizer(reading.step, looks)
+        # A bad loss says nothing about the loss scale, so that stays as it is.
         if optimizers.scaler.now is not None and not reading.loss_is_nonfinite:
             overflowed = (m.packed[NUM_NONFINITE] > 0) | self._moment.batches.overflowed
             optimizers.scaler.update(bad_gradient=overflowed, bad_loss=None)
@@ -194,7 +197,7 @@ class Stepper:
 
     def _prepare_optimizers(self) -> tuple[float, ...]:
         """Prepare at the last point before a weight can change; return the learning rates of this step."""
-        self._rollback.snapshots.before_optimizer()
+        self._rollback.snapshots.before_optimizer()  # a side stream may still copy the weights as they are
         self._watched.edits.before_optimizer(self._moment.next_step - 1)
         return self._optimizers.rates.learning_rates()
 

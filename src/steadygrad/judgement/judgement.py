@@ -47,7 +47,7 @@ from steadygrad.record import Recorder
 from steadygrad.record.tally import Tally
 
 logger = logging.getLogger("steadygrad")
-NO_ACTION = Verdict(action=Action.NONE, reason="told, not acted on")
+NO_ACTION = Verdict(action=Action.NONE, reason="reported, not acted on")
 FindCause = Callable[[Reading, Sequence[Finding]], "Cause | None"]
 
 
@@ -281,7 +281,7 @@ class Judgement:
         try:
             self._config.on_incident(incident)
         except Exception as error:
-            self._complain("on_incident", f"on_incident failed, training goes on: {error!r}")
+            self._complain("on_incident", f"on_incident failed, training continues: {error!r}")
 
     def _complain(self, what: str, message: str) -> None:
         if what not in self._complained:

@@ -117,7 +117,7 @@ def require_number(
     least: float = -LARGEST,
     most: float = LARGEST,
 ) -> None:
-    """A number from `least` to `most`, which `rule` puts into words. One in a tensor is not read: that would wait."""
+    """Require a number from `least` to `most`, as `rule` words it. One in a tensor is not read: that would wait."""
     if isinstance(value, Tensor):
         return
     is_number = isinstance(value, Real)

@@ -45,7 +45,7 @@ def masked_cross_entropy(
     dim: int = 1,
     reduction: str = "mean",
 ) -> Tensor:
-    """`F.cross_entropy` over class dimension `dim` (-1 for logits [batch, time, class]).
+    """Return `F.cross_entropy` over class dimension `dim` (-1 for logits [batch, time, class]).
 
     A place takes no part if its label is `ignore_index`, if `mask` is False there, or if all its logits are -inf;
     nothing that stands there matters. `label_smoothing` is spread over the classes that are not -inf. `z_loss` adds
@@ -102,7 +102,7 @@ def focal(
     mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Binary focal loss (arXiv 1708.02002): alpha_t · (1 - p_t)^gamma · cross entropy; no alpha_t if alpha is None.
+    """Return the binary focal loss (arXiv 1708.02002): alpha_t · (1 - p_t)^gamma · BCE; no alpha_t if alpha is None.
 
     The power is formed as exp(gamma · log(1 - p_t)), whose gradient is finite also for gamma below 1.
     """
@@ -131,7 +131,7 @@ def stable_kl(
     dim: int = -1,
     reduction: str = "batchmean",
 ) -> Tensor:
-    """KL(target || input), as `F.kl_div`: `input` holds log-probabilities, `target` probabilities or their logarithms.
+    """Return KL(target || input), as `F.kl_div`: `input` holds log-probabilities, `target` probabilities or their logs.
 
     Classes that the target gives no probability count 0, also where the input is -inf (plain: NaN). `from_logits` takes
     logits on both sides, over class dimension `dim`. "batchmean", the default, divides by the first dimension: that is
@@ -153,14 +153,14 @@ def stable_kl(
 
 
 def bce_losses(logits: Tensor, target: Tensor, mask: Tensor | None = None, pos_weight: Tensor | None = None) -> Tensor:
-    """Binary cross entropy of each element, in fp32; 0 where masked."""
+    """Return the binary cross entropy of each element, in fp32; 0 where masked."""
     x, y = _clean(logits, target, mask)
     losses = F.binary_cross_entropy_with_logits(x, y, pos_weight=pos_weight, reduction="none")
     return losses if mask is None else select(losses, mask)
 
 
 def _clean(logits: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both in fp32, masked places selected out, infinite logits at the largest number: inf * 0 is NaN."""
+    """Return both in fp32, masked places selected out, infinite logits at the largest number: inf * 0 is NaN."""
     x, y = widen(logits), widen(target)
     if mask is not None:
         x, y = select(x, mask), select(y, mask)
@@ -168,7 +168,7 @@ def _clean(logits: Tensor, target: Tensor, mask: Tensor | None) -> tuple[Tensor,
 
 
 def _pick_class(rows: Tensor, labels: Tensor) -> Tensor:
-    """Of each row the element of its label.
+    """Return the element of each row's label.
 
     Labels are not looked at before: on CUDA the host would wait. One that is out of range torch finds here on the CPU;
     on CUDA its kernel does, with a device-side assert.
@@ -185,7 +185,7 @@ def _pick_class(rows: Tensor, labels: Tensor) -> Tensor:
 
 
 def _smooth_nll(rows: Tensor, labels: Tensor, share: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
-    """Weighted negative log-likelihood of each row, mixed with the mean over the classes that are not -inf."""
+    """Return the weighted negative log-likelihood of each row, mixed with the mean over classes that are not -inf."""
     logs = rows.log_softmax(-1)
     nll = -share * hold_above(_pick_class(logs, labels), -largest(rows))
     if not smoothing:
@@ -217,11 +217,11 @@ def _check_settings(smoothing: float, z_loss: float, ceiling: float | None, igno
     require_not_negative(name, "z_loss", z_loss, "1e-4 is usual.")
     require_number(name, "ignore_index", ignore_index, "-100 is usual.")
     if ceiling is not None:
-        require_positive(name, "ceiling", ceiling, "100.0 is usual, None is no ceiling.")
+        require_positive(name, "ceiling", ceiling, "100.0 is usual, None means no ceiling.")
 
 
 def _check_labels(logits: Tensor, target: Tensor, mask: Tensor | None, weight: Tensor | None, dim: int) -> int:
-    """The class dimension, after all that stands along and beside it has been seen to fit."""
+    """Return the class dimension, after all that stands along and beside it has been seen to fit."""
     name = "masked_cross_entropy"
     require_tensors(name, logits=logits, target=target, mask=mask, weight=weight)
     if target.is_floating_point():
@@ -248,7 +248,7 @@ def _check_labels(logits: Tensor, target: Tensor, mask: Tensor | None, weight: T
 
 
 def _check_binary(function: str, logits: Tensor, target: Tensor, reduction: str, **beside: Tensor | None) -> None:
-    """Logits and target of one shape; masks and weights may be repeated to it."""
+    """Require logits and target of one shape; masks and weights may be repeated to it."""
     require_reduction(function, reduction)
     require_tensors(function, logits=logits, target=target, **beside)
     require_same_shape(function, logits=logits, target=target)
@@ -257,7 +257,7 @@ def _check_binary(function: str, logits: Tensor, target: Tensor, reduction: str,
 
 
 def _check_divergence(input: Tensor, target: Tensor, mask: Tensor | None, dim: int | None) -> int:
-    """The class dimension of logits, counted from the end: one of the two may have fewer dimensions."""
+    """Return the class dimension of logits, counted from the end: one of the two may have fewer dimensions."""
     require_tensors("stable_kl", input=input, target=target, mask=mask)
     shape = require_pair("stable_kl", input=input, target=target)
     require_fit("stable_kl", "mask", mask, shape, "input and target")

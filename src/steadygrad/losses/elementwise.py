@@ -2,7 +2,7 @@
 
 Each equals the plain operation wherever that and its derivative are finite. Elsewhere the value is the nearest sensible
 one and the gradient is zero: a true select on the *input* of the operation, because a select on its result leaves
-0 · inf = NaN in the backward pass. NaN stays NaN: it is the fault of somebody else, which the guard must see. No host
+0 · inf = NaN in the backward pass. NaN stays NaN: it comes from elsewhere, and the guard must see it. No host
 read.
 """
 
@@ -21,7 +21,7 @@ from steadygrad.losses.precision import largest, narrow, result_dtype, smallest_
 
 
 def safe_sqrt(x: Tensor, *, eps: float = 0.0) -> Tensor:
-    """sqrt(x) for x > 0; 0 with a zero gradient for x <= 0.
+    """Return sqrt(x) for x > 0; 0 with a zero gradient for x <= 0.
 
     With `eps` the root is a straight line from 0 to sqrt(eps) below eps, so that no derivative exceeds 1 / sqrt(eps).
     Second derivatives are finite in fp32 for x above 1e-25; `eps=1e-24` makes them finite everywhere, which gradient
@@ -38,7 +38,7 @@ def safe_sqrt(x: Tensor, *, eps: float = 0.0) -> Tensor:
 
 
 def safe_log(x: Tensor, *, eps: float | None = None) -> Tensor:
-    """log(max(x, eps)), with a zero gradient below eps; by default the smallest normal number of the dtype.
+    """Return log(max(x, eps)), with a zero gradient below eps; by default the smallest normal number of the dtype.
 
     Second derivatives are finite in fp32 for x above 1e-19; `eps=1e-18` makes them finite everywhere.
     """
@@ -50,7 +50,7 @@ def safe_log(x: Tensor, *, eps: float | None = None) -> Tensor:
 
 
 def safe_div(numerator: Tensor | float, denominator: Tensor | float, *, eps: float | None = None) -> Tensor:
-    """numerator / denominator, with |denominator| at least `eps` and its sign kept; 0 counts as positive.
+    """Return numerator / denominator, with |denominator| at least `eps` and its sign kept; 0 counts as positive.
 
     By default eps is 1e-12, in fp16 its smallest normal number, 6e-5. A quotient beyond the dtype is held at its
     largest number, and a gradient to the denominator that would be beyond it is zero. Second derivatives are not
@@ -72,19 +72,19 @@ def safe_div(numerator: Tensor | float, denominator: Tensor | float, *, eps: flo
 
 
 def safe_acos(x: Tensor) -> Tensor:
-    """acos of x held in [-1, 1]; a zero gradient at and beyond the ends, where the plain one is infinite or NaN."""
+    """Return acos of x held in [-1, 1]; a zero gradient from the ends on, where the plain one is infinite or NaN."""
     require_tensors("safe_acos", x=x)
     return _inside_unit(torch.acos, x)
 
 
 def safe_asin(x: Tensor) -> Tensor:
-    """asin of x held in [-1, 1]; a zero gradient at and beyond the ends, where the plain one is infinite or NaN."""
+    """Return asin of x held in [-1, 1]; a zero gradient from the ends on, where the plain one is infinite or NaN."""
     require_tensors("safe_asin", x=x)
     return _inside_unit(torch.asin, x)
 
 
 def safe_atan2(y: Tensor, x: Tensor) -> Tensor:
-    """atan2(y, x); a zero gradient at the origin, where the true one overflows, and at infinity (plain: NaN).
+    """Return atan2(y, x); a zero gradient at the origin, where the true one overflows, and at infinity (plain: NaN).
 
     Coordinates are scaled by a power of two first: plain torch squares them, and its gradient is 0 below 1e-22.
     """
@@ -122,7 +122,7 @@ def _check_operands(function: str, **operands: object) -> None:
 
 
 def _promote(*values: Tensor | float) -> tuple[Tensor, list[Tensor]]:
-    """An empty tensor of the dtype and device that the plain operation would give, and the values, widened."""
+    """Return an empty tensor of the dtype and device that the plain operation would give, and the values, widened."""
     devices = [v.device for v in values if isinstance(v, Tensor)]
     device = next((d for d in devices if d.type != "cpu"), devices[0])  # a CPU tensor without dimensions may join in
     like = torch.empty((0,), dtype=result_dtype(*values), device=device)

@@ -34,7 +34,7 @@ def normalized_mse(
     dim: Dims = -1,
     reduction: str = "mean",
 ) -> Tensor:
-    """Mean squared error of the two after bringing both to unit norm along `dim`: at most 4 / (size of dim).
+    """Return the mean squared error after bringing both to unit norm along `dim`: at most 4 / (size of dim).
 
     `mask` has the shape without `dim`: False leaves that vector out, whatever stands there.
     """
@@ -57,7 +57,7 @@ def info_nce(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of finding `key[i]` for `query[i]` [B, D] among all keys, or among it and `negatives`.
+    """Return the cross entropy of finding `key[i]` for `query[i]` [B, D] among all keys, or among it and `negatives`.
 
     `negatives` is [K, D], shared, or [B, K, D], each query's own. A learned temperature is held at 0.01 or above, as
     CLIP holds its scale at 100 or below; its gradient passes, so that it can come back.
@@ -88,7 +88,7 @@ def clip_loss(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """CLIP's loss: the mean of `info_nce` in both directions. `logit_scale` is the factor itself, not its logarithm.
+    """Return CLIP's loss: the mean of `info_nce` in both directions. `logit_scale` is the factor itself, not its log.
 
     The scale is held at `max_scale`, where its gradient is zero: clamp a learned one in place after each step too.
     """

@@ -34,30 +34,30 @@ class StableLossFunctions:
         self.eps, self.clamp_min, self.clamp_max = eps, clamp_min, clamp_max
 
     def stable_norm(self, x: Tensor, dim: int = -1) -> Tensor:
-        """`x` brought to unit norm (the vector, not the number)."""
+        """Return `x` brought to unit norm (the vector, not the number)."""
         return safe_normalize(x, dim, eps=self.eps)
 
     def stable_division(self, numerator: Tensor, denominator: Tensor) -> Tensor:
-        """The quotient, held in the clamp; the sign of the denominator is kept."""
+        """Return the quotient, held in the clamp; the sign of the denominator is kept."""
         return self._hold(safe_div(numerator, denominator, eps=self.eps))
 
     def stable_sqrt(self, x: Tensor) -> Tensor:
-        """sqrt(x) from eps on, a straight line below, 0 for what rounding has made negative."""
+        """Return sqrt(x) from eps on, a straight line below, 0 for what rounding has made negative."""
         return safe_sqrt(x, eps=self.eps)
 
     def stable_log(self, x: Tensor) -> Tensor:
-        """log(max(x, eps))."""
+        """Return log(max(x, eps))."""
         return safe_log(x, eps=self.eps)
 
     def stable_mean_n_vectors(self, *vectors: Tensor) -> Tensor:
-        """The mean of M tensors of one shape; each is divided first, so that the sum cannot overflow."""
+        """Return the mean of M tensors of one shape; each is divided first, so that the sum cannot overflow."""
         _check_features("stable_mean_n_vectors", vectors, least=1)
         for v in vectors[1:]:
             require_same_shape("stable_mean_n_vectors", first=vectors[0], another=v)
         return torch.stack([widen(v) / len(vectors) for v in vectors]).sum(0).to(vectors[0].dtype)
 
     def stable_einsum_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
-        """[B]^M: the sum over D of the product of one row of each."""
+        """Return [B]^M: the sum over D of the product of one row of each."""
         wide, logs = _bring_near_one(self._prepare("stable_einsum_similarity", features, normalize=normalize))
         middle = (len(wide) + 1) // 2
         with without_autocast(wide[0].device):
@@ -66,7 +66,7 @@ class StableLossFunctions:
         return narrow(self._hold(_scale_back(logits.reshape(shape), logs.sum())), features[0], autocast_keeps=False)
 
     def stable_norm_based_similarity(self, *features: Tensor, normalize: bool = True) -> Tensor:
-        """[B]^M: the norm of the sum of one row of each, from tables of pairs; nothing of size B^M · D."""
+        """Return [B]^M: the norm of the sum of one row of each, from tables of pairs; nothing of size B^M · D."""
         wide = self._prepare("stable_norm_based_similarity", features, normalize=normalize)
         wide, log = _bring_near_one(wide, together=True)
         squares = _along(wide[0].square().sum(-1), 0, len(wide))
@@ -80,7 +80,7 @@ class StableLossFunctions:
         return narrow(self._hold(norms), features[0], autocast_keeps=False)
 
     def stable_cosine_similarity_nd(self, *features: Tensor, normalize: bool = True) -> Tensor:
-        """[B, B]: the geometric mean over the M features of |cosine| of row i with the mean of the rows j."""
+        """Return [B, B]: the geometric mean over the M features of |cosine| of row i with the mean of the rows j."""
         wide = self._prepare("stable_cosine_similarity_nd", features, normalize=normalize, one_batch=True)
         centre = self.stable_norm(self.stable_mean_n_vectors(*wide))
         with without_autocast(centre.device):
@@ -88,7 +88,7 @@ class StableLossFunctions:
         return narrow(self._hold(self.stable_mean_n_vectors(*logs).exp()), features[0], autocast_keeps=False)
 
     def stable_euclidean_distance_nd(self, *features: Tensor, normalize: bool = True) -> Tensor:
-        """[B, B]: minus the mean over the M features of the distance of row i to the mean of the rows j."""
+        """Return [B, B]: minus the mean over the M features of the distance of row i to the mean of the rows j."""
         wide = self._prepare("stable_euclidean_distance_nd", features, normalize=normalize, one_batch=True)
         centre = self.stable_mean_n_vectors(*wide)
         gaps = [f.unsqueeze(1) - centre.unsqueeze(0) for f in wide]
@@ -110,7 +110,7 @@ class StableLossFunctions:
 
 
 def get_stable_loss_function(loss_version: int = 0, normalize: bool = True, eps: float = 1e-8) -> Callable[..., Tensor]:
-    """Logits of M features: 0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance. The first two are [B]^M."""
+    """Return logits of M features: 0 product (einsum), 1 norm of the sum, 2 cosine, 3 distance; the first two [B]^M."""
     functions = StableLossFunctions(eps=eps)
     versions = (
         functions.stable_einsum_similarity,
@@ -156,7 +156,7 @@ def _multiply_rows(features: Sequence[Tensor]) -> Tensor:
 
 
 def _along(table: Tensor, first: int, num_dims: int, second: int | None = None) -> Tensor:
-    """A view of `table` whose dimensions stand at `first` (and `second`) among `num_dims`."""
+    """Return a view of `table` whose dimensions stand at `first` (and `second`) among `num_dims`."""
     shape = [1] * num_dims
     shape[first] = table.shape[0]
     if second is not None:

@@ -17,28 +17,28 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def widen(x: Tensor) -> Tensor:
-    """`x` in fp32 if it is half precision or whole numbers, else as it is."""
+    """Return `x` in fp32 if it is half precision or whole numbers, else as it is."""
     return x.float() if x.dtype in HALF or not x.dtype.is_floating_point else x
 
 
 def narrow(result: Tensor, like: Tensor, *, autocast_keeps: bool) -> Tensor:
-    """`result` in the dtype of `like`, held inside its range; in fp32 where autocast would give that."""
+    """Return `result` in the dtype of `like`, held inside its range; in fp32 where autocast would give that."""
     if like.dtype not in HALF or (autocast_keeps and torch.is_autocast_enabled(like.device.type)):
         return result
     return hold(result, largest(like)).to(like.dtype)
 
 
 def hold(x: Tensor, top: float) -> Tensor:
-    """`x` held within +-top, with a zero gradient beyond.
+    """Return `x` held within +-top, with a zero gradient beyond.
 
-    NaN passes, and so does its gradient: `clamp` gives it none, and with a sum behind it nobody else either, so that a
-    loss of NaN would leave every gradient at zero and nothing for a guard to see.
+    NaN passes, and so does its gradient. `clamp` would give NaN no gradient: behind a sum, a loss of NaN would then
+    leave every gradient at zero, and nothing for a guard to see.
     """
     return torch.where(x.abs() > top, torch.sign(x.detach()) * top, x)
 
 
 def hold_above(x: Tensor, low: float) -> Tensor:
-    """`x` held at `low` or above, with a zero gradient below; NaN passes."""
+    """Return `x` held at `low` or above, with a zero gradient below; NaN passes."""
     return torch.where(x < low, low, x)
 
 
@@ -64,10 +64,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 
 def largest(x: Tensor) -> float:
-    """The largest finite number of the dtype of `x`; of fp32 if `x` holds whole numbers."""
+    """Return the largest finite number of the dtype of `x`; of fp32 if `x` holds whole numbers."""
     return torch.finfo(x.dtype if x.dtype.is_floating_point else torch.float32).max
 
 
 def smallest_normal(x: Tensor) -> float:
-    """The smallest number of the dtype of `x` whose reciprocal is finite in it."""
+    """Return the smallest number of the dtype of `x` whose reciprocal is finite in it."""
     return torch.finfo(x.dtype if x.dtype.is_floating_point else torch.float32).tiny

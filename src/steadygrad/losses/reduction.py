@@ -24,7 +24,7 @@ HEADROOM = 2.0**-24
 
 
 def masked_mean(x: Tensor, mask: Tensor | None = None, dim: Dims = None, *, keepdim: bool = False) -> Tensor:
-    """The mean of `x` where `mask` is True; 0 with a zero gradient where nothing is left."""
+    """Return the mean of `x` where `mask` is True; 0 with a zero gradient where nothing is left."""
     require_masked("masked_mean", x, mask)
     wide = widen(x)
     kept = wide if mask is None else select(wide, mask)
@@ -54,12 +54,12 @@ def require_reduction(function: str, reduction: str, allowed: Sequence[str] = RE
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` where `mask` is True, and 0 with a zero gradient elsewhere, whatever stands there."""
+    """Return `x` where `mask` is True, and 0 with a zero gradient elsewhere, whatever stands there."""
     return torch.where(mask.bool(), x, 0.0)
 
 
 def count_kept(x: Tensor, mask: Tensor | None, dims: Sequence[int], *, keepdim: bool = False) -> Tensor | int:
-    """How many elements of `x` the mask leaves, along `dims`; at least 1."""
+    """Return how many elements of `x` the mask leaves, along `dims`; at least 1."""
     if mask is None:
         return max(count_along(x, dims), 1)
     return sum_along(mask.bool().expand_as(x).to(x.dtype), dims, keepdim=keepdim).clamp(min=1)
@@ -73,12 +73,12 @@ def divide_sum(x: Tensor, count: Tensor | int, dims: Sequence[int], *, keepdim: 
 
 
 def _add_up(losses: Tensor, top: float) -> Tensor:
-    """The sum, held at `top`; a row that is beyond all numbers does not take the gradient of the others."""
+    """Return the sum, held at `top`; a row that is beyond all numbers does not take the gradient of the others."""
     total, small = losses.sum(), (losses * HEADROOM).sum()
     held = torch.sign(small.detach()) * top + (small - small.detach()) / HEADROOM
     return torch.where(_overflowed(total, small), held, total)
 
 
 def _overflowed(total: Tensor, small: Tensor) -> Tensor:
-    """Where the sum left the dtype, though its elements did not."""
+    """Return where the sum left the dtype, though its elements did not."""
     return small.isfinite() & ~total.isfinite()

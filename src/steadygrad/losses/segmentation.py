@@ -28,7 +28,7 @@ def dice(
     from_logits: bool = True,
     reduction: str = "mean",
 ) -> Tensor:
-    """1 - (2 · overlap + smooth) / (prediction + target + smooth) of each sample; `target` in [0, 1]."""
+    """Return 1 - (2 · overlap + smooth) / (prediction + target + smooth) of each sample; `target` in [0, 1]."""
     _check_overlap("dice", logits, target, mask, smooth, reduction)
     overlap, total = _measure_overlap(logits, target, mask, from_logits=from_logits)
     return narrow(reduce_loss(_complement(2 * overlap, total, smooth), reduction), logits, autocast_keeps=True)
@@ -43,7 +43,7 @@ def iou(
     from_logits: bool = True,
     reduction: str = "mean",
 ) -> Tensor:
-    """1 - (overlap + smooth) / (union + smooth) of each sample; `target` in [0, 1]."""
+    """Return 1 - (overlap + smooth) / (union + smooth) of each sample; `target` in [0, 1]."""
     _check_overlap("iou", logits, target, mask, smooth, reduction)
     overlap, total = _measure_overlap(logits, target, mask, from_logits=from_logits)
     return narrow(reduce_loss(_complement(overlap, total - overlap, smooth), reduction), logits, autocast_keeps=True)
@@ -58,7 +58,7 @@ def structure_loss(
     smooth: float = 1.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Weighted BCE + weighted IoU of each channel of [N, C, H, W] (or [N, H, W]), as in F3Net and PraNet.
+    """Return weighted BCE + weighted IoU of each channel of [N, C, H, W] (or [N, H, W]), as in F3Net and PraNet.
 
     A pixel weighs 1 + border_weight · |mean of the target around it - its target|: borders count more. `window`, an odd
     number, is the side of the square around it.
@@ -95,7 +95,7 @@ def _flatten_samples(x: Tensor) -> Tensor:
 
 
 def _complement(part: Tensor, whole: Tensor, smooth: float) -> Tensor:
-    """1 - (part + smooth) / (whole + smooth); 0 where there is nothing to match."""
+    """Return 1 - (part + smooth) / (whole + smooth); 0 where there is nothing to match."""
     nothing = whole + smooth <= 0
     return torch.where(nothing, 0.0, 1 - (part + smooth) / torch.where(nothing, 1.0, whole + smooth))
 
@@ -120,7 +120,7 @@ def _check_overlap(
 
 
 def _count_pixels(x: Tensor) -> tuple[int, int]:
-    """How many samples, and how many pixels in each."""
+    """Return how many samples, and how many pixels in each."""
     samples = x.shape[0] if x.dim() > 1 else 1
     return samples, count_along(x, range(1 if x.dim() > 1 else 0, x.dim()))
 

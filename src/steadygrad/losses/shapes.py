@@ -15,7 +15,7 @@ Dims = int | Sequence[int] | None
 
 
 def as_dims(x: Tensor, dim: Dims, function: str) -> tuple[int, ...]:
-    """`dim` as a tuple of numbers from 0; all dimensions if it is None. `function` is who asks."""
+    """Return `dim` as a tuple of numbers from 0; all dimensions if it is None. `function` is who asks."""
     if dim is None:
         return tuple(range(x.dim()))
     listed = list(dim) if isinstance(dim, Iterable) else [dim]
@@ -31,7 +31,7 @@ def as_dims(x: Tensor, dim: Dims, function: str) -> tuple[int, ...]:
 
 
 def as_dim(x: Tensor, dim: int, function: str) -> int:
-    """`dim`, which must be one alone, as a number from 0."""
+    """Return `dim`, which must be one alone, as a number from 0."""
     if not isinstance(dim, int):
         raise UsageError(f"{function} got dim={dim!r} for a tensor of shape {tuple(x.shape)}. Name one dimension.")
     dims = as_dims(x, dim, function)
@@ -39,7 +39,7 @@ def as_dim(x: Tensor, dim: int, function: str) -> int:
 
 
 def count_along(x: Tensor, dims: Sequence[int]) -> int:
-    """How many elements a reduction of `x` over `dims` takes together."""
+    """Return how many elements a reduction of `x` over `dims` takes together."""
     count = 1
     for d in dims:
         count = count * x.shape[d]
@@ -47,7 +47,7 @@ def count_along(x: Tensor, dims: Sequence[int]) -> int:
 
 
 def sum_along(x: Tensor, dims: Sequence[int], *, keepdim: bool) -> Tensor:
-    """The sum over `dims`; over none of them `x` itself, where torch would take all."""
+    """Return the sum over `dims`; over none of them `x` itself, where torch would take all."""
     return x.sum(tuple(dims), keepdim=keepdim) if dims else x
 
 

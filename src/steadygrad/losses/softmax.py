@@ -17,14 +17,14 @@ from steadygrad.losses.shapes import as_dim
 
 
 def safe_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
-    """softmax(x); zeros, with zero gradients, where masked and in rows that are masked entirely."""
+    """Return softmax(x); zeros, with zero gradients, where masked and in rows that are masked entirely."""
     _check("safe_softmax", x, dim, mask)
     rows, is_dead = _mask_rows(widen(x), dim, mask)
     return narrow(torch.where(is_dead, 0.0, rows.softmax(dim)), x, autocast_keeps=True)
 
 
 def safe_log_softmax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
-    """log_softmax(x); zeros in rows that are masked entirely.
+    """Return log_softmax(x); zeros in rows that are masked entirely.
 
     What is masked in other rows has the lowest finite number of the dtype instead of -inf: its exponential is still 0,
     and p * log p is 0 instead of NaN.

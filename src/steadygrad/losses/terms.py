@@ -64,7 +64,7 @@ class Loss:
 
 
 def find_bad_terms(result: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The names of the terms that are not finite, in the order of the sum. Reads the values: the host waits.
+    """Return the names of the terms that are not finite, in the order of the sum. Reads the values: the host waits.
 
     >>> find_bad_terms(Loss(text=1.0, latent=0.1)(text=torch.tensor(2.0), latent=torch.tensor(float("nan"))))
     ('latent',)

@@ -20,7 +20,7 @@ from steadygrad.losses.shapes import Dims, as_dims, count_along, sum_along
 
 
 def safe_norm(x: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Tensor:
-    """The L2 norm, as `torch.linalg.vector_norm`; of all of `x` unless `dim` is given.
+    """Return the L2 norm, as `torch.linalg.vector_norm`; of all of `x` unless `dim` is given.
 
     A norm beyond the dtype is held at its largest number, with a zero gradient.
     """
@@ -34,7 +34,7 @@ def safe_norm(x: Tensor, dim: Dims = None, *, keepdim: bool = False) -> Tensor:
 
 
 def safe_normalize(x: Tensor, dim: Dims = -1, *, eps: float | None = None) -> Tensor:
-    """x / max(norm, eps), as `F.normalize`; the zero vector has a zero gradient instead of one of 1 / eps.
+    """Return x / max(norm, eps), as `F.normalize`; the zero vector has a zero gradient instead of one of 1 / eps.
 
     eps is 1e-12 by default, and in fp16 at least its smallest normal number, 6e-5.
     """
@@ -60,7 +60,7 @@ def least_norm(features: Tensor) -> float:
 
 
 def safe_std(x: Tensor, dim: Dims = None, *, correction: int = 1, keepdim: bool = False) -> Tensor:
-    """The standard deviation, as `torch.std`: of all of `x` unless `dim` is given.
+    """Return the standard deviation, as `torch.std`: of all of `x` unless `dim` is given.
 
     0 with a zero gradient where samples are too few; torch gives NaN there.
     """
@@ -78,7 +78,7 @@ def safe_std(x: Tensor, dim: Dims = None, *, correction: int = 1, keepdim: bool 
 
 
 def _zero_sum(x: Tensor, dims: Sequence[int], *, keepdim: bool = False) -> Tensor:
-    """Zeros of the shape of a sum, connected to the graph: the gradient is zero, not missing."""
+    """Return zeros of the shape of a sum, connected to the graph: the gradient is zero, not missing."""
     total = sum_along(x, dims, keepdim=keepdim)
     return torch.where(torch.zeros_like(total, dtype=torch.bool), total, 0.0)
 

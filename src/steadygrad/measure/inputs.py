@@ -65,7 +65,7 @@ def scan_inputs(
 
 @torch.no_grad()
 def _measure(tensor: Tensor) -> Tensor:
-    """num_nonfinite, max_abs, num_zeros, num_ignored, num_binary: float64 [5] on the tensor's device."""
+    """Return num_nonfinite, max_abs, num_zeros, num_ignored, num_binary: float64 [5] on the tensor's device."""
     if not tensor.numel():
         return torch.zeros(5, dtype=torch.float64, device=tensor.device)
     is_floating = tensor.is_floating_point() or tensor.is_complex()

@@ -160,7 +160,7 @@ def _look_at_padding(counted: Tensor, tokens: Tensor, mask: Tensor | None) -> li
 
 
 def _count_hidden(tokens: Tensor, masks: Sequence[Tensor | bool]) -> Tensor:
-    """Rows in which attention sees no other token than one that is repeated, and is kept from varied ones."""
+    """Return the rows in which attention sees only one repeated token, and is kept from those that vary."""
     num_rows, length = tokens.shape
     for mask in masks:
         fits = isinstance(mask, Tensor) and mask.dim() > 2 and len(mask) == num_rows and mask.shape[-1] == length

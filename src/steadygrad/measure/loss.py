@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from steadygrad.errors import UsageError
+from steadygrad.state.tree import remake
 
 
 def find_loss(result: Any) -> Tensor:
@@ -66,9 +67,7 @@ def _detach_inside(value: Any) -> Any:
     if isinstance(value, Mapping):
         return _detach_copy(value)
     if isinstance(value, list | tuple):
-        items = [_detach_inside(item) for item in value]
-        named = isinstance(value, tuple) and hasattr(value, "_fields")
-        return type(value)(*items) if named else type(value)(items)
+        return remake(value, [_detach_inside(item) for item in value])
     return value
 
 

@@ -64,7 +64,7 @@ class ModeWatch:
         self._block = (step, first_input if is_first else DONE)
         scan = dataclasses.replace(self._read(step, is_evaluation=True), is_first=is_first)
         if any(getattr(layer, "momentum", 0.1) is None and layer.training for _, layer in self._layers):
-            return  # torch's update_bn: statistics are measured anew
+            return  # torch's update_bn: statistics are measured again
         if self._draws_on_purpose and not scan.is_training:
             return
         self._facts.append(scan)
@@ -124,7 +124,7 @@ class ModeWatch:
         )
 
     def _find_layers(self) -> None:
-        """List the layers whose mode matters; anew when the model has grown or shrunk."""
+        """List the layers whose mode matters; list them again when the model has grown or shrunk."""
         modules = self._model._modules
         num_modules = len(modules)
         if self._num_modules == num_modules and all(one is not None for _, one in self._layers):

@@ -73,7 +73,7 @@ class PeriodicScans:
         ranks: Ranks | None = None,
         program: ProgramWatch | None = None,
     ) -> None:
-        """`program`: what watches the program; it outlives this object, which is made anew for new parameters."""
+        """`program`: what watches the program; it outlives this object, which is created again for new parameters."""
         self._trained, self._every = trained, config.scan_every
         transfer = Transfer(slots=8)  # a step sends up to four copies, and two steps may be in flight
         self._weights = ParameterWatch(trained, transfer=transfer, ranks=ranks)

@@ -26,7 +26,7 @@ from steadygrad.measure.rank_board import RankBoard, open_board
 from steadygrad.measure.suspicious_ops import OUR_FOLDERS
 
 DEFAULT_TIMEOUT = 600.0
-"""Seconds assumed for a group that does not tell its own: the shortest default of torch's backends."""
+"""Seconds assumed for a group that does not report its own: the shortest default of torch's backends."""
 LOOKS = 10
 """Looks at the stack within the time after which a wait is reported."""
 COLLECTIVES = "distributed_c10d.py"

@@ -155,7 +155,7 @@ class Ranks:
         return numbers
 
     def _drop(self) -> None:
-        if self._under_way is not None:
+        if self._under_way is not None:  # started on every rank, so it must be completed on every rank
             self._receive()
 
     def _say(self, numbers: Tensor, own_loss: Tensor | None) -> None:
@@ -181,7 +181,7 @@ class Ranks:
         parts.index_copy_(0, rows, parts[rows] * weights[:, None])
         numbers = torch.cat([self._fill(loss), parts[:, SUMMED].to(self._device).flatten()])
         largest = full[:, 1].clone().to(self._device)
-        works = [
+        works = [  # both are queued before the first is waited for
             dist.all_reduce(numbers, group=self.group, async_op=True),
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group, async_op=True),
         ]
@@ -189,7 +189,7 @@ class Ranks:
             work.wait()
         head, sums = numbers[: NUM_FIXED + len(self._bits)], numbers[NUM_FIXED + len(self._bits) :]
         full[:, SUMMED] = sums.view(-1, len(SUMMED)).to(device)
-        full[:, 0].sqrt_()
+        full[:, 0].sqrt_()  # squares of norms were summed
         full[:, 2:] = (full[:, 2:] - 1e-6).ceil()  # thirds of a count do not add up to it exactly
         full[:, 1] = largest.to(device)
         table.copy_(full[rows])

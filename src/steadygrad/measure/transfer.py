@@ -63,7 +63,7 @@ class Transfer:
         With a mark, the caller must keep `numbers` until the ticket is read, so that their memory is not reused.
         """
         if numbers.device.type == "cpu":
-            return Ticket(numbers, None)
+            return Ticket(numbers, None)  # not a copy: it is read by wait(), and must not change before
         if numbers.device.type != "cuda":
             return Ticket(numbers.cpu(), None)
         host, event = self._take_slot(numbers.numel())

@@ -120,7 +120,7 @@ class ActivationMonitor:
 
     `training_only` leaves out what runs in eval mode. `zero_threshold` is what `sparsity` calls zero. `bounds` adds
     (low, high) ranges of your own bounded modules, by class. A tuple, list or dict counts by its first tensor; outputs
-    that are not real floating-point tensors are passed over. Functional calls (`F.relu`) are no modules and not seen,
+    that are not real floating-point tensors are passed over. Functional calls (`F.relu`) are not modules and go unseen,
     nor is anything inside a `torch.compile`d graph, which these hooks neither break nor enter. A failing hook is
     reported once and all are removed.
     """
@@ -176,7 +176,7 @@ class ActivationMonitor:
         self._channels_first_dims = 4
 
     def get_statistics(self) -> dict[str, ActivationStats]:
-        """Module name -> its statistics, with one host read. Modules that did not run are absent.
+        """Return module name -> its statistics, with one host read. Modules that did not run are absent.
 
         `mean`, `std` (of the population) and `max_abs` are over finite elements; `sparsity` is the share of elements
         with |x| <= `zero_threshold`; `saturation` that of elements within 1 % of a bound, None for unbounded modules.
@@ -238,7 +238,7 @@ class ActivationMonitor:
 
 
 def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules without children; a parametrization (weight norm) is part of its module."""
+    """Yield modules without children; a parametrization (weight norm) is part of its module."""
     for name, module in model.named_modules():
         children = {child for child, _ in module.named_children()} - {"parametrizations"}
         if not children and "parametrizations" not in name.split("."):
@@ -273,12 +273,12 @@ def _fold(kept: dict[int, Tensor], units: Tensor, fold: Any) -> None:
 
 
 def _count(masks: Iterator[Tensor]) -> Tensor:
-    """How many are true in all masks together: [1]."""
+    """Return how many are true in all masks together: [1]."""
     return torch.stack([mask.sum() for mask in masks]).sum().double().reshape(1)
 
 
 def _fetch(rows: Mapping[str, Tensor]) -> dict[str, Sequence[float]]:
-    """The numbers of all rows, equally long, with one host read."""
+    """Return the numbers of all rows, equally long, with one host read."""
     if not rows:
         return {}
     first = next(iter(rows.values()))

@@ -175,7 +175,7 @@ class GradientHealthMonitor:
         return norm
 
     def get_gradient_flow_summary(self) -> dict[str, list[tuple[str, float]]]:
-        """Each parameter that had a gradient at the last check (or now, if there was none), as (name, norm).
+        """Return each parameter that had a gradient at the last check (or now, if there was none), as (name, norm).
 
         Three lists: `layers_with_vanishing_grads`, `layers_with_exploding_grads` (non-finite ones too) and
         `layers_with_healthy_grads`.
@@ -253,7 +253,7 @@ class GradientHealthMonitor:
         )
 
     def _advise(self, health: GradientHealth, reading: Reading) -> Iterator[str]:
-        """The advice for each thing that is wrong."""
+        """Yield the advice for each thing that is wrong."""
         if health["params_with_grads"] == 0:
             yield (
                 f"⚠️ No parameter has a gradient (0 of {health['param_count']})!\n"
@@ -308,7 +308,7 @@ class GradientHealthMonitor:
         except Exception as error:  # whatever a logger raises, the training goes on
             self._broken_logger = logger
             _log.warning(
-                "%s.log failed at step %d with %r: it is left out from here on. Mend it and call reset_statistics().",
+                "%s.log failed at step %d with %r: it is left out from here on. Fix it and call reset_statistics().",
                 type(logger).__name__,
                 step,
                 error,
@@ -326,7 +326,7 @@ def _rows(reading: Reading) -> Iterator[tuple[str, GradientStats]]:
 
 
 def _norm(stats: GradientStats) -> float:
-    """The norm as torch has it: NaN or inf when an element is."""
+    """Return the norm as torch has it: NaN or inf when an element is."""
     return math.nan if stats.num_nan else math.inf if stats.num_nonfinite else stats.norm
 
 
@@ -360,7 +360,7 @@ def _summary_line(stats: GradientHealth, step: int) -> str:
 
 
 def _flatten(stats: GradientHealth) -> dict[str, float]:
-    """The numbers under the keys that dashboards show."""
+    """Return the numbers under the keys that dashboards show."""
     values: dict[str, float] = {
         "grad/global_norm": stats["global_grad_norm"],
         "grad/max_norm": stats["max_grad_norm"],

@@ -18,12 +18,12 @@ class ImprovedActivations:
 
     @staticmethod
     def gelu(x: Tensor) -> Tensor:
-        """x · Φ(x): the usual choice in transformers."""
+        """Return x · Φ(x): the usual choice in transformers."""
         return F.gelu(x)
 
     @staticmethod
     def swish(x: Tensor, beta: float | Tensor = 1.0) -> Tensor:
-        """x · sigmoid(beta · x); SiLU for beta 1. A beta that is a tensor is learnt with the rest."""
+        """Return x · sigmoid(beta · x); SiLU for beta 1. A beta that is a tensor is learnt with the rest."""
         if not isinstance(beta, Tensor) and beta == 1.0:
             return F.silu(x)
         # In float16 x times a gradient that a loss scaler has made large is Inf, and Inf · 0 behind it NaN.
@@ -32,22 +32,22 @@ class ImprovedActivations:
 
     @staticmethod
     def mish(x: Tensor) -> Tensor:
-        """x · tanh(softplus(x))."""
+        """Return x · tanh(softplus(x))."""
         return F.mish(x)
 
     @staticmethod
     def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
-        """x above 0, negative_slope · x below: no unit is ever dead."""
+        """Return x above 0, negative_slope · x below: no unit is ever dead."""
         return F.leaky_relu(x, negative_slope)
 
     @staticmethod
     def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
-        """x above 0, alpha · (exp(x) - 1) below."""
+        """Return x above 0, alpha · (exp(x) - 1) below."""
         return F.elu(x, alpha)
 
     @staticmethod
     def scaled_tanh(x: Tensor, scale: float = 1.7159, slope: float = 1.0) -> Tensor:
-        """scale · tanh(slope · x). LeCun's, with unit variance in and out, has slope 2 / 3."""
+        """Return scale · tanh(slope · x). LeCun's, with unit variance in and out, has slope 2 / 3."""
         return scale * torch.tanh(slope * x)
 
 
@@ -80,7 +80,7 @@ ADVICE_FOR_LAYER: dict[str, str] = {
 
 
 def get_activation_function_recommendations(layer_type: str, problem: str = "vanishing") -> list[str]:
-    """What to try for `problem` ("vanishing", "exploding" or "dead_neurons"), most promising first.
+    """Return what to try for `problem` ("vanishing", "exploding" or "dead_neurons"), most promising first.
 
     `layer_type` is free text; a transformer or projection layer gets a line of its own.
     """

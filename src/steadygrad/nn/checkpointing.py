@@ -40,7 +40,7 @@ def add_gradient_checkpointing(model: nn.Module, modules_to_checkpoint: Sequence
         if not isinstance(pattern, str):
             raise UsageError(
                 f"modules_to_checkpoint must hold names, got {type(pattern).__name__} {str(pattern)[:80]!r}. "
-                "Give names of modules, as named_modules() tells them, or of their classes."
+                "Give names of modules, as named_modules() lists them, or of their classes."
             )
     matching = _find_matching(model, wanted)
     if not matching:
@@ -175,7 +175,7 @@ def _is_vector(value: Tensor | None) -> bool:
 
 
 def _find_matching(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Module]:
-    """Full name -> module, for every module but the model itself that a name matches."""
+    """Return full name -> module, for every module but the model itself that a name matches."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if not name or not any(_matches(name, module, pattern) for pattern in wanted):
@@ -185,7 +185,7 @@ def _find_matching(model: nn.Module, wanted: Sequence[str]) -> dict[str, nn.Modu
 
 
 def _list_members(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module itself, or of a list its members; nothing that has no forward and so is never called."""
+    """Yield the module itself, or of a list its members; nothing that has no forward and so is never called."""
     if isinstance(module, nn.ModuleList):
         for key, member in module.named_children():
             yield from _list_members(f"{name}.{key}", member)

@@ -68,7 +68,7 @@ def add_gradient_noise(
 
 
 def anneal_std(noise_std: float, gamma: float, step: int) -> float:
-    """noise_std / (1 + step)^(gamma / 2)."""
+    """Return noise_std / (1 + step)^(gamma / 2)."""
     return float(noise_std * (1 + step) ** (-gamma / 2))  # a power that is too small is 0, one too large an error
 
 
@@ -110,7 +110,7 @@ def _find_values(name: str, parameter: Tensor) -> Tensor:
 
 
 def _mix(seed: int, step: int) -> int:
-    """What to seed a generator of 64 bits with; that of the CPU looks at the lower 32 only."""
+    """Return what to seed a generator of 64 bits with; that of the CPU looks at the lower 32 only."""
     if not 0 <= seed < 2**32:
         seed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
     return (seed * MANY_STEPS + step) % 2**64
@@ -119,7 +119,7 @@ def _mix(seed: int, step: int) -> int:
 def _check(noise_std: float, gamma: float) -> None:
     if not _is_size(noise_std):
         raise ConfigError(
-            f"noise_std must be a finite number, at least 0, got {noise_std!r}. 0.1 is usual at first, 0 is no noise."
+            f"noise_std must be a finite number, at least 0, got {noise_std!r}. 0.1 is a usual start; 0 adds no noise."
         )
     if not _is_size(gamma):
         raise ConfigError(

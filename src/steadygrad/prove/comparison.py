@@ -124,7 +124,7 @@ class Comparison:
         except CannotTestError as error:
             return Proof(answer=Answer.UNKNOWN, step=step, reason=error.reason, remedy=error.remedy)
         except Exception as error:  # a test that fails proves nothing; training goes on
-            logger.error("the paired test after step %d failed, training goes on: %r", step, error)
+            logger.error("the paired test after step %d failed, training continues: %r", step, error)
             return Proof(answer=Answer.UNKNOWN, step=step, reason=f"the test failed with {error!r:.120}")
 
     def _run(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from steadygrad.diagnose.capture import Capture, read_version
 from steadygrad.diagnose.step_arguments import name_inputs
+from steadygrad.state.tree import map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _move_to_host(capture: Capture) -> Capture:
     devices = {tensor.device for _, tensor in name_inputs(capture.args, capture.kwargs)}
     if len(devices) != 1 or next(iter(devices)).type == "cpu":
         return capture
-    args, kwargs = _move(capture.args), _move(dict(capture.kwargs))
+    args, kwargs = _move(capture.args, "cpu"), _move(dict(capture.kwargs), "cpu")
     fn, device = capture.fn, next(iter(devices))
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -71,15 +71,5 @@ def _move_to_host(capture: Capture) -> Capture:
     return dataclasses.replace(capture, fn=run, args=args, kwargs=kwargs, versions=versions)
 
 
-def _move(value: Any, device: torch.device | None = None) -> Any:
-    """Return `value` with its tensors on the host, or on `device`."""
-    if isinstance(value, Tensor):
-        return value.to("cpu" if device is None else device)
-    if isinstance(value, dict):
-        return {key: _move(item, device) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_move(item, device) for item in value]
-    if isinstance(value, tuple):
-        items = [_move(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
+def _move(value: Any, device: torch.device | str) -> Any:
+    return map_tensors(value, lambda tensor: tensor.to(device))

@@ -68,7 +68,7 @@ class PairedTest:
         except CannotTestError as error:
             refused = error.reason, error.remedy
         except Exception as error:  # raised on this rank alone, it would leave the others waiting in the exchange
-            logger.error("the paired test failed, training goes on: %r", error)
+            logger.error("the paired test failed, training continues: %r", error)
             refused = f"the test failed with {error!r:.120}", ""
         answers = self._ranks.gather((told, refused))
         refusal = next((one for _, one in answers if one is not None), None)

@@ -50,7 +50,7 @@ class References:
     def find(self, finding: Finding) -> Snapshot:
         """Return the newest fair reference; raise CannotTestError if there is none. Call it on every rank."""
         if self._maximises():
-            raise CannotTestError("the optimizer maximises what it is given, so a rising number is no harm")
+            raise CannotTestError("the optimizer maximises what it is given, so a rising number does no harm")
         fair = None if find_kind(finding.kind).at_start else self.find_fair(finding)
         if fair is not None:
             return fair

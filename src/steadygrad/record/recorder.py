@@ -67,4 +67,4 @@ class Recorder(Sink):
 
 def _report(sink: Sink, error: Exception) -> None:
     name = type(sink.target if isinstance(sink, LooseSink) else sink).__name__
-    logger.error("%s failed and is switched off, training goes on: %r", name, error)
+    logger.error("%s failed and is switched off, training continues: %r", name, error)

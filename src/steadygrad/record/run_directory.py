@@ -230,7 +230,9 @@ class RunDirectory(Sink):
         with contextlib.suppress(OSError):
             self._files.close()
         self._open_files()
-        self._problems.append(f"{self.path} had vanished under the training and was made again; its record begins here")
+        self._problems.append(
+            f"{self.path} was deleted during training and has been created again; its record begins here"
+        )
 
 
 def make_record(

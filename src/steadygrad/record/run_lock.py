@@ -76,7 +76,7 @@ class RunLock:
             )
         if found is not None and found.get("host") != socket.gethostname():
             logger.warning(
-                "%s was locked by process %s on %s and is taken over: it must not be running any more.",
+                "%s was locked by process %s on %s and is taken over: it appears to have ended.",
                 self.path.parent,
                 found.get("process"),
                 found.get("host"),

@@ -63,12 +63,12 @@ class Tally:
         return self.norm_sum / max(1, self.num_measured)
 
     def norm_quantile(self, share: float) -> float:
-        """The norm below which `share` of the remembered steps lie; 0 before the first."""
+        """Return the norm below which `share` of the remembered steps lie; 0 before the first."""
         ordered = sorted(self.norms)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals, as plain numbers, lists and dicts."""
+        """Return the totals, as plain numbers, lists and dicts."""
         counts = {name: getattr(self, name) for name in self.COUNTS}
         counters = {name: dict(getattr(self, name)) for name in ("dominated", "nonfinite", "actions")}
         return {

@@ -92,7 +92,7 @@ def _diff_tensor(readers: Readers, pair: tuple[StoredTensor, StoredTensor]) -> T
 
 
 def _pair_chunks(readers: Readers, old: StoredTensor, new: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of both with the same elements in the same order."""
+    """Yield chunks of both with the same elements in the same order."""
     alike = (old.kind, old.stride, old.num_bytes) == (new.kind, new.stride, new.num_bytes)
     if alike and not old.has_gaps:
         yield from zip(readers[0].iterate(old), readers[1].iterate(new))
@@ -129,7 +129,7 @@ class _Movement:
 
 
 def _as_doubles(chunk: Tensor) -> Tensor:
-    """A copy; of complex elements the parts."""
+    """Return a copy; of complex elements the parts."""
     parts = torch.view_as_real(chunk).reshape(-1) if chunk.is_complex() else chunk
     if parts.element_size() == 1 and parts.is_floating_point():
         parts = parts.float()  # float8 has few conversions

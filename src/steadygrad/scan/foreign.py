@@ -61,7 +61,7 @@ def load_checkpoint(
     """Copy the weights at `path` into `model`.
 
     `strict`: everything must fit, or MismatchError names what does not; otherwise what fits is loaded and the rest
-    reported. `prefix`: what stands before the model's names in the file, where that cannot be told, for example "ema.".
+    reported. `prefix`: what stands before the model's names in the file, if that is ambiguous, for example "ema.".
     Weights with NaN or Inf are refused unless `allow_nonfinite`. Objects of a program's own classes are left out.
     `trust` runs what the file asks for, as `torch.load` does: only for files whose origin you know.
     """
@@ -113,7 +113,7 @@ def _list_wanted(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _find_missing(wanted: Mapping[str, Tensor], pairs: Iterable[str]) -> Iterable[str]:
-    """Names that the file has not, but for those tied to one that it has: files keep such weights once."""
+    """Return names that the file has not, but for those tied to one that it has: files keep such weights once."""
     had = {_place(wanted[name]) for name in pairs}
     return (name for name, own in wanted.items() if name not in set(pairs) and _place(own) not in had)
 

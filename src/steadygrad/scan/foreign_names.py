@@ -27,7 +27,7 @@ class NameMatch:
 
 
 def match_names(stored: Collection[str], wanted: Collection[str], prefix: str | None, path: str | Path) -> NameMatch:
-    """Match names; MismatchError where nothing matches, or where it cannot be told what is meant."""
+    """Match names; MismatchError where nothing matches, or where the match is ambiguous."""
     files, owns = ({_unwrap(name): name for name in names} for names in (stored, wanted))
     outer, inner = (prefix, "") if prefix is not None else _choose(files, owns, path)
     names = {}
@@ -54,7 +54,7 @@ def _unwrap(name: str) -> str:
 
 
 def _choose(files: Collection[str], owns: Collection[str], path: str | Path) -> tuple[str, str]:
-    """(what to take off the file's names, what to take off the model's); one of them is empty."""
+    """Return (what to take off the file's names, what to take off the model's); one of them is empty."""
     outer, inner = _count_prefixes(files, owns), _count_prefixes(owns, files)
     if inner and max(inner.values()) > max(outer.values(), default=0):
         return "", _find_best(inner, path)
@@ -62,7 +62,7 @@ def _choose(files: Collection[str], owns: Collection[str], path: str | Path) -> 
 
 
 def _count_prefixes(longer: Collection[str], shorter: Collection[str]) -> Counter[str]:
-    """How many names of `longer` are one of `shorter` behind each prefix."""
+    """Return how many names of `longer` are one of `shorter` behind each prefix."""
     counts: Counter[str] = Counter()
     for name in longer:
         start = 0

@@ -55,7 +55,7 @@ class Storage:
 
 
 class BrokenPickle(ValueError):
-    """The bytes are no pickle that data could be in; the message says where."""
+    """The bytes are not a pickle of data; the message says where."""
 
 
 class Use(Enum):
@@ -123,7 +123,7 @@ class Interpreter:
 
     def refer(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise BrokenPickle("a global whose name is no text")
+            raise BrokenPickle("a global whose name is not text")
         found = Name(module, name)
         if not self.knows(str(found)):
             known = self.strangers if self.may_leave(str(found), Use.NAMED) else self.wanted
@@ -132,7 +132,7 @@ class Interpreter:
 
     def call(self, function: Any, arguments: Any, use: Use = Use.CALLED) -> None:
         if not isinstance(arguments, tuple):
-            raise BrokenPickle("a call whose arguments are no tuple")
+            raise BrokenPickle("a call whose arguments are not a tuple")
         if not isinstance(function, Name):
             raise BrokenPickle(f"a call of a {type(function).__name__}")
         is_stranger = str(function) in self.strangers and not self.may_leave(str(function), use)
@@ -148,7 +148,7 @@ def read_pickle(
     persist: Callable[[Any], Any],
     may_leave: Callable[[str, Use], bool] = lambda _name, _use: False,
 ) -> Pickle:
-    """The inert value of the next pickle; names that `knows` does not know are collected, never looked up."""
+    """Return the inert value of the next pickle; names that `knows` does not know are collected, never looked up."""
     return Interpreter(knows, persist, may_leave).run(stream)
 
 
@@ -174,7 +174,7 @@ def _check_key(key: Any) -> Any:
 
 
 def _show(arguments: tuple[Any, ...]) -> str:
-    """Arguments for a person; only plain ones, since showing a nested one may never end."""
+    """Return arguments for a person; only plain ones, since showing a nested one may never end."""
     shown = (repr(one) if isinstance(one, str | bytes | int | float | bool | None) else "..." for one in arguments[:4])
     text = ", ".join(shown)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

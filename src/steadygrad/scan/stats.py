@@ -52,7 +52,7 @@ class ChunkMeter:
         self._scratch = torch.empty(0)
 
     def measure(self, chunk: Tensor) -> Stats:
-        """Stats of a chunk; of complex elements the real and the imaginary parts are looked at."""
+        """Return the stats of a chunk; of complex elements the real and the imaginary parts are looked at."""
         values = self._as_floats(chunk)
         if values.numel() == 0:
             return Stats()

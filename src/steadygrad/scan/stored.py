@@ -46,7 +46,7 @@ class StoredTensor:
         return self.path, self.offset, self.num_bytes, f"{self.kind}{self.shape}{self.stride}"
 
     def renamed(self, name: str) -> StoredTensor:
-        """The same tensor under another name."""
+        """Return the same tensor under another name."""
         return dataclasses.replace(self, name=name)
 
     @property
@@ -77,11 +77,11 @@ class Contents:
     may_be_nonfinite: frozenset[str] = frozenset()
     """Tensors that are known to hold NaN or Inf on purpose."""
     manifest: Path | None = None
-    """Sizes and hashes that the files must have, where somebody wrote them down."""
+    """Sizes and hashes that the files must have, where they are recorded."""
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor."""
+    """Return the strides of a row-major tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -89,7 +89,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def count_extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last one, both included; 0 for an empty tensor."""
+    """Return the number of elements from the first to the last one, both included; 0 for an empty tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride))

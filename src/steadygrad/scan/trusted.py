@@ -20,7 +20,7 @@ from steadygrad.errors import CheckpointError
 
 
 def load_trusted(path: Path) -> Any:
-    """What `torch.load` makes of a file, code and all."""
+    """Return what `torch.load` makes of a file, code and all."""
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever the file's own code raises

@@ -28,7 +28,7 @@ NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 
 
 def load_values(path: Path) -> tuple[Any, list[str]]:
-    """What the file holds, and the names of what was left out; a CheckpointError when it cannot be read."""
+    """Return what the file holds, and the names of what was left out; a CheckpointError when it cannot be read."""
     try:
         with path.open("rb") as file:
             read_torch(path, file)  # every shape and place is checked before a tensor is made
@@ -51,7 +51,7 @@ class _Maker:
         self.left_out: list[str] = []
 
     def make(self, value: Any, name: str) -> Any:
-        """The value itself; LEFT_OUT where only code could make it. Held twice, it is made once."""
+        """Return the value itself; LEFT_OUT where only code could make it. Held twice, it is made once."""
         if value is None or isinstance(value, bool | int | float | str | bytes):
             return value
         if id(value) not in self._made:
@@ -90,7 +90,7 @@ class _Maker:
         return LEFT_OUT
 
     def _make_numpy(self, call: Call, name: str) -> Any:
-        """A number, or an array as a tensor: numpy itself may be missing here."""
+        """Return a number, or an array as a tensor: numpy itself may be missing here."""
         last = call.name.rpartition(".")[2]
         if last == "scalar":
             kind, data = call.arguments[0], self.make(call.arguments[1], name)
@@ -107,7 +107,7 @@ class _Maker:
 
 
 def _unpack(kind: Any, data: Any) -> list[Any] | None:
-    """The numbers in numpy's bytes; None for a dtype that is not one of plain numbers."""
+    """Return the numbers in numpy's bytes; None for a dtype that is not one of plain numbers."""
     if not isinstance(kind, Call) or not isinstance(data, bytes) or not kind.arguments:
         return None
     code = NUMBERS.get(str(kind.arguments[0]).lstrip("<>|="))

@@ -94,7 +94,7 @@ class Collector:
         )
 
     def add(self, tensor: Tensor, *, late: bool, name: str = "", must_be_finite: bool = True) -> Slot:
-        """The number of a tensor."""
+        """Return the number of a tensor."""
         number = self._numbers.get(id(tensor))
         if number is None:
             number = self._numbers[id(tensor)] = len(self.sources)
@@ -103,7 +103,7 @@ class Collector:
         return Slot(number, MeshPlace.of(tensor))
 
     def walk(self, value: Any, *, late: bool, name: str = "", must_be_finite: bool = True) -> Any:
-        """`value` with slots for its tensors; dicts, lists and tuples are looked into."""
+        """Return `value` with slots for its tensors; dicts, lists and tuples are looked into."""
         if type(value) in ATOMS:  # a detector's history is thousands of them, and deepcopy takes 1 µs for each
             return value
         settings = {"late": late, "must_be_finite": must_be_finite}
@@ -161,7 +161,7 @@ class Template:
 
 
 def sign_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
-    """Which tensors make up the state, and where they lie; None where they are not all plain ones."""
+    """Return which tensors make up the state, and where they lie; None where they are not all plain ones."""
     found: list[int] = []
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -221,7 +221,7 @@ def collect_state(
     extras: Mapping[str, Any],
     template: Template | None = None,
 ) -> State:
-    """Everything that a step can change, with its tensors numbered; those of a `template` as they were."""
+    """Return everything that a step can change, with its tensors numbered; those of a `template` as they were."""
     if template is not None:
         collector.begin_with(template)
         return State(
@@ -250,7 +250,7 @@ def collect_state(
 def find_uncopied(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], extras: Mapping[str, Any]
 ) -> list[str]:
-    """What of a training cannot be copied, in a few words each; copies no tensor."""
+    """Return what of a training cannot be copied, in a few words each; copies no tensor."""
     collector = Collector([model, *optimizers, *extras.values()])
     collect_state(collector, model, optimizers, extras)
     return collector.left_out
@@ -316,7 +316,7 @@ def _collect_extras(extras: Mapping[str, Any], collector: Collector) -> dict[str
 
 
 def _collect_extra(name: str, extra: Any, collector: Collector) -> Any:
-    """Its state_dict. A GradScaler's would wait for the device, so its fields are read instead."""
+    """Return its state_dict. A GradScaler's would wait for the device, so its fields are read instead."""
     if isinstance(extra, torch.amp.GradScaler):
         return {key: collector.walk(getattr(extra, key), late=False) for key in SCALER_FIELDS if hasattr(extra, key)}
     if isinstance(extra, nn.Module):

@@ -17,7 +17,7 @@ SERIAL = 1 << 15
 
 @torch.no_grad()
 def count_nonfinite(tensors: Mapping[str, Tensor], *, may_be: Container[str] = ()) -> dict[str, int]:
-    """Name -> number of NaNs and Infs, of the tensors that have any; those named in `may_be` are not looked at."""
+    """Return name -> number of NaNs and Infs, for tensors that have any; those named in `may_be` are not looked at."""
     looked = {
         name: values
         for name, tensor in tensors.items()
@@ -37,7 +37,7 @@ def count_nonfinite(tensors: Mapping[str, Tensor], *, may_be: Container[str] = (
 
 @torch.no_grad()
 def replace_nonfinite(tensor: Tensor, value: float) -> Tensor:
-    """A copy with `value` in the place of every NaN and Inf."""
+    """Return a copy with `value` in the place of every NaN and Inf."""
     made = tensor.detach().clone()
     values = made._values() if made.layout is torch.sparse_coo else made
     values.masked_fill_(~values.isfinite(), value)
@@ -45,7 +45,7 @@ def replace_nonfinite(tensor: Tensor, value: float) -> Tensor:
 
 
 def _values_of(tensor: Tensor) -> Tensor | None:
-    """The elements to look at; None when there is none that could be bad."""
+    """Return the elements to look at; None when there is none that could be bad."""
     if tensor.is_meta or tensor.is_quantized or not tensor.numel():
         return None
     if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -28,7 +28,7 @@ class MeshPlace:
 
     @classmethod
     def of(cls, tensor: Any) -> MeshPlace | None:
-        """The place of a DTensor; None for any other."""
+        """Return the place of a DTensor; None for any other."""
         if not is_dtensor(tensor) or not hasattr(tensor, "_local_tensor"):
             return None
         return cls(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), tuple(tensor.stride()))
@@ -46,7 +46,7 @@ class Fragment:
     """A parameter of which this rank holds a part in an engine's own memory; stands in for it where it is measured.
 
     It answers what is asked of a parameter. `numel()` and `dim()` are those of the whole; the part may be empty. Part
-    and gradient are fetched anew each time, because engines move them.
+    and gradient are fetched each time, because engines move them.
     """
 
     requires_grad = True
@@ -129,7 +129,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def take_local(tensor: Tensor) -> Tensor:
-    """This rank's part; shares memory."""
+    """Return this rank's part; shares memory."""
     if isinstance(tensor, Fragment):
         return tensor.part
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]

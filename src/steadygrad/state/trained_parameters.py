@@ -97,13 +97,13 @@ def find_trained_parameters(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile, DistributedDataParallel and DataParallel."""
+    """Return the module inside torch.compile, DistributedDataParallel and DataParallel."""
     *_, inner = _walk_in(model)
     return inner
 
 
 def find_wrappers(model: nn.Module) -> list[nn.Module]:
-    """What `unwrap` opens, the outermost first."""
+    """Return what `unwrap` opens, the outermost first."""
     *wrappers, _ = _walk_in(model)
     return wrappers
 

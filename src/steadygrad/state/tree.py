@@ -1,22 +1,25 @@
-"""Nested containers -> the tensors in them, by path; and a container made again from other items.
+"""Nested containers -> the tensors in them, by path; and the same containers with other tensors.
 
 Opens what batches are made of: mappings, lists, tuples, named tuples, dataclasses, Hugging Face's BatchEncoding.
+Modules are never opened. The caller's containers are not changed.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 MAX_DEPTH = 8
 """Containers inside containers that are opened; a batch that contains itself ends there."""
 
 
 def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among the arguments of a call, each with its path: 'input_ids', 'images.0'."""
     if len(args) == 1 and not kwargs:
         yield from _walk(args[0], "", MAX_DEPTH)
     else:
@@ -33,22 +36,71 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _open(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The parts of a container, named. Modules, arrays and strings are none."""
+    """Yield the parts of a container with their names; nothing for modules, arrays and strings."""
+    if isinstance(value, nn.Module):
+        return
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from zip(value._fields, value)
     elif isinstance(value, list | tuple):
         yield from enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif is_instance_of_dataclass(value):
         for one in dataclasses.fields(value):
             yield one.name, getattr(value, one.name, None)
-    elif isinstance(getattr(value, "data", None), Mapping):  # transformers' BatchEncoding is a UserDict
+    elif isinstance(getattr(value, "data", None), Mapping):  # a BatchEncoding of an old transformers
         yield from value.data.items()
 
 
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int = MAX_DEPTH) -> Any:
+    """Return `value` with `change(tensor)` for each tensor in it; what cannot be opened stays as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if not depth or isinstance(value, nn.Module):
+        return value
+    if isinstance(value, list | tuple):
+        return remake(value, [map_tensors(item, change, depth - 1) for item in value])
+    if isinstance(value, Mapping):
+        return refill(value, {key: map_tensors(item, change, depth - 1) for key, item in value.items()})
+    if is_instance_of_dataclass(value):
+        return replace_fields(value, lambda item: map_tensors(item, change, depth - 1))
+    return value
+
+
+def is_instance_of_dataclass(value: Any) -> bool:
+    """Whether `value` is an object with fields, not the class itself."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def remake(like: Any, items: list[Any]) -> Any:
-    """A list, tuple, named tuple or deque of the kind of `like`."""
+    """Return a list, tuple, named tuple or deque of the kind of `like`, with these items."""
     if isinstance(like, deque):
         return deque(items, like.maxlen)
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+
+
+def refill(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the class of `like` with these items; a plain dict if it cannot be copied."""
+    if type(like) is dict:
+        return items
+    try:
+        filled: Any = copy.copy(like)
+        if isinstance(getattr(filled, "data", None), dict):  # a UserDict shares its dict with the copy
+            filled.data = dict(filled.data)
+        for key, item in items.items():  # by its own setter: Hugging Face's outputs keep attributes in sync
+            filled[key] = item
+    except TypeError:  # a read-only mapping
+        return items
+    return filled
+
+
+def replace_fields(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a dataclass with `change(item)` in each field; the object itself if no field is another one."""
+    items = {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
+    changed = {name: change(item) for name, item in items.items()}
+    if all(changed[name] is item for name, item in items.items()):
+        return value
+    made = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(made, name, item)  # frozen ones too: the copy is ours
+    return made

@@ -35,7 +35,7 @@ def _poison(batch: Any, value: float, sample: int) -> Any:
 
 
 def _change_first(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`batch` with its first floating-point tensor changed; a dict, list or tuple of tensors stays one."""
+    """Return `batch` with its first floating-point tensor changed; a dict, list or tuple of tensors stays one."""
     if isinstance(batch, Tensor):
         if not batch.is_floating_point():
             raise ValueError(f"cannot spoil a batch of dtype {batch.dtype}. Give one with floating-point data.")
@@ -103,7 +103,7 @@ def corrupt_weight(parameter: Tensor, value: float = math.nan, index: int = 0) -
 
 
 def jump_lr(optimizer: torch.optim.Optimizer, *, at: int, until: int, factor: float) -> Callable[[int], None]:
-    """A schedule gone wrong: call what is returned before each step, with its number.
+    """Return a schedule gone wrong: call what is returned before each step, with its number.
 
     From step `at` on it assigns `factor` times the learning rate of now, and at step `until` the right one again.
     """

@@ -90,7 +90,7 @@ def _start(context: BaseContext, number: int, call: tuple[Any, ...]) -> _Rank:
 
 
 def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
-    """What each rank sent; RanksFailed as soon as one failed, or when the time is over."""
+    """Return what each rank sent; RanksFailed as soon as one failed, or when the time is over."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     while len(results) + len(failures) < len(ranks):
@@ -112,7 +112,7 @@ def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
 
 
 def _receive(rank: _Rank) -> tuple[bool, Any]:
-    """(whether it returned, what it returned or how it failed)"""
+    """Return (whether it returned, what it returned or how it failed)"""
     try:
         returned, value = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:

@@ -6,26 +6,18 @@ Steps are counted only here, so that the schedule, the loop and a resumed loop a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from steadygrad.state.tree import map_tensors
 from steadygrad.view.progress import count_items
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """Move every tensor of nested containers to `device`; leave anything else as it is."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: move_batch(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_batch(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(move_batch(value, device) for value in batch)
-    return batch
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def count_batches(loader: Iterable[Any]) -> int | None:

@@ -1,4 +1,4 @@
-"""The conditions under which a model is evaluated: eval mode and the training's precision, restored afterwards."""
+"""A model as it is evaluated: eval mode and the training's precision, restored afterwards; whether it is finite."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from steadygrad.act.precision import DTYPES
 from steadygrad.config import Precision
+from steadygrad.measure.check import find_nonfinite
 
 
 @contextlib.contextmanager
@@ -31,3 +32,17 @@ def make_autocast(precision: Precision | None, device: torch.device) -> contextl
         return contextlib.nullcontext()
     dtype = DTYPES[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32)
+
+
+def look_at_model(model: nn.Module) -> dict[str, bool]:
+    """Return what a guard's `health()` returns, for a model that no guard has watched yet."""
+    parameters = find_nonfinite(model.named_parameters())
+    buffers = find_nonfinite(model.named_buffers())
+    gradients = find_nonfinite((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    parts = {
+        "model_healthy": not parameters and not buffers,
+        "gradients_healthy": not gradients,
+        "losses_healthy": True,
+        "parameters_healthy": not parameters,
+    }
+    return {**parts, "overall_healthy": all(parts.values())}

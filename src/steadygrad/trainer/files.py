@@ -98,7 +98,7 @@ def load_model(
     if left_out:
         logger.warning("%s: left out objects of %s, which only their own code could make", path, ", ".join(left_out))
     if not isinstance(content, dict) or not isinstance(content.get("model_state_dict"), dict):
-        logger.error("%s is no checkpoint of a Trainer: it has no model_state_dict. Use load_checkpoint().", path)
+        logger.error("%s is not a Trainer's checkpoint: it has no model_state_dict. Use load_checkpoint().", path)
         return None
     try:
         model.load_state_dict(content["model_state_dict"])

@@ -11,7 +11,7 @@ import math
 from steadygrad.facts import Finding, Severity
 
 HARDLY = 0.95
-"""Share of the guess's loss from which a validation loss is hardly better: seeds and noise explain the rest."""
+"""Share of the guess's loss from which a validation loss is barely better: seeds and noise explain the rest."""
 EXPLODED = 10.0
 """Multiple of the guess's loss, and of the first loss, that no healthy start reaches."""
 FIRST_STEPS = 100
@@ -19,7 +19,7 @@ FIRST_STEPS = 100
 
 
 def judge_learning(best: float | None, guess: float | None, step: int) -> Finding | None:
-    """Return a finding if the best validation loss is hardly below that of a guess."""
+    """Return a finding if the best validation loss is barely below that of a guess."""
     if best is None or guess is None or not 0 < guess < math.inf or best <= HARDLY * guess:
         return None
     return Finding(

@@ -1,8 +1,11 @@
-"""Judged steps and the clock -> a line that says how far a training is, and how long the rest will take."""
+"""Judged steps, epochs and the clock -> the lines that a training prints: how far it is, how long the rest takes."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from steadygrad.facts import StepRecord
 from steadygrad.view.progress import describe_step
@@ -32,3 +35,17 @@ class Pace:
         first, began = self._first
         left = (time.monotonic() - began) / (done - first) * max(0, num_steps - done)
         return f", {spell_seconds(left)} left"
+
+
+def describe_metrics(metrics: Mapping[str, Any]) -> str:
+    """Format losses, validation, mean and maximum gradient norm where measured, learning rate and skipped steps."""
+    losses = {name: value for name, value in metrics.items() if name == "loss" or name.startswith("val_")}
+    skipped = f", skipped={metrics['num_skipped']:.0f}" if metrics["num_skipped"] else ""
+    norms = f", grad avg={metrics['grad_norm_mean']:.4g} max={metrics['grad_norm_max']:.4g}"
+    norms = "" if math.isnan(metrics["grad_norm_mean"]) else norms  # no step was measured; without a guard none ever is
+    return f"{spell_numbers(losses)}{norms}, lr={metrics['learning_rate']:.4g}{skipped}"
+
+
+def spell_numbers(numbers: Mapping[str, Any], prefix: str = "") -> str:
+    """Format numbers as `loss=0.4312, r2=0.9134`."""
+    return ", ".join(f"{prefix}{name}={value:.4f}" for name, value in numbers.items())

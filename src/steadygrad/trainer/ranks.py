@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from steadygrad.checkpoint.workers import copy_loader
 from steadygrad.state.shards import is_dtensor
+from steadygrad.state.tree import map_tensors
 
 T = TypeVar("T")
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -187,13 +188,12 @@ def hold_gradients(model: nn.Module, *, hold: bool) -> Iterator[None]:
 
 def gather_shards(tree: Any) -> Any:
     """Return nested containers with every sharded tensor whole; all ranks must call it."""
-    if isinstance(tree, Tensor):
-        return tree.full_tensor() if is_dtensor(tree) else tree  # type: ignore[attr-defined]
-    if isinstance(tree, dict):
-        return {key: gather_shards(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(gather_shards(value) for value in tree)
-    return tree
+
+    def gather(tensor: Tensor) -> Tensor:
+        whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        return whole
+
+    return map_tensors(tree, gather)
 
 
 # --- the data -----------------------------------------------------------------------------------------------------

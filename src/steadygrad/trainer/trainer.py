@@ -31,11 +31,10 @@ from steadygrad.scan.foreign import load_checkpoint
 from steadygrad.state.random_state import unchanged_random
 from steadygrad.trainer.batches import count_batches, count_steps, move_batch, size_window
 from steadygrad.trainer.choices import StaysOpen, open_trackers
-from steadygrad.trainer.describe import describe_metrics, look_at_model, spell_numbers
-from steadygrad.trainer.evaluating import in_eval_mode, make_autocast
+from steadygrad.trainer.evaluating import in_eval_mode, look_at_model, make_autocast
 from steadygrad.trainer.files import Start, append_metrics, find_start, load_model, save_model
 from steadygrad.trainer.guessing import judge_learning, judge_start
-from steadygrad.trainer.pace import Pace
+from steadygrad.trainer.pace import Pace, describe_metrics, spell_numbers
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import (
     begin_epoch,
@@ -375,7 +374,7 @@ class Trainer(Task):
         load_checkpoint(path, self.bare_model)
         if self.ema is not None:
             self.ema.module.load_state_dict(self.bare_model.state_dict())
-        self._tell(f"The weights of {path} are loaded; optimizer, schedule and epochs begin anew.")
+        self._tell(f"The weights of {path} are loaded; optimizer, schedule and epochs start over.")
 
     # --- asking -----------------------------------------------------------------------------------------------------
 

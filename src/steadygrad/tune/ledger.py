@@ -69,7 +69,7 @@ class Ledger:
 def _take_over(path: Path, request: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
     """Return the contents of a file if its request is the same."""
     if not resume:
-        raise UsageError(f"{path.parent} already holds a tuning. Go on with it by --resume, or give another --run-dir.")
+        raise UsageError(f"{path.parent} already holds a tuning. Continue it with --resume, or give another --run-dir.")
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         before = content["request"]

@@ -105,6 +105,6 @@ def _check_request(study: Any, where: str, request: Mapping[str, Any], *, resume
         )
     if not resume:
         raise UsageError(
-            f"{where} already holds the study {study.study_name!r}. Join it or go on with it by --resume, or give "
+            f"{where} already holds the study {study.study_name!r}. Join or continue it with --resume, or give "
             "another --study or --storage."
         )

@@ -224,7 +224,7 @@ def _advise_warmup(seen: Seen, settled: int) -> Advice | None:
         return Advice(
             setting="warm-up",
             value=least,
-            reason=f"the norm had settled by step {settled}, and the rate went on rising until step {peak}",
+            reason=f"the norm had settled by step {settled}, and the rate kept rising until step {peak}",
         )
     return None
 
@@ -232,7 +232,7 @@ def _advise_warmup(seen: Seen, settled: int) -> Advice | None:
 def _advise_rate(seen: Seen) -> Advice | None:
     rate = max((rate for _, rate in seen.rates), default=None)
     if seen.lowered is not None:
-        reason = "the guard had to lower the rate by as much, and the run went on with it"
+        reason = "the guard had to lower the rate by as much, and the run continued with it"
         return Advice(setting="learning rate", value=seen.lowered, reason=reason)
     if rate is None or len(seen.ratios) < 3:
         return None

@@ -84,7 +84,7 @@ def _add_state(run: RunReader, headline: Headline) -> Headline:
         return replace(headline, word="Running") if is_well else headline
     last = "" if run.steps.last_step < 0 else f" after step {run.steps.last_step:,}"
     if state is State.KILLED:
-        told = f"Its process is gone{last} and left no word: killed, out of memory, or the machine went down."
+        told = f"Its process is gone{last} without a last message: killed, out of memory, or the machine went down."
     elif state is State.FAILED:
         told = f"Ended by an error{last}: {find_end(run.about).get('error') or 'unknown'}."
     elif state is State.STOPPED:

@@ -40,7 +40,7 @@ def plot_run(path: str | Path, what: Sequence[str], target: str | Path) -> Path:
 def _open_figure(target: Path, heights: Sequence[float]) -> tuple[Any, Any]:
     """Return a figure that can be written to `target`, and its panels."""
     if target.suffix.lower().lstrip(".") not in FORMATS:
-        raise UsageError(f"{target} has no ending that says what to write. Use one of: .{', .'.join(FORMATS)}.")
+        raise UsageError(f"{target} has no suffix that selects a format. Use one of: .{', .'.join(FORMATS)}.")
     figure_class = import_extra("view", "matplotlib.figure", what="a plot", error=UsageError).Figure
     figure = figure_class(figsize=(10, sum(heights) + 0.4), layout="constrained")
     return figure, figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -131,7 +131,7 @@ def _plot_loss(run: RunReader, axis: Any) -> None:
 def _plot_validation(run: RunReader, axis: Any) -> None:
     """Draw the losses of the evaluations over the training loss."""
     known = list_validation(run)
-    _need(list(known), "a validation loss (guard.validate tells it)", run)
+    _need(list(known), "a validation loss (guard.validate records it)", run)
     steps, losses = run.steps.curves["loss"].points()
     axis.plot(steps, losses, color="#9aa3b2", linewidth=0.6, label="training loss")
     for name, (at, values) in known.items():
@@ -154,7 +154,7 @@ def _plot_metrics(run: RunReader, axis: Any) -> None:
 
 def _plot_extra(run: RunReader, axis: Any) -> None:
     known = {name: curve.points() for name, curve in run.steps.extra.items() if curve and not is_validation(name)}
-    _need(list(known), "a number of the program's own (guard.log tells them)", run)
+    _need(list(known), "a number of the program's own (guard.log records them)", run)
     for name, (steps, values) in known.items():
         axis.plot(steps, values, linewidth=0.9, label=_spell(name))
     lows, highs = zip(*((min(values), max(values)) for _, values in known.values()))

@@ -32,7 +32,7 @@ def plot_rates(curve: Mapping[str, Any], target: str | Path) -> Path:
 def check_format(target: Path) -> None:
     """Raise UsageError for a suffix whose format cannot be written."""
     if target.suffix.lower().lstrip(".") not in FORMATS:
-        raise UsageError(f"{target} has no ending that says what to write. Use one of: .{', .'.join(FORMATS)}.")
+        raise UsageError(f"{target} has no suffix that selects a format. Use one of: .{', .'.join(FORMATS)}.")
 
 
 def make_figure(width: float, height: float) -> Any:

@@ -1,6 +1,6 @@
 """A run -> what broke, in order: what happened, the line of code, what was done, and since when it is healthy.
 
-The same words for the page, the terminal and the report's command. Problems with the same cause are told once.
+The same words for the page, the terminal and the report's command. Problems with the same cause are shown once.
 """
 
 from __future__ import annotations

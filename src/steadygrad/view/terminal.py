@@ -90,7 +90,7 @@ class FindingsHandler(logging.Handler):
         quota.told += 1
         line = describe_finding(finding, outcome, color=self._is_colored())
         last = quota.told == BURST
-        yield line + (f" (more {make_printable(finding.kind)} are counted, not told, for a minute)" if last else "")
+        yield line + (f" (more {make_printable(finding.kind)} are counted, not printed, for a minute)" if last else "")
 
     def _is_colored(self) -> bool:
         return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and self._stream.isatty()

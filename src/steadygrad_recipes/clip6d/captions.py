@@ -125,7 +125,7 @@ def _find_caption_fault(row: Any, known: set[int]) -> str | None:
     if row["image_id"] not in known:
         return f"no image has the id {row['image_id']}"
     if not isinstance(row.get("caption"), str):
-        return "the caption is no text"
+        return "the caption is not text"
     return None if row["caption"].strip() else "the caption is empty"
 
 

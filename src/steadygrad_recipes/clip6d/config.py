@@ -156,7 +156,7 @@ def choose_gather(config: Clip6dConfig, num_ranks: int) -> bool:
 
 
 def split_modality(name: str) -> tuple[str, int | None]:
-    """The language, and which of its captions (from 1) or None: any.
+    """Return the language, and which of its captions (from 1) or None: any.
 
     >>> split_modality("en.2"), split_modality("de")
     (('en', 2), ('de', None))
@@ -181,7 +181,7 @@ def _read_modalities(names: Iterable[str]) -> tuple[str, ...]:
     bad = [name for name in listed if not (isinstance(name, str) and re.fullmatch(pattern, name))]
     twice = sorted({name for name in listed if listed.count(name) > 1})
     if bad or twice:
-        what = f"{', '.join(map(repr, bad))} is no modality" if bad else f"{', '.join(twice)} is there twice"
+        what = f"{', '.join(map(repr, bad))} is not a modality" if bad else f"{', '.join(twice)} is there twice"
         problem = f": {what}. {advice} A second caption of a language is en.2."
         raise ConfigError.about("Clip6dConfig", "modalities", problem)
     return listed

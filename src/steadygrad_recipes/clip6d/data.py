@@ -137,13 +137,13 @@ def _load_arrays(path: Path) -> dict[str, Tensor]:
         try:
             return dict(load_file(path))
         except SafetensorError as error:
-            raise UsageError(f"{path} is no safetensors file: {error}. Write it anew.") from None
+            raise UsageError(f"{path} is not a safetensors file: {error}. Write it again.") from None
     numpy = import_extra("recipes", "numpy", what="reading vectors.npz")
     try:
         with numpy.load(path, allow_pickle=False) as arrays:
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except (ValueError, OSError) as error:
-        raise UsageError(f"{path} is no npz file of plain arrays: {error}. Write it with numpy.savez.") from None
+        raise UsageError(f"{path} is not an npz file of plain arrays: {error}. Write it with numpy.savez.") from None
 
 
 class CaptionDataset(Dataset[dict[str, Any]]):
@@ -263,7 +263,7 @@ class CaptionLoader:
 
 
 def iterate_validation(corpus: Corpus, config: Clip6dConfig) -> Iterator[Batch]:
-    """Every validation sample once, in order, with its first captions; the last batch may be smaller."""
+    """Yield every validation sample once, in order, with its first captions; the last batch may be smaller."""
     data, size = CaptionDataset(corpus.val, corpus, config), config.batch_size
     keys = [[(-1, i) for i in range(start, min(start + size, len(data)))] for start in range(0, len(data), size)]
     yield from _load(data, keys, partial(collate, config=config, vector_dim=corpus.vector_dim), config.workers)

@@ -119,7 +119,7 @@ def fit(
     guards = build_guards(config, run_dir, progress) if config.protect and not is_switched_off() else None
     start = share_from_first(lambda: find_start(resume, run_dir))
     if resume is not None:
-        console.say("There is no checkpoint yet: starting anew" if start is None else f"Going on at step {start[1]}")
+        console.say("No checkpoint yet: starting from scratch" if start is None else f"Resuming at step {start[1]}")
     with CheckpointStore(run_dir / FOLDER, keep_last=config.keep_last) as store, _quiet_lightning():
         io = StoreIO(store)
         saver = RunSaver(

@@ -243,7 +243,7 @@ def join_features(seen: Sequence[tuple[dict[str, Tensor], Tensor]]) -> tuple[dic
 
 
 def compute_plain_logits(*features: Tensor) -> Tensor:
-    """[B]^M: the sum over D of the product of one row of each, divided by their norms without any epsilon."""
+    """Return [B]^M: the sum over D of the product of one row of each, divided by their norms without any epsilon."""
     units = [f / f.norm(dim=-1, keepdim=True) for f in features]
     letters = string.ascii_lowercase[: len(units)]
     half = (len(units) + 1) // 2
@@ -253,7 +253,7 @@ def compute_plain_logits(*features: Tensor) -> Tensor:
 
 
 def _multiply(letters: str, units: Sequence[Tensor]) -> Tensor:
-    """[B, ..., B, D]: every product of one row of each."""
+    """Return [B, ..., B, D]: every product of one row of each."""
     return torch.einsum(",".join(f"{letter}z" for letter in letters) + f"->{letters}z", *units)
 
 

@@ -100,7 +100,9 @@ def encode_query(module: EnhancedLightningCLIPModule, query: str, config: Clip6d
     if path.suffix.lower() in PICTURES:
         raise UsageError(f"there is no picture {path}. Give the path of an image, or a text.")
     if not module.texts:
-        raise UsageError(f"{path} is no file, and this model knows no language. Give the path of an image.")
+        raise UsageError(
+            f"{path} is not a file, and this model was trained without a language. Give the path of an image."
+        )
     return "text", module.text_encoder(encode_captions([query], config.model))[0]
 
 

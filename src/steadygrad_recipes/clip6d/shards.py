@@ -141,7 +141,7 @@ def _read_tar(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with tarfile.open(path, "r:") as archive:
             members = [member for member in archive if member.isfile()]
     except tarfile.TarError as error:
-        raise UsageError(f"{path} is no .tar file: {error}. A shard of webdataset is not compressed.") from None
+        raise UsageError(f"{path} is not a .tar file: {error}. A shard of webdataset is not compressed.") from None
     rows: dict[str, dict[str, Any]] = {}
     for member in members:
         folder, _, name = member.name.rpartition("/")
@@ -157,7 +157,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         table = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow's own kinds
-        raise UsageError(f"{path} is no parquet file: {error}. Write it again.") from None
+        raise UsageError(f"{path} is not a parquet file: {error}. Write it again.") from None
     number = 0
     for batch in table.iter_batches(256):
         for row in batch.to_pylist():

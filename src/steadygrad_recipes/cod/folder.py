@@ -81,7 +81,7 @@ def require_usable(split: Split, root: str | Path, name: str, *, skip_bad: bool)
     """Reject a split with bad pairs, unless they are to be left out, and a split without any pair."""
     if split.bad and not skip_bad:
         raise UsageError(
-            f"{len(split.bad)} of the {name} files of {root} cannot be used: {show_some(split.bad)}. Put them right, "
+            f"{len(split.bad)} of the {name} files of {root} cannot be used: {show_some(split.bad)}. Fix them, "
             "or leave them out with --skip-bad-data true; they are then listed in left_out.txt of the run."
         )
     if not split.pairs:
@@ -154,7 +154,7 @@ def _check_pair(image: Path, mask: Path | None) -> str:
             with import_pillow("reading pictures").open(file) as picture:
                 sizes.append(picture.size)
         except (OSError, ValueError) as error:
-            return f"its {what} is no readable picture ({type(error).__name__})"
+            return f"its {what} is not a readable picture ({type(error).__name__})"
     return f"image is {_spell(sizes[0])} and mask {_spell(sizes[1])}" if len(set(sizes)) > 1 else ""
 
 

@@ -37,7 +37,7 @@ def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any)
     if resume is not None:
         step = trainer.resume(find_best(resume, run_dir))
         if step is None:
-            console.say("Nothing to resume from yet: starting anew.")
+            console.say("No checkpoint yet: starting from scratch.")
         elif step:  # 0: a file of weights, which the trainer has reported
             console.say(f"Resuming before step {step}.")
     try:
@@ -46,7 +46,7 @@ def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any)
         if trainer.is_protected:
             raise
         console.say(f"ValueError: {error}", "red")
-        console.say(f"To go on from the last checkpoint: steadygrad train cod --resume {run_dir}")
+        console.say(f"To continue from the last checkpoint: steadygrad train cod --resume {run_dir}")
         return 2
     _tell_end(stats, console)
     return 0

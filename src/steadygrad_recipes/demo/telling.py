@@ -140,7 +140,7 @@ def _tell_end(console: Console, comparison: Comparison) -> None:
         for title, row in zip(["", run.name], rows):
             console.say(f"   {title:<9}  {row}", "green" if run.weights_are_finite else "red")
         console.say()
-    console.say(f'Its loss on unseen text, and how it goes on from "{PROMPT.strip()}"', "bold")
+    console.say(f'Its loss on unseen text, and how it continues "{PROMPT.strip()}"', "bold")
     for run in runs:
         said = run.written or "nothing: all its probabilities are NaN"
         loss = spell_number(run.final_loss, 3)
@@ -160,7 +160,7 @@ def _conclude(comparison: Comparison) -> Iterator[tuple[str, bool]]:
     if guarded.num_left_out:
         done += f" (which left out {_count(guarded.num_left_out, 'batch', 'batches')})"
     if comparison.guarded_survived:
-        yield f"Guarded survived: {done}, and it went on learning after each fault.", True
+        yield f"Guarded survived: {done}, and it kept learning after each fault.", True
     elif is_switched_off():
         yield "Guarded was not guarded: STEADYGRAD=off is set in the environment. Unset it.", False
     else:

@@ -82,7 +82,7 @@ def read_corpus(config: DataConfig) -> Corpus:
     folder = Path(config.path or "")
     if not folder.is_dir():
         raise UsageError(
-            f"data.path is no folder: {folder}. Give a folder of .safetensors or .npz files, each with {FORMAT}."
+            f"data.path is not a folder: {folder}. Give a folder of .safetensors or .npz files, each with {FORMAT}."
         )
     tokenizer = None if config.tokenizer is None else open_tokenizer(config.tokenizer)
     vocab = _read_vocab(folder / "vocab.json") if tokenizer is None else list_words(tokenizer)
@@ -230,7 +230,7 @@ def _check_rows(
         count = f"{len(told)} of {sum(len(rows) for _, rows in parts)} rows in {parts[0][0].parent}"
         if not skip:
             raise UsageError(
-                f"{count} cannot be learned from: {text}. Mend them, or leave them out: data.skip_bad_rows."
+                f"{count} cannot be learned from: {text}. Fix them, or leave them out: data.skip_bad_rows."
             )
         notes.append(f"left out {count}: {text}")
         left_out += told

@@ -147,7 +147,7 @@ class Output(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """[B, N, size]."""
+        """Return [B, N, size]."""
         shift, scale = self.modulation(condition).unsqueeze(1).chunk(2, dim=-1)
         return self.project(normalize_and_shift(x, shift, scale))  # type: ignore[no-any-return]
 

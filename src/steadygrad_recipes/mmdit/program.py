@@ -82,7 +82,7 @@ def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | Non
     console.say(f"MMDiT with {num:,} parameters on {trainer.device}: {rows}")
     if resume is not None:
         step = trainer.resume(resume)
-        console.say("There is no checkpoint yet: starting anew" if step is None else f"Resuming at step {step}")
+        console.say("No checkpoint yet: starting from scratch" if step is None else f"Resuming at step {step}")
     return trainer
 
 
@@ -288,7 +288,7 @@ class Description:
             return cls(**json.loads((run_dir / NAME).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
-                f"{run_dir} is no run of mmdit: {NAME} cannot be used ({error}). Train first, or give --run-dir."
+                f"{run_dir} is not a run of mmdit: {NAME} cannot be used ({error}). Train first, or give --run-dir."
             ) from None
 
     def write(self, run_dir: Path) -> None:

@@ -26,7 +26,7 @@ def map_array(path: Path) -> Tensor:
     try:
         return torch.from_numpy(numpy.load(path, mmap_mode="c", allow_pickle=False))
     except (ValueError, OSError, TypeError, EOFError) as error:
-        raise UsageError(f"{path} is no .npy file of plain numbers: {error}. Write it with numpy.save.") from None
+        raise UsageError(f"{path} is not an .npy file of plain numbers: {error}. Write it with numpy.save.") from None
 
 
 def read_pair(latents: Path) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ def _read_text(line: bytes, place: str) -> str:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f'{place} is no JSON: {error}. Write a row such as {{"text": "a red circle"}}.') from None
+        raise UsageError(f'{place} is not JSON: {error}. Write a row such as {{"text": "a red circle"}}.') from None
     text = row.get("text", row.get("caption")) if isinstance(row, dict) else row
     if not isinstance(text, str) or not text.strip():
         raise UsageError(f'{place} has no text. Write a row such as {{"text": "a red circle"}}.')

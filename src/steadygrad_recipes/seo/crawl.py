@@ -35,7 +35,7 @@ def is_export(line: Mapping[str, Any]) -> bool:
 
 
 def find_fault(line: Mapping[str, Any]) -> str | None:
-    """Return why the address is no page that can be judged; None if it is one."""
+    """Return why the address is not a page that can be scored; None if it is one."""
     kind, status = str(line.get("Content Type") or "text/html"), str(line.get("Status Code") or "200")
     if "html" not in kind.lower():
         return f"is {kind}, not a page"

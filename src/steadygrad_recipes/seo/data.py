@@ -42,7 +42,9 @@ class Names:
             names = json.loads((run_dir / NAMES).read_text(encoding="utf-8"))
             return cls(tuple(names["features"]), tuple(names["metrics"]))
         except (OSError, ValueError, KeyError) as error:
-            raise UsageError(f"{run_dir} is no finished run of seo: {error}. Train one, or give --run-dir.") from None
+            raise UsageError(
+                f"{run_dir} is not a finished run of seo: {error}. Train one, or give --run-dir."
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
     trainer = UltraOptimizedSEOTrainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
     if resume is not None:
         step = trainer.resume(resume)
-        console.say("There is no checkpoint yet: training starts anew." if step is None else f"Resumed at step {step}.")
+        console.say("No checkpoint yet: training starts from scratch." if step is None else f"Resumed at step {step}.")
     stats = trainer.train(*data.make_loaders(config.batch_size))
     if stats["best"] is not None:
         step, loss = stats["best"]

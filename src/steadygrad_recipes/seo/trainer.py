@@ -116,7 +116,9 @@ class UltraOptimizedSEOTrainer(Trainer):
         progress = self._progress
         early = len(self.train_history) <= EPOCHS_TO_RECOVER
         if early and val_loss > HARDLY * GUESS and judge_start(progress.first_loss, progress.peak, GUESS) is not None:
-            logger.warning("The first losses exploded, and the validation is no better than the mean of the scores")
+            logger.warning(
+                "The first losses exploded, and the validation loss is no lower than that of guessing the mean score"
+            )
             self._handle_training_instability("loss_explosion")
 
     # --- building blocks --------------------------------------------------------------------------------------------

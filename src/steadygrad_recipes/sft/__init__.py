@@ -69,7 +69,9 @@ def read_prompts(path: Path) -> list[Example]:
     if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
         return read_file(path)
     if not path.is_file():
-        raise ConfigError(f"{path} is no file. Give a .jsonl file with prompts, or a text file with a prompt a line.")
+        raise ConfigError(
+            f"{path} is not a file. Give a .jsonl file with prompts, or a text file with a prompt a line."
+        )
     return [Example(line, "") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 

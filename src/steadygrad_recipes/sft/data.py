@@ -99,7 +99,7 @@ def read_file(path: Path, left_out: list[str] | None = None, *, hub: bool = Fals
         more = f"\n  and {len(bad) - NUM_NAMED} more" if len(bad) > NUM_NAMED else ""
         raise ConfigError(
             f"{len(bad)} of {len(bad) + len(rows)} rows cannot be used:\n  {named}{more}\n"
-            "Mend them, or leave them out with skip_bad_rows=True."
+            "Fix them, or leave them out with skip_bad_rows=True."
         )
     if not rows:
         raise ConfigError(f"{path} has no row that can be used. Each line is a JSON object with {KNOWN}.")
@@ -128,7 +128,7 @@ def _parse_line(line: bytes) -> Any:
     except UnicodeDecodeError:
         raise ValueError("no UTF-8 text") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error.msg} at column {error.colno})") from None
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
 
 
 def _parse_prompt(value: Any) -> str | tuple[Message, ...]:

@@ -115,13 +115,13 @@ def train_model(config: SftConfig, *, run_dir: Path, console: Console, resume: s
     checkpoint = None
     if resume == "best":
         raise UsageError(
-            "--resume best: sft keeps no best checkpoint, its Trainer goes on from the newest. Use --resume latest, or "
-            "one of the folders in RUN/checkpoints."
+            "--resume best: sft keeps no best checkpoint, its Trainer continues from the newest. Use --resume latest, "
+            "or one of the folders in RUN/checkpoints."
         )
     if resume is not None:
         place = run_dir if resume == "latest" else Path(resume)
         checkpoint = share_from_first(lambda: find_checkpoint(place, console.say))
-        console.say(f"Goes on from {checkpoint}.")
+        console.say(f"Resuming from {checkpoint}.")
     examples = read_examples(
         config.data,
         config.validation,

@@ -57,7 +57,7 @@ def _read_json(path: Path) -> Iterator[Placed]:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # JSON lines under another name
             yield from _read_jsonl(path)
             return
-        raise ConfigError(f"{path} is no JSON in UTF-8: {error}. Give a list of rows, or JSON lines.") from None
+        raise ConfigError(f"{path} is not JSON in UTF-8: {error}. Give a list of rows, or JSON lines.") from None
     rows = content if isinstance(content, list) else None
     if isinstance(content, dict):
         rows = next((value for value in content.values() if isinstance(value, list)), [content])
@@ -75,7 +75,7 @@ def _read_csv(path: Path) -> Iterator[Placed]:
             for row in reader:
                 yield f"{path}:{reader.line_num}", {name: cell for name, cell in row.items() if cell and name}
         except (UnicodeDecodeError, csv.Error) as error:
-            raise ConfigError(f"{path}:{reader.line_num + 1}: no CSV in UTF-8: {error}. Save it again.") from None
+            raise ConfigError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8: {error}. Save it again.") from None
 
 
 def _read_text(path: Path) -> Iterator[Placed]:
@@ -92,7 +92,7 @@ def _read_parquet(path: Path) -> Iterator[Placed]:
     try:
         table = parquet.read_table(path)
     except Exception as error:  # pyarrow's own kinds of exceptions
-        raise ConfigError(f"{path} is no parquet file: {error}. Write it again.") from None
+        raise ConfigError(f"{path} is not a parquet file: {error}. Write it again.") from None
     yield from ((f"{path}: row {number}", row) for number, row in enumerate(table.to_pylist(), start=1))
 
 

@@ -72,7 +72,7 @@ def load_folder(
     """Load model and tokenizer from a folder as transformers saves it, or with `hub` by their name there."""
     is_remote = hub and not folder.exists()
     if not is_remote and not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is no folder"
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(f"SftConfig.model: {folder} {what}. Give the folder of a model saved by save_pretrained.")
     safely: dict[str, Any] = {"local_files_only": not is_remote, "trust_remote_code": False}
     try:

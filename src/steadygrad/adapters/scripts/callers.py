@@ -71,7 +71,7 @@ class Callers:
             frame = frame.f_back
 
     def note_backward(self, model: nn.Module) -> Capture | None:
-        """Backward is called: return a Capture of the loss, if its code can be found. Later calls begin anew."""
+        """Backward is called: return a Capture of the loss, if its code can be found. Later calls start over."""
         noted, self._noted = self._noted, {}
         frame: FrameType | None = sys._getframe(1) if noted else None
         capture = None

@@ -94,4 +94,4 @@ class Terminal(Sink):
         if finding.advice and self._told[finding.kind] == 1:
             self.say(f"  {finding.advice}")
         if self._told[finding.kind] == SHOWN:
-            self.say(f"  (further incidents of the kind {finding.kind} are only counted)")
+            self.say(f"  (further {finding.kind} incidents are only counted)")

@@ -41,7 +41,7 @@ def find_operand(situation: Situation, key: Key) -> Operand | None:
 
 
 def largest_magnitude(operand: Operand) -> float | None:
-    """Largest absolute value among the finite elements; None when there is none."""
+    """Return the largest absolute value among the finite elements; None when there is none."""
     if operand.minimum is None or operand.maximum is None:
         return None
     return max(abs(operand.minimum), abs(operand.maximum))
@@ -63,32 +63,32 @@ def about(key: Key, test: Callable[[Operand], bool]) -> Condition:
 
 
 def has_zeros(key: Key = 0) -> Condition:
-    """An element of the operand is 0."""
+    """Whether an element of the operand is 0."""
     return about(key, lambda operand: operand.num_zeros > 0)
 
 
 def has_negatives(key: Key = 0) -> Condition:
-    """An element of the operand is negative."""
+    """Whether an element of the operand is negative."""
     return about(key, lambda operand: operand.num_negative > 0)
 
 
 def has_infs(key: Key = 0) -> Condition:
-    """An element of the operand is infinite."""
+    """Whether an element of the operand is infinite."""
     return about(key, lambda operand: operand.num_inf > 0)
 
 
 def is_single(key: Key = 0) -> Condition:
-    """The operand is one number."""
+    """Whether the operand is one number."""
     return about(key, lambda operand: operand.numel == 1)
 
 
 def is_empty(key: Key = 0) -> Condition:
-    """The operand has no element."""
+    """Whether the operand has no element."""
     return about(key, lambda operand: operand.numel == 0)
 
 
 def reaches(bound: float, key: Key = 0) -> Condition:
-    """An element's magnitude is at least `bound`."""
+    """Whether an element's magnitude is at least `bound`."""
 
     def test(operand: Operand) -> bool:
         magnitude = largest_magnitude(operand)
@@ -98,7 +98,7 @@ def reaches(bound: float, key: Key = 0) -> Condition:
 
 
 def in_dtype(*dtypes: str) -> Condition:
-    """The result, or an operand where the result is not known, has one of these dtypes."""
+    """Whether the result, or an operand where the result is not known, has one of these dtypes."""
 
     def holds(situation: Situation) -> bool:
         if situation.output is not None:
@@ -109,17 +109,17 @@ def in_dtype(*dtypes: str) -> Condition:
 
 
 def takes_dtype(*dtypes: str) -> Condition:
-    """An operand, and so the gradient that is computed for it, has one of these dtypes."""
+    """Whether an operand, and so the gradient that is computed for it, has one of these dtypes."""
     return lambda situation: any(operand.dtype in dtypes for operand in situation.operands)
 
 
 def gradient_has_zeros() -> Condition:
-    """A gradient of 0 arrived somewhere: the value there was not used."""
+    """Whether a gradient of 0 arrived somewhere: the value there was not used."""
     return lambda situation: situation.grad is not None and situation.grad.num_zeros > 0
 
 
 def is_named(*parts: str, key: Key = 0) -> Condition:
-    """The operand's name holds one of `parts`; does not hold when it was not measured."""
+    """Whether the operand's name holds one of `parts`; False when it was not measured."""
 
     def holds(situation: Situation) -> bool:
         operand = find_operand(situation, key)
@@ -129,42 +129,42 @@ def is_named(*parts: str, key: Key = 0) -> Condition:
 
 
 def is_op(*ops: str) -> Condition:
-    """The op is one of these: for entries of several."""
+    """Whether the op is one of these: for entries of several."""
     return lambda situation: plain_name(situation.op) in ops
 
 
 def comes_from(*ops: str, within: int | None = None) -> Condition:
-    """Among the last `within` ops before, or all that are known, is one of these."""
+    """Whether one of these is among the last `within` ops before, or among all that are known."""
     return lambda situation: any(op in ops for op in drop_views(situation.upstream)[:within])
 
 
 def made_by(*ops: str) -> Condition:
-    """The last op before is one of these."""
+    """Whether the last op before is one of these."""
     return comes_from(*ops, within=1)
 
 
 def comes_from_backward() -> Condition:
-    """An operand was itself made by a derivative, as in a gradient penalty."""
+    """Whether an operand was itself made by a derivative, as in a gradient penalty."""
     return lambda situation: any(plain_name(op).endswith("_backward") for op in situation.upstream)
 
 
 def goes_to(*ops: str) -> Condition:
-    """One of these ops took the result."""
+    """Whether one of these ops took the result."""
     return lambda situation: any(op in ops for op in drop_views(situation.downstream))
 
 
 def feeds(*ops: str, within: int = 1) -> Condition:
-    """Among the first `within` ops that took the result is one of these."""
+    """Whether one of these is among the first `within` ops that took the result."""
     return lambda situation: any(op in ops for op in drop_views(situation.downstream)[:within])
 
 
 def in_module(*types: str) -> Condition:
-    """The innermost module is of one of these classes."""
+    """Whether the innermost module is of one of these classes."""
     return lambda situation: situation.module_type in types
 
 
 def has_scalar(name: str, test: Callable[[float], bool]) -> Condition:
-    """The op was called with a number of that name, and it passes `test`."""
+    """Whether the op was called with a number of that name, and it passes `test`."""
 
     def holds(situation: Situation) -> bool:
         value: Scalar = situation.scalars.get(name)
@@ -174,12 +174,12 @@ def has_scalar(name: str, test: Callable[[float], bool]) -> Condition:
 
 
 def either(*conditions: Condition) -> Condition:
-    """At least one of them holds."""
+    """Whether at least one of them holds."""
     return lambda situation: any(holds(situation) for holds in conditions)
 
 
 def both(*conditions: Condition) -> Condition:
-    """All of them hold; they count as one."""
+    """Whether all of them hold; they count as one."""
     return lambda situation: all(holds(situation) for holds in conditions)
 
 

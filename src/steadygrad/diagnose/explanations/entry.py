@@ -64,7 +64,7 @@ class Entry:
         return all(holds(situation) for holds in self.conditions)
 
     def explain(self, situation: Situation) -> Explanation:
-        """The reason with this failure's numbers."""
+        """Return the reason with this failure's numbers."""
         found = self.evidence(situation) if self.evidence else ""
         return Explanation(name=self.name, text=f"{self.why} ({found})" if found else self.why, fixes=self.fixes)
 

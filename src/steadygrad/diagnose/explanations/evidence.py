@@ -12,27 +12,27 @@ from steadygrad.diagnose.situation import Operand, Situation
 
 
 def count_zeros(key: Key = 0) -> Evidence:
-    """How many elements of the operand are 0."""
+    """Return how many elements of the operand are 0."""
     return lambda situation: _count(find_operand(situation, key), "num_zeros", "0")
 
 
 def count_negatives(key: Key = 0) -> Evidence:
-    """How many elements of the operand are negative."""
+    """Return how many elements of the operand are negative."""
     return lambda situation: _count(find_operand(situation, key), "num_negative", "negative")
 
 
 def count_infs(key: Key = 0) -> Evidence:
-    """How many elements of the operand are infinite."""
+    """Return how many elements of the operand are infinite."""
     return lambda situation: _count(find_operand(situation, key), "num_inf", "infinite")
 
 
 def count_nonfinite(key: Key = 0) -> Evidence:
-    """How many elements of the operand are NaN and how many infinite."""
+    """Return how many elements of the operand are NaN and how many infinite."""
     return join(lambda situation: _count(find_operand(situation, key), "num_nan", "NaN"), count_infs(key))
 
 
 def show_range(key: Key = 0) -> Evidence:
-    """Smallest and largest finite element of the operand."""
+    """Return the smallest and largest finite element of the operand."""
 
     def show(situation: Situation) -> str:
         operand = find_operand(situation, key)
@@ -44,7 +44,7 @@ def show_range(key: Key = 0) -> Evidence:
 
 
 def show_largest(*keys: Key) -> Evidence:
-    """Largest magnitude among the operands, and what the result's dtype can hold."""
+    """Return the largest magnitude among the operands, and what the result's dtype can hold."""
 
     def show(situation: Situation) -> str:
         operands = [find_operand(situation, key) for key in keys or (0,)]
@@ -59,13 +59,13 @@ def show_largest(*keys: Key) -> Evidence:
 
 
 def show_gradient(situation: Situation) -> str:
-    """Largest magnitude of the gradient that arrived."""
+    """Return the largest magnitude of the gradient that arrived."""
     magnitude = largest_magnitude(situation.grad) if situation.grad else None
     return "" if magnitude is None else f"the gradient that arrived reaches {magnitude:g}"
 
 
 def show_shape(key: Key = 0) -> Evidence:
-    """The operand's shape."""
+    """Return the operand's shape."""
 
     def show(situation: Situation) -> str:
         operand = find_operand(situation, key)
@@ -75,17 +75,17 @@ def show_shape(key: Key = 0) -> Evidence:
 
 
 def show_scalar(name: str) -> Evidence:
-    """A scalar argument and its value."""
+    """Return a scalar argument and its value."""
     return lambda situation: f"{name} is {situation.scalars[name]}" if name in situation.scalars else ""
 
 
 def join(*evidence: Evidence) -> Evidence:
-    """Several, those that are not known left out."""
+    """Return several, without those that are not known."""
     return lambda situation: ", ".join(found for show in evidence if (found := show(situation)))
 
 
 def _spell(operand: Operand) -> str:
-    """The name; in quotes where it is a place in the batch, such as '0'."""
+    """Return the name; in quotes where it is a place in the batch, such as '0'."""
     return operand.name if operand.name.replace(".", "_").isidentifier() else f"'{operand.name}'"
 
 

@@ -1,4 +1,4 @@
-"""Values that were bad before any op ran: in the batch, in a weight, in memory that nobody wrote."""
+"""Values that were bad before any op ran: in the batch, in a weight, in memory that was never written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ENTRIES = (
         name="uninitialised_memory",
         ops=("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize"),
         phases=(*FORWARD, "backward", "parameter", "input"),
-        why="torch.empty holds whatever was in memory, NaN at times, and nobody wrote to all of it",
+        why="torch.empty holds whatever was in memory, NaN at times, and part of it was never written",
         fixes=("torch.zeros_like(x)", "torch.full_like(x, 0.0)"),
     ),
 )

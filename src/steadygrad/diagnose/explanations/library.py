@@ -53,11 +53,11 @@ ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in fam
 
 
 def choose_entry(situation: Situation) -> Entry:
-    """The most specific entry that matches."""
+    """Return the most specific entry that matches."""
     matching = (entry for entry in ENTRIES if entry.matches(situation))
     return max(matching, key=lambda entry: entry.rank, default=fallbacks.LAST)
 
 
 def explain(situation: Situation) -> Explanation:
-    """Why it happened, with this failure's numbers, and what to write instead."""
+    """Return why it happened, with this failure's numbers, and what to write instead."""
     return choose_entry(situation).explain(situation)

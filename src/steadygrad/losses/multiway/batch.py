@@ -70,17 +70,17 @@ class Batch:
         return [before[m - 1 : m] * (m > 0) + after[m + 1 : m + 2] for m in range(len(views))]
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The rows of this process's samples."""
+        """Return the rows of this process's samples."""
         return tensor if self.span == slice(0, self.num_samples) else tensor[self.span]
 
 
 def _multiply_up(views: Sequence[Tensor]) -> list[Tensor]:
-    """Products of the first, of the first two, and so on."""
+    """Return the products of the first, of the first two, and so on."""
     return list(accumulate(views, torch.mul))
 
 
 def score_positives(batch: Batch) -> Tensor:
-    """The logit of each sample with itself [B], never rounded below fp32."""
+    """Return the logit of each sample with itself [B], never rounded below fp32."""
     if batch.similarity == "distance":
         return -batch.scale * (_measure_spread(batch) + EPS).sqrt()
     views, middle = batch.aligned, count_left(batch.num_modalities)
@@ -90,7 +90,7 @@ def score_positives(batch: Batch) -> Tensor:
 
 
 def _measure_spread(batch: Batch) -> Tensor:
-    """[B]: the mean square distance of a sample's vectors from their centre.
+    """Return [B]: the mean square distance of a sample's vectors from their centre.
 
     Not as a difference of squares, which in fp32 is nothing but rounding where the vectors agree.
     """

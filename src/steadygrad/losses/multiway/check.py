@@ -26,7 +26,7 @@ MOST_MODALITIES = 8
 
 
 def choose_anchors(anchors: Literal["all"] | Sequence[int], num: int) -> list[int]:
-    """The indices of the anchor modalities."""
+    """Return the indices of the anchor modalities."""
     if isinstance(anchors, str):
         if anchors == "all":
             return list(range(num))
@@ -87,7 +87,7 @@ def refuse_second_order() -> None:
     """Called in a backward pass: with create_graph its result would be a constant, and what follows silently wrong."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "multiway_contrastive was differentiated with create_graph=True, and its fast ways have no second "
+            "multiway_contrastive was differentiated with create_graph=True, and its fast versions have no second "
             "derivative. Use impl='naive' for that, or leave the loss out of the part that is differentiated twice."
         )
 

@@ -59,19 +59,19 @@ class Engine(Protocol):
         ...
 
     def count_rows(self, num_columns: int, depth: int, *, pull: bool) -> int:
-        """How many rows a panel may have when summed, or pulled, so that what the engine holds stays small."""
+        """Return how many rows a panel may have when summed, or pulled, so that what the engine holds stays small."""
         ...
 
     def sum_rows(self, panel: Panel) -> Tensor:
-        """The first of `sum_panel` alone."""
+        """Return the first of `sum_panel` alone."""
         ...
 
     def sum_panel(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp of each row and of each column; about MASKED if empty."""
+        """Return the log-sum-exp of each row and of each column; about MASKED if empty."""
         ...
 
     def pull_panel(self, panel: Panel, rows: Side, columns: Side | None, grad_q: Tensor) -> Tensor:
-        """grad_p of the panel; grad_q is added to in place.
+        """Return grad_p of the panel; grad_q is added to in place.
 
         W = (exp(L - rows.peak) * rows.weight + exp(L - columns.peak) * columns.weight) * slope, 0 at the
         positives; grad_p = W q, grad_q += W^T p. Without `columns` their term is zero.

@@ -28,7 +28,7 @@ from steadygrad.losses.multiway.similarity import build_columns, build_rows
 
 
 def build_fibres(batch: Batch, modality: int) -> tuple[Tensor, Tensor]:
-    """P [n, K] of each own sample's other vectors, Q [B, K] of the vectors that may stand at `modality`."""
+    """Return P [n, K] of each own sample's other vectors, Q [B, K] of the vectors that may stand at `modality`."""
     num = batch.num_present
     num = num if isinstance(num, int) else batch.own(num)
     absent = None if batch.absent is None else batch.absent[modality]
@@ -40,7 +40,7 @@ def build_fibres(batch: Batch, modality: int) -> tuple[Tensor, Tensor]:
 
 
 def sum_fibres(batch: Batch, engine: Engine, modality: int) -> Tensor:
-    """[n]: the log-sum-exp over which other vector stands at `modality`, for each own sample."""
+    """Return [n]: the log-sum-exp over which other vector stands at `modality`, for each own sample."""
     out: Tensor = _SumRows.apply(engine, batch.span.start, *build_fibres(batch, modality))  # type: ignore[no-untyped-call]
     return out
 

@@ -57,11 +57,11 @@ def multiway_contrastive(
     group: dist.ProcessGroup | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """The contrastive loss of M = 2..8 matrices [B, D], row i of each belonging to sample i; CLIP's at M=2.
+    """Return the contrastive loss of M = 2..8 matrices [B, D], row i of each belonging to sample i; CLIP's at M=2.
 
     Features are normalised and `logit_scale` is exponentiated by the caller, as for CLIP (see `MultiwayScale`).
-    `present` [B, M] is False where a sample lacks a modality: such a vector is no negative and no anchor, and the
-    sample's positive is made of what it has. `anchors` chooses modalities. `reduction="none"` returns [B, anchors].
+    `present` [B, M] is False where a sample lacks a modality: such a vector is neither a negative nor an anchor, and
+    the sample's positive is made of what it has. `anchors` chooses modalities. `reduction="none"` returns [B, anchors].
     `precision` is that of the matmuls: on CUDA bf16 for bf16 features, for others fp16 with TF32's accuracy (TF32
     itself with `present`), unless set; sums are fp32.
     `gather=True` takes the samples of all processes of `group` as the batch and returns the loss of this one's own.
@@ -96,7 +96,7 @@ def multiway_contrastive(
 
 
 def _reduce(losses: Tensor, batch: Batch, chosen: list[int], reduction: Reduction) -> Tensor:
-    """Anchors that are not there count nothing, and give no gradient."""
+    """Return anchors that are not there count nothing, and give no gradient."""
     if batch.present is None:
         return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
     valid = batch.present[:, chosen] & (batch.present.sum(1, keepdim=True) >= 2)
@@ -186,7 +186,7 @@ def gather_rows(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def join_sums(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The log-sum-exp over processes, element by element."""
+    """Return the log-sum-exp over processes, element by element."""
     return gather_rows(partial[None], group).logsumexp(0)
 
 
@@ -215,7 +215,7 @@ class _Gather(torch.autograd.Function):
 
 
 def average_combinations(batch: Batch, modality: int, positives: Tensor) -> Tensor:
-    """[n]: the mean over all combinations that have the own sample at `modality`."""
+    """Return [n]: the mean over all combinations that have the own sample at `modality`."""
     whole = batch.num_modalities
     others = [m for m in range(whole) if m != modality]
     rows = build_rows([batch.features[modality][batch.span]], batch.scale, batch.similarity, num=whole, whole=whole)
@@ -230,7 +230,7 @@ def average_combinations(batch: Batch, modality: int, positives: Tensor) -> Tens
 
 
 def average_fibres(batch: Batch, modality: int, positives: Tensor) -> Tensor:
-    """[n]: the mean over the vectors that may stand at `modality`; the positive is always one of them."""
+    """Return [n]: the mean over the vectors that may stand at `modality`; the positive is always one of them."""
     del positives
     rows, columns = build_fibres(batch, modality)
     if batch.present is None:

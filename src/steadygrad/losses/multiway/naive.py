@@ -1,6 +1,6 @@
 """The specification: every combination is written out, compared and summed. B^M * M * D numbers: for small B only.
 
-Nothing here is shared with the fast ways, so that each checks the other; autograd makes the gradients.
+Nothing here is shared with the fast versions, so each checks the other; autograd makes the gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from steadygrad.losses.multiway.similarity import EPS, MASKED, Similarity
 
 
 def compare(views: Tensor, scale: Tensor, similarity: Similarity, here: Tensor | None = None) -> Tensor:
-    """Logits [...] of views [..., M, D]; `here` [..., M] says which of the M are there."""
+    """Return logits [...] of views [..., M, D]; `here` [..., M] says which of the M are there."""
     whole, dim = views.shape[-2:]
     if here is None:
         here = torch.ones(views.shape[:-1], dtype=torch.bool, device=views.device)
@@ -33,12 +33,12 @@ def compare(views: Tensor, scale: Tensor, similarity: Similarity, here: Tensor |
 
 
 def score_positives(batch: Batch) -> Tensor:
-    """[B]."""
+    """Return [B]."""
     return compare(torch.stack(batch.features, 1), batch.scale, batch.similarity, batch.present)
 
 
 def sum_combinations(batch: Batch) -> Tensor:
-    """[M, B]: over all combinations of present vectors that have sample i at modality m, but itself."""
+    """Return [M, B]: over all combinations of present vectors that have sample i at modality m, but itself."""
     size, num = batch.num_samples, batch.num_modalities
     index = torch.cartesian_prod(*[torch.arange(size, device=batch.scale.device)] * num)  # [B^M, M]
     views = torch.stack([f[index[:, m]] for m, f in enumerate(batch.features)], 1)  # [B^M, M, D]

@@ -41,11 +41,11 @@ class Gains:
     weights: Tensor | None = None
 
     def free_rows(self, grad: Tensor) -> Tensor:
-        """A gradient that came from weights times Q, without their gains."""
+        """Return a gradient that came from weights times Q, without their gains."""
         return _divide(grad, self.weights, self.q)
 
     def free_columns(self, grad: Tensor) -> Tensor:
-        """A gradient that came from weights times P, without their gains."""
+        """Return a gradient that came from weights times P, without their gains."""
         return _divide(grad, self.weights, self.p)
 
 
@@ -86,25 +86,25 @@ def choose_precision(
 
 
 def find_top(numbers: Tensor, dim: int | None = None) -> Tensor:
-    """The largest size."""
+    """Return the largest size."""
     top: Tensor = torch.linalg.vector_norm(numbers, torch.inf, dim)
     return top
 
 
 def find_gain(bound: Tensor) -> Tensor:
-    """The power of two that puts `bound` (fp32) just below 2^15, half of what fp16 holds; 0 if it is no number."""
+    """The power of two that puts `bound` (fp32) just below 2^15, half of what fp16 holds; 0 if it is not a number."""
     power = bound.clamp(min=1e-30).view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     return 2.0**14 / power
 
 
 def find_gains(p_bound: Tensor, q_bound: Tensor) -> Gains:
-    """For halves that hold nothing larger."""
+    """Return the gains for halves that hold nothing larger."""
     gains = find_gain(torch.stack([p_bound, q_bound]))
     return Gains(gains[0], gains[1], gains.reciprocal().prod())
 
 
 def round_half(half: Tensor, precision: Precision, gain: Tensor | None = None) -> Tensor:
-    """`half` (times `gain`) as the multiplication sees it; no gradient goes through."""
+    """Return `half` (times `gain`) as the multiplication sees it; no gradient goes through."""
     half = half.detach()
     if gain is not None:
         half = half * gain
@@ -119,7 +119,7 @@ def round_half(half: Tensor, precision: Precision, gain: Tensor | None = None) -
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and returned in fp32 or wider."""
+    """Return a @ b, summed and returned in fp32 or wider."""
     if a.dtype not in HALF:
         return a @ b
     if a.is_cuda and HAS_OUT_DTYPE:
@@ -163,7 +163,7 @@ def _list_switches(precision: Precision) -> dict[str, object]:
 
 
 def _read_switch(name: str) -> object:
-    """Its value; of one that follows the switch above it, that it does, not what it follows to."""
+    """Return its value; of one that follows the switch above it, that it does, not what it follows to."""
     value: object = getattr(torch.backends.cuda.matmul, name)
     return "none" if name == "fp32_precision" and value == getattr(torch.backends, name) else value
 

@@ -15,7 +15,7 @@ from steadygrad.losses.multiway.similarity import CURVES, MASKED, build_columns,
 
 
 def sum_sampled(batch: Batch, modality: int, num: int, generator: torch.Generator | None) -> Tensor:
-    """[n]: log((N - 1) / K * sum of K random negatives), for each own sample."""
+    """Return [n]: log((N - 1) / K * sum of K random negatives), for each own sample."""
     others = [m for m in range(batch.num_modalities) if m != modality]
     drawn = [_draw(batch, m, num, generator) for m in others]
     logits = _score(batch, modality, others, drawn)  # [n, K]
@@ -27,7 +27,7 @@ def sum_sampled(batch: Batch, modality: int, num: int, generator: torch.Generato
 
 
 def build_permuted(batch: Batch, modality: int, generator: torch.Generator | None) -> Tensor:
-    """Logits [n, B] of own samples with combinations of independently shuffled others, as Symile's `n`.
+    """Return logits [n, B] of own samples with combinations of independently shuffled others, as Symile's `n`.
 
     MASKED at the sample's own place, where Symile puts the positive.
     """
@@ -40,7 +40,7 @@ def build_permuted(batch: Batch, modality: int, generator: torch.Generator | Non
 
 
 def _score(batch: Batch, modality: int, others: list[int], drawn: list[Tensor]) -> Tensor:
-    """Logits [n, K] of own samples at `modality` with the drawn vectors of the others."""
+    """Return logits [n, K] of own samples at `modality` with the drawn vectors of the others."""
     whole = batch.num_modalities
     rows = build_rows([batch.features[modality][batch.span]], batch.scale, batch.similarity, num=whole, whole=whole)
     columns = build_columns([batch.features[m][index] for m, index in zip(others, drawn)], batch.similarity)
@@ -53,17 +53,17 @@ def _score(batch: Batch, modality: int, others: list[int], drawn: list[Tensor]) 
 
 
 def _draw(batch: Batch, modality: int, num: int, generator: torch.Generator | None) -> Tensor:
-    """`num` of the samples that have this modality, with repetition."""
+    """Return `num` of the samples that have this modality, with repetition."""
     device = batch.scale.device
     home = _home(generator, device)
     if batch.present is None:
         return torch.randint(batch.num_samples, (num,), generator=generator, device=home).to(device)
-    weights = batch.present[:, modality].to(home, torch.float32).clamp(min=1e-30)  # nobody has it: they are masked
+    weights = batch.present[:, modality].to(home, torch.float32).clamp(min=1e-30)  # no sample has it: they are masked
     return torch.multinomial(weights, num, replacement=True, generator=generator).to(device)
 
 
 def _log_negatives(batch: Batch, others: list[int]) -> Tensor:
-    """log(N - 1), or log N where a sample lacks something and is not among its combinations; scalar or [n].
+    """Return log(N - 1), or log N where a sample lacks something and is not among its combinations; scalar or [n].
 
     From logarithms: N = B^(M-1) may be beyond fp32. Finite for N = 1, whose sum is empty anyway.
     """

@@ -21,12 +21,12 @@ CLIP_MAX = 100.0
 
 
 def align_gain(num_modalities: int, dim: int) -> float:
-    """D^(M/2 - 1): makes the product of M densely aligned unit vectors 1. It is 1 for M=2."""
+    """Return D^(M/2 - 1): makes the product of M densely aligned unit vectors 1. It is 1 for M=2."""
     return math.pow(dim, num_modalities / 2 - 1)
 
 
 def spread_gain(num_modalities: int, dim: int) -> float:
-    """D^((M-1)/2): makes the product of M random unit vectors spread by 1. It is sqrt(D) times `align_gain`."""
+    """Return D^((M-1)/2): makes the product of M random unit vectors spread by 1. It is sqrt(D) times `align_gain`."""
     return math.pow(dim, (num_modalities - 1) / 2)
 
 
@@ -64,11 +64,11 @@ class MultiwayScale(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(initial)))
 
     def forward(self) -> Tensor:
-        """min(exp(log_scale), maximum) * gain, in fp32."""
+        """Return min(exp(log_scale), maximum) * gain, in fp32."""
         with torch.no_grad():
             excess = (self.log_scale - self.log_maximum).clamp(min=0)
         return (self.log_scale - excess).float().exp() * self.gain
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """Return what `print` shows."""
         return f"gain={self.gain:g}, maximum={math.exp(self.log_maximum):g}"

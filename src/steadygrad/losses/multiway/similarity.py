@@ -61,7 +61,7 @@ def build_rows(
     whole: int,
     absent: Tensor | None = None,
 ) -> Tensor:
-    """P [..., K] of views [..., D] that broadcast; `num` [..., 1] vectors of `whole` modalities are there in all."""
+    """Return P [..., K] of views [..., D] that broadcast; `num` [..., 1] vectors of `whole` modalities are present."""
     if similarity == "mip":
         half = reduce(torch.mul, views[1:], views[0] * scale)
         return half if absent is None else _append_mask(half, absent, similarity, first=True)
@@ -82,7 +82,7 @@ def build_rows(
 
 
 def build_columns(views: Sequence[Tensor], similarity: Similarity, *, absent: Tensor | None = None) -> Tensor:
-    """Q [..., K], the other half."""
+    """Return Q [..., K], the other half."""
     if similarity == "mip":
         half = reduce(torch.mul, views)
     else:

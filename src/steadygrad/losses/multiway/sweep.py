@@ -52,7 +52,7 @@ class Plan:
 
 
 def sum_combinations(batch: Batch, engine: Engine) -> Tensor:
-    """[M, B]; over this process's part of the combinations. MASKED where there is none."""
+    """Return [M, B]; over this process's part of the combinations. MASKED where there is none."""
     plan = Plan(engine, batch.similarity, batch.absent, batch.span)
     out: Tensor = _SumCombinations.apply(plan, batch.scale, *batch.features)  # type: ignore[no-untyped-call]
     return out
@@ -128,7 +128,7 @@ def _pull_box(
     columns: Side,
     grad_q: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the scale and of the features inside the box, gains included; grad_q is added to."""
+    """Return gradients of the scale and of the features inside the box, gains included; grad_q is added to."""
     leaves = [t.detach().requires_grad_() for t in (scale, *(f[r] for f, r in zip(features, box)))]
     with torch.enable_grad():
         graph = _build_p(plan, box, leaves[0], leaves[1:], len(features))
@@ -139,7 +139,7 @@ def _pull_box(
 
 
 def _pull_q(plan: Plan, features: Sequence[Tensor], grad_q: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the columns' features, gains included."""
+    """Return gradients of the columns' features, gains included."""
     leaves = [feature.detach().requires_grad_() for feature in features]
     with torch.enable_grad():
         graph = _build_q(plan, leaves)
@@ -158,7 +158,7 @@ def _bound_weights(side: Side, sums: Tensor) -> Tensor:
 
 
 def cut_boxes(num_axes: int, size: int, span: slice, max_rows: int) -> Iterator[Box]:
-    """Boxes of at most `max_rows` rows that cover span x size x ... x size, in order."""
+    """Yield boxes of at most `max_rows` rows that cover span x size x ... x size, in order."""
     axis = next(k for k in range(num_axes) if size ** (num_axes - 1 - k) <= max_rows or k == num_axes - 1)
     step = max(1, max_rows // size ** (num_axes - 1 - axis))
     ranges = [range(span.start, span.stop)] + [range(size)] * (num_axes - 1)
@@ -169,7 +169,7 @@ def cut_boxes(num_axes: int, size: int, span: slice, max_rows: int) -> Iterator[
 
 
 def find_positives(box: Box, num_modalities: int, size: int) -> Diagonal:
-    """Where the rows (i, i, ...) of the box meet the columns (i, i, ...)."""
+    """Return where the rows (i, i, ...) of the box meet the columns (i, i, ...)."""
     low, high = max(r.start for r in box), min(r.stop for r in box)
     row = row_step = 0
     for r in box:
@@ -197,7 +197,7 @@ def _build_q(plan: Plan, features: Sequence[Tensor]) -> Tensor:
 
 
 def _join_absent(absent: tuple[Tensor, ...] | None, first: int, box: Box) -> Tensor | None:
-    """True where any of the box's modalities is missing."""
+    """Return True where any of the box's modalities is missing."""
     if absent is None:
         return None
     group = absent[first:] if first < 0 else absent[: len(box)]
@@ -209,13 +209,13 @@ def _join_absent(absent: tuple[Tensor, ...] | None, first: int, box: Box) -> Ten
 
 
 def _sum_axes(sums: Tensor) -> list[Tensor]:
-    """For each axis the log-sum-exp over all others."""
+    """Return for each axis the log-sum-exp over all others."""
     axes = range(sums.dim())
     return [sums.logsumexp([other for other in axes if other != axis]) if len(axes) > 1 else sums for axis in axes]
 
 
 def _weigh_side(sums: Tensor, grads: Tensor, box: Box) -> Side:
-    """sum_m g[m, i_m] exp(L - sums[m, i_m]) as exp(L - peak) * weight, where peak is the least of the sums."""
+    """Return sum_m g[m, i_m] exp(L - sums[m, i_m]) as exp(L - peak) * weight, where peak is the least of the sums."""
     peaks = _spread([s[r] for s, r in zip(sums, box)])
     peak = peaks[0]
     for other in peaks[1:]:

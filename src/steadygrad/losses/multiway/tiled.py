@@ -24,7 +24,7 @@ class TiledEngine:
         self._tile_bytes = tile_bytes
 
     def count_rows(self, num_columns: int, depth: int, *, pull: bool) -> int:
-        """The rows of a tile: columns are cut, whatever their number."""
+        """Return the rows of a tile: columns are cut, whatever their number."""
         del num_columns, depth, pull
         return 4096 if self._tile_bytes is None else max(1, int((self._tile_bytes / 8) ** 0.5))
 
@@ -62,7 +62,7 @@ class TiledEngine:
         return grad_p
 
     def _score(self, panel: Panel, tile: slice) -> Tensor:
-        """Logits of all rows with the tile's columns, MASKED at the positives."""
+        """Return logits of all rows with the tile's columns, MASKED at the positives."""
         product = multiply(panel.p, panel.q[tile].t())
         logits = self._curve.value(product if panel.unit is None else product.mul_(panel.unit))
         positives = panel.positives
@@ -76,7 +76,7 @@ class TiledEngine:
         return logits
 
     def _cut(self, panel: Panel) -> Iterator[slice]:
-        """Slices of q's rows."""
+        """Yield slices of q's rows."""
         p = panel.p
         tile_bytes = self._tile_bytes or TILE_BYTES.get(p.device.type, TILE_BYTES["cpu"])
         width = max(1, tile_bytes // (len(p) * _sum_dtype(p).itemsize))

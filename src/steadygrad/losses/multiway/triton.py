@@ -201,7 +201,7 @@ class TritonEngine:
         return row_sums.logsumexp(1), column_sums.logsumexp(0)
 
     def _sum_by_tile(self, panel: Panel) -> tuple[Tensor, Tensor]:
-        """[rows, column tiles] and [row tiles, columns]."""
+        """Return [rows, column tiles] and [row tiles, columns]."""
         p, q = panel.p, panel.q
         row_tiles, column_tiles = _count_tiles(self._sum_tiles, panel)
         row_sums = torch.empty(len(p), column_tiles, dtype=torch.float32, device=p.device)

@@ -18,7 +18,7 @@ def are_sizes(values: object) -> bool:
 
 
 def resolve_inside(folder: Path, relative: object) -> Path:
-    """`folder / relative`, refused where that leads out of the folder."""
+    """Return `folder / relative`, refused where that leads out of the folder."""
     inside = Path(relative) if isinstance(relative, str) and "\0" not in relative else None
     if inside is None or inside.is_absolute() or ".." in inside.parts:
         raise DamagedCheckpoint(folder, f"it names a file outside itself: {relative!r}")

@@ -50,7 +50,7 @@ class ChunkReader:
         self._files.clear()
 
     def read_bytes(self, path: Path, offset: int, length: int) -> Tensor:
-        """At most CHUNK_BYTES of a file, as uint8."""
+        """Return at most CHUNK_BYTES of a file, as uint8."""
         if path not in self._files:
             self._files[path] = path.open("rb", buffering=0)
         file = self._files[path]
@@ -64,7 +64,7 @@ class ChunkReader:
         return self._bytes[:length]
 
     def held(self, length: int) -> memoryview:
-        """The first bytes of the buffer, as they are now."""
+        """Return the first bytes of the buffer, as they are now."""
         return self._view[:length]
 
     def read_elements(self, tensor: StoredTensor, start: int, length: int) -> Tensor:
@@ -73,7 +73,7 @@ class ChunkReader:
         return self.read_bytes(tensor.path, tensor.offset + start, length).view(tensor.dtype)
 
     def iterate(self, tensor: StoredTensor, start: int = 0, length: int | None = None) -> Iterator[Tensor]:
-        """The tensor, or a stretch of it, in flat chunks."""
+        """Yield the tensor, or a stretch of it, in flat chunks."""
         if tensor.has_gaps:
             yield from (
                 chunk.reshape(-1).contiguous() for chunk in split_view(map_tensor(tensor, *tensor.stored_layout))
@@ -88,7 +88,7 @@ class ChunkReader:
 def map_tensor(
     tensor: StoredTensor, shape: tuple[int, ...], stride: tuple[int, ...], *, writable: bool = False
 ) -> Tensor:
-    """A layout of the tensor's elements on a mapping of its file: private, or written through to the file."""
+    """Return a layout of the tensor's elements on a mapping of its file: private, or written through to the file."""
     assert tensor.dtype is not None
     with tensor.path.open("r+b" if writable else "rb") as file:
         first = tensor.offset - tensor.offset % mmap.ALLOCATIONGRANULARITY
@@ -107,7 +107,7 @@ def map_tensor(
 
 
 def split_view(view: Tensor) -> Iterator[Tensor]:
-    """Parts of a tensor of any layout, none larger than a chunk; views, so that writing to one writes to it."""
+    """Yield parts of a tensor of any layout, none larger than a chunk; views, so that writing to one writes to it."""
     if view.dim() == 0 or view.numel() * view.element_size() <= CHUNK_BYTES:
         yield view
         return
@@ -120,7 +120,7 @@ def split_view(view: Tensor) -> Iterator[Tensor]:
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """The tensor itself, in memory."""
+    """Return the tensor itself, in memory."""
     assert stored.dtype is not None
     buffer = bytearray(stored.num_bytes)
     with stored.path.open("rb") as file:
@@ -168,11 +168,11 @@ class ReaderPool:
         self._opened.append(self._local.readers)
 
     def map(self, work: Callable[[Readers, Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """Results in the order of the items; the first error ends it."""
+        """Yield results in the order of the items; the first error ends it."""
         return self._pool.map(lambda item: work(self._local.readers, item), items)
 
 
 def count_cpus() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """A folder of torch.distributed.checkpoint -> Contents: its `.metadata` says which part of which file is which tensor.
 
-torch itself reads `.metadata` with a pickle that runs what it is told to; here it is read inertly, and only the names
-of torch's own records are known. Every part is an archive of its own inside a larger file.
+torch itself reads `.metadata` with a pickle that runs whatever the file asks for; here it is read inertly, and only
+the names of torch's own records are known. Every part is an archive of its own inside a larger file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Window(io.RawIOBase):
 
 
 def read_distributed(folder: Path) -> Contents:
-    """The tensors of all parts. A tensor in several parts is several, named by where in it they begin."""
+    """Return the tensors of all parts. A tensor in several parts is several, named by where in it they begin."""
     tensors: list[StoredTensor] = []
     numbers: list[tuple[str, float]] = []
     problems: list[str] = []
@@ -70,7 +70,7 @@ def read_distributed(folder: Path) -> Contents:
 
 
 def _list_parts(folder: Path) -> Iterator[tuple[str, Path, int, int]]:
-    """(name, file, first byte, length) of every part."""
+    """Yield (name, file, first byte, length) of every part."""
     records = _field(_read_metadata(folder), "storage_data")
     if not isinstance(records, dict):
         raise DamagedCheckpoint(folder / METADATA, "it has no table of parts")

@@ -1,4 +1,4 @@
-"""A path -> Contents: which file or folder it is, told by what is in it and not by its name.
+"""A path -> Contents: which file or folder it is, recognized by its content, not by its name.
 
 Files: safetensors, both formats of `torch.save`. Folders whose files belong together: a sharded Hugging Face model, a
 distributed checkpoint, a checkpoint of ours with its manifest. Everything else in a folder is one file, one Contents.
@@ -32,7 +32,7 @@ MAX_INDEX_BYTES = 100_000_000
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """What `read_contents` takes, at `path` or in folders below it; of a run directory its checkpoints only."""
+    """Return what `read_contents` takes, at `path` or in folders below it; of a run directory its checkpoints only."""
     if not _is_folder(path):
         return [path]
     found = list(_search(path, 0))
@@ -66,7 +66,7 @@ def read_contents(path: Path) -> Contents:
 
 
 def read_tensors(path: Path) -> list[StoredTensor]:
-    """Every tensor at `path`; where several checkpoints lie there, under the name of its file and its own."""
+    """Return every tensor at `path`; where several checkpoints lie there, under the name of its file and its own."""
     found = find_checkpoints(path)
     if len(found) == 1:
         return list(read_contents(found[0]).tensors)
@@ -85,7 +85,7 @@ def _is_folder(path: Path) -> bool:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{path} cannot be read: {reason}. Check the path and its permissions.") from None
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-        raise CheckpointError(f"{path} is no plain file: a pipe or device never ends. Give a file or a folder.")
+        raise CheckpointError(f"{path} is not a regular file: a pipe or device never ends. Give a file or a folder.")
     return stat.S_ISDIR(mode)
 
 
@@ -149,7 +149,7 @@ def _search(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _read_sharded(folder: Path, index: Path) -> Contents:
-    """All shards that the index names, as one; what index and shards say must agree."""
+    """Return all shards that the index names, as one; what index and shards say must agree."""
     named = _read_index(index)
     tensors: list[StoredTensor] = []
     problems: list[str] = []
@@ -166,22 +166,22 @@ def _read_sharded(folder: Path, index: Path) -> Contents:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor -> file."""
+    """Return tensor -> file."""
     try:
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise DamagedCheckpoint(index, "it is too large to be an index")
         named: Any = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(index, f"it is no index of shards ({type(error).__name__})") from None
+        raise DamagedCheckpoint(index, f"it is not an index of shards ({type(error).__name__})") from None
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}. Check its permissions.") from None
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise DamagedCheckpoint(index, "its weight_map is no table of names and files")
+        raise DamagedCheckpoint(index, "its weight_map is not a table of names and files")
     return named
 
 
 def _read_own(folder: Path) -> Contents:
-    """A checkpoint of ours: weights under `model.`, everything else as the state names it."""
+    """Return a checkpoint of ours: weights under `model.`, everything else as the state names it."""
     tensors: list[StoredTensor] = []
     numbers: list[tuple[str, float]] = []
     allowed: frozenset[str] = frozenset()

@@ -107,7 +107,7 @@ def may_leave_out(name: str, use: Use) -> bool:
 
 
 def interpret(path: Path, stream: BinaryIO, persist: Persist | None = None) -> Pickle:
-    """The next pickle, read inertly, or a refusal that says what it wanted to run."""
+    """Return the next pickle, read inertly, or a refusal that says what it wanted to run."""
     try:
         pickle = read_pickle(stream, is_plain_name, persist or make_storage, may_leave_out)
     except BrokenPickle as error:
@@ -120,7 +120,7 @@ def interpret(path: Path, stream: BinaryIO, persist: Persist | None = None) -> P
 
 
 def tell_left_out(names: Sequence[str]) -> tuple[str, ...]:
-    """A note about what was left out, if anything was."""
+    """Return a note about what was left out, if anything was."""
     if not names:
         return ()
     shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
@@ -128,9 +128,9 @@ def tell_left_out(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_storage(identity: Any) -> Storage:
-    """The storage that a persistent id stands for: ('storage', type, key, device, size, ...)."""
+    """Return the storage that a persistent id stands for: ('storage', type, key, device, size, ...)."""
     if not (isinstance(identity, tuple) and len(identity) >= 5 and identity[0] == "storage"):
-        raise BrokenPickle("a persistent id that is no storage")
+        raise BrokenPickle("a persistent id that is not a storage")
     _, kind, key, _, size, *view = identity
     if any(part is not None for part in view):
         raise BrokenPickle("a view of a storage, which torch has not written since 0.4")
@@ -190,7 +190,7 @@ def is_tensor(call: Call) -> bool:
 
 
 def describe_tensor(path: Path, name: str, call: Call, place: Place) -> StoredTensor | None:
-    """The tensor that a call rebuilds; None for a call of something else."""
+    """Return the tensor that a call rebuilds; None for a call of something else."""
     if not is_tensor(call):
         return None
     storage, first, shape, stride = (*call.arguments[:4], None, None, None, None)[:4]
@@ -213,7 +213,7 @@ def describe_tensor(path: Path, name: str, call: Call, place: Place) -> StoredTe
 
 
 def _find_dtype(call: Call) -> torch.dtype | None:
-    """The dtype of a tensor on an untyped storage, which names it among its arguments."""
+    """Return the dtype of a tensor on an untyped storage, which names it among its arguments."""
     names = [one.name for one in call.arguments[4:] if isinstance(one, Name) and one.module == "torch"]
     dtype = getattr(torch, names[0], None) if names else None
     return dtype if isinstance(dtype, torch.dtype) else None

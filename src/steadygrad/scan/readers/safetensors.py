@@ -45,7 +45,7 @@ DTYPES = {
 
 
 def read_safetensors(path: Path, file: BinaryIO) -> Contents:
-    """The tensors that the header of `file` describes."""
+    """Return the tensors that the header of `file` describes."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     head = file.read(8)
@@ -70,9 +70,9 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(path, f"the header is no JSON ({type(error).__name__})") from None
+        raise DamagedCheckpoint(path, f"the header is not JSON ({type(error).__name__})") from None
     if not isinstance(header, dict):
-        raise DamagedCheckpoint(path, "the header is no JSON object")
+        raise DamagedCheckpoint(path, "the header is not a JSON object")
     return header
 
 

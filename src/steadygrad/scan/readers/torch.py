@@ -47,7 +47,7 @@ class OpenPickle:
 
 
 def open_pickle(path: Path, file: BinaryIO) -> OpenPickle:
-    """What a file of `torch.save` describes; `file` is open and at any place."""
+    """Return what a file of `torch.save` describes; `file` is open and at any place."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     if file.read(4) == b"PK\x03\x04":
@@ -56,13 +56,13 @@ def open_pickle(path: Path, file: BinaryIO) -> OpenPickle:
 
 
 def read_torch(path: Path, file: BinaryIO, name: str = "") -> Contents:
-    """The tensors of a file of `torch.save`; `name` stands before every tensor's."""
+    """Return the tensors of a file of `torch.save`; `name` stands before every tensor's."""
     opened = open_pickle(path, file)
     return _describe(path, opened, file.seek(0, io.SEEK_END), name)
 
 
 def read_archive(path: Path, file: BinaryIO, size: int, *, start: int = 0, name: str = "") -> Contents:
-    """The tensors of an archive. `start`: where it begins in `path`, when `file` is only a part of that."""
+    """Return the tensors of an archive. `start`: where it begins in `path`, when `file` is only a part of that."""
     return _describe(path, _open_archive(path, file, size, start), size, name)
 
 
@@ -79,7 +79,7 @@ def _open_archive(path: Path, file: BinaryIO, size: int, start: int) -> OpenPick
     records = _list_records(path, file)
     if any(record.startswith("code/") for record in records):
         raise UnsupportedError(
-            f"{path} is a TorchScript program, no checkpoint: loading it would run it. Save its state_dict() instead."
+            f"{path} is a TorchScript program, not a checkpoint: loading it runs it. Save its state_dict() instead."
         )
     if "data.pkl" not in records:
         raise DamagedCheckpoint(path, "it is a zip archive without data.pkl, which torch.save always writes")
@@ -97,7 +97,7 @@ def _open_archive(path: Path, file: BinaryIO, size: int, start: int) -> OpenPick
 
 
 def _list_records(path: Path, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """The records of the archive by name, without the folder that all of them are in."""
+    """Return the records of the archive by name, without the folder that all of them are in."""
     try:
         entries = zipfile.ZipFile(file).infolist()
     except (zipfile.BadZipFile, ValueError, OverflowError, NotImplementedError, struct.error) as error:
@@ -112,7 +112,7 @@ def _list_records(path: Path, file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def find_data(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> int:
-    """Where the bytes of a record begin. Only stored ones: a compressed one can grow without end."""
+    """Return where the bytes of a record begin. Only stored ones: a compressed one can grow without end."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
         raise UnsupportedError(
             f"{path}: record {entry.filename!r} is compressed or encrypted, which torch.save never does. "
@@ -189,7 +189,7 @@ def _place_stream(
     path: Path, file: BinaryIO, position: int, size: int, keys: Any, storages: dict[str, Storage]
 ) -> dict[str, tuple[int, int]]:
     if not isinstance(keys, list):
-        raise DamagedCheckpoint(path, "the list of storages is no list")
+        raise DamagedCheckpoint(path, "the list of storages is not a list")
     places = {}
     for key in keys:
         storage = storages.get(str(key))

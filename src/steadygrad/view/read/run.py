@@ -144,7 +144,7 @@ class RunReader:
         try:
             about = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is cut short or spoilt"
+            why = error.strerror if isinstance(error, OSError) else "it is truncated or corrupt"
             self._about_note = f"run.json cannot be read: {why}"
             return True
         self.about = about if isinstance(about, dict) else {}
@@ -236,7 +236,7 @@ class RunReader:
         for tail in self._tails:
             if tail.num_bad:
                 lines = "line" if tail.num_bad == 1 else "lines"
-                notes.append(f"{tail.num_bad} {lines} of {tail.path.name} cut short or spoilt, left out")
+                notes.append(f"{tail.num_bad} {lines} of {tail.path.name} truncated or corrupt, left out")
         if self.ranks.num_left_out:
             notes.append(f"{self.ranks.num_left_out} files of ranks beyond the first {len(self.ranks)} are not read")
         if self.steps.num_extra_left_out:
@@ -259,7 +259,7 @@ def open_run(path: str | Path, *, max_buckets: int = MAX_BUCKETS) -> RunReader:
     if path.is_dir():
         runs = [str(one) for one in find_runs(path)]
         inside = f"It holds runs: {', '.join(runs[:5])}. Name one of them." if runs else "Name a run directory."
-        raise UsageError(f"{path} is no run directory: it has neither run.json nor steps.jsonl. {inside}")
+        raise UsageError(f"{path} is not a run directory: it has neither run.json nor steps.jsonl. {inside}")
     what = "a run directory, which holds steps.jsonl, or a file of JSON lines"
     raise UsageError(f"There is no file or folder {path}. Name {what}.")
 
@@ -270,7 +270,7 @@ def _check_log(path: Path) -> None:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start and not start.startswith(b"{"):
         raise UsageError(
-            f"{path} is no file of JSON lines: it begins with {start[:12]!r}. Name a run directory, or a log with a "
+            f"{path} is not a file of JSON lines: it begins with {start[:12]!r}. Name a run directory, or a log with a "
             'line such as {"loss": 1.5} for each step.'
         )
 

@@ -34,7 +34,7 @@ def render_about(run: RunReader) -> Html:
         parts.append(_fold(f"{len(names)} parameters", listed))
     started = run.about.get("started")
     when = tag("p", f"Started {started}", _tell_resumed(run), class_="note") if started else None
-    return join([when, *parts]) if parts or when else tag("p", "run.json tells nothing.", class_="note")
+    return join([when, *parts]) if parts or when else tag("p", "run.json says nothing about the run.", class_="note")
 
 
 def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Sequence[str | None]) -> Html:

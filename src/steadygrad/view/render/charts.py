@@ -34,12 +34,12 @@ ABOUT = {
     "loss": "Below it, what happened and where; a click on a mark opens its incident.",
     "validation": "A point for each evaluation; the thin line is the training loss.",
     "metrics": "What else the evaluations measured; a click on a name hides it.",
-    "extra": "What the program told beside the loss; a click on a name hides it.",
+    "extra": "What the program logged beside the loss; a click on a name hides it.",
     "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
     "rate": "The largest of the parameter groups.",
     "share": "In each stretch of the run.",
     "layers": "Powers of ten. Blue is far below this run's middle, red far above; a dot: NaN or Inf.",
-    "ratios": "Powers of ten; about -3 is healthy. Blue hardly moves, red moves too fast.",
+    "ratios": "Powers of ten; about -3 is healthy. Blue barely moves, red moves too fast.",
     "scale": "What the GradScaler multiplied the loss by.",
 }
 

@@ -50,7 +50,7 @@ OWN_PLACE = ("explanation", "fixes", "chain", "inputs", "terms", "file", "line",
 def render_incidents(log: IncidentLog, key: str) -> Html:
     """Render every problem, in the order in which they were noticed; `key` makes their ids unique on the page."""
     if not log.count:
-        return tag("p", "Nothing happened that is worth a line.", class_="calm")
+        return tag("p", "No incidents.", class_="calm")
     problems = log.problems
     rendered = [render_problem(one, f"{key}-incident-{i}") for i, one in enumerate(problems)]
     shown, rest = rendered[:MAX_OPEN], rendered[MAX_OPEN:]

@@ -32,7 +32,7 @@ COMPARED = {
     "compare_rate": "Learning rate of all runs",
 }
 MAX_EPISODES = 3
-"""Problems told at the top of the page."""
+"""Problems shown at the top of the page."""
 MOVES = (
     ("ArrowLeft", "◂", "earlier"),
     ("ArrowRight", "▸", "later"),

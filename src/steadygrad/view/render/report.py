@@ -52,7 +52,7 @@ def list_named_runs(paths: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         inside = [] if path.is_file() or is_run(path) else find_runs(path)
-        found += inside or list_parts(path)  # one that is no run is refused when it is opened
+        found += inside or list_parts(path)  # one that is not a run is refused when it is opened
     return list({path.resolve(): path for path in found}.values())
 
 

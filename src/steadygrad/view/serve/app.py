@@ -179,7 +179,7 @@ def make_comparison_page(readers: Sequence[RunReader], names: Sequence[str]) -> 
 def render_list(glances: Sequence[RunGlance]) -> Html:
     """Render a row for each run."""
     if not glances:
-        return tag("p", "There is no run in this folder yet.", class_="calm")
+        return tag("p", "No runs in this folder yet.", class_="calm")
     rows = [
         [
             join([_render_tick(one.name), " ", tag("a", one.name, href=f"/runs/{quote(one.name)}")]),

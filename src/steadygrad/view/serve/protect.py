@@ -45,7 +45,7 @@ class Gate:
             return
         guarded = _add_headers(send)
         if scope["method"] not in ("GET", "HEAD"):
-            await _answer(guarded, 405, "This page only shows. It takes GET and nothing else.", {"allow": "GET, HEAD"})
+            await _answer(guarded, 405, "This page is read-only: it accepts only GET.", {"allow": "GET, HEAD"})
         elif self._token is not None:
             await self._let_in_by_token(scope, receive, guarded)
         elif not _is_own_name(_read_header(scope, b"host")):

@@ -276,7 +276,7 @@ const steadygrad = (() => {
     return svg;
   }
   function scaleOf(cells) {
-    const words = cells.what === "norm" ? ["far below", "far above"] : ["hardly moves", "moves too fast"];
+    const words = cells.what === "norm" ? ["far below", "far above"] : ["barely moves", "moves too fast"];
     const bar = document.createElement("span");
     bar.className = "heat";
     const [low, high] = words.map((text) => { const one = document.createElement("span"); one.className = "item"; one.textContent = text; return one; });

@@ -1,0 +1,75 @@
+"""One walker opens every container that batches are made of, and leaves the caller's own objects alone."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad.state.tree import find_tensors, map_tensors
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    name: str = "cat"
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """Like Hugging Face's BatchEncoding: keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+ONE = torch.ones(2)
+CONTAINERS = {
+    "dict": {"a": ONE},
+    "ordered": collections.OrderedDict(a=ONE),
+    "encoding": Encoding({"a": ONE}),
+    "list": [ONE, 3],
+    "named tuple": Pair(ONE, ONE),
+    "frozen dataclass": Sample(ONE),
+    "nested": {"a": [(ONE, {"b": Sample(ONE)})]},
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_stays_what_it_is_and_only_its_tensors_are_changed(name: str) -> None:
+    batch = CONTAINERS[name]
+
+    changed = map_tensors(batch, lambda tensor: tensor + 1)
+
+    assert type(changed) is type(batch)
+    before, after = list(find_tensors([batch], {})), list(find_tensors([changed], {}))
+    assert [path for path, _ in before] == [path for path, _ in after]
+    assert all(tensor is ONE and torch.equal(tensor, torch.ones(2)) for _, tensor in before)
+    assert all(torch.equal(tensor, torch.full((2,), 2.0)) for _, tensor in after)
+
+
+def test_what_cannot_be_copied_becomes_a_dict_and_what_has_no_tensor_stays_the_same_object() -> None:
+    assert map_tensors(types.MappingProxyType({"a": ONE}), lambda t: t * 0)["a"].sum() == 0
+    sample = Sample(ONE)
+    assert map_tensors(sample, lambda tensor: tensor) is sample
+
+
+def test_a_module_is_never_opened_and_a_list_that_holds_itself_ends() -> None:
+    model, loop = nn.Linear(2, 1), [ONE]
+    loop.append(loop)  # type: ignore[arg-type]
+
+    assert map_tensors([model], lambda tensor: tensor * 0)[0] is model
+    assert not list(find_tensors([model], {}))
+    assert torch.equal(map_tensors(loop, lambda tensor: tensor + 1)[0], torch.full((2,), 2.0))
