@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,6 +118,57 @@ def time_first_attention(bug: bool) -> Built:
             guard.step(F.cross_entropy(model(x.view(16, 1, 8).repeat(1, 3, 1)), y))  # a loss, not a function
 
     return model, adam(model), train
+
+
+class Sequences(nn.Module):
+    """A layer, something that may mix samples, and a head; for inputs of [samples, time, features]."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.out, self.mix = nn.Linear(4, 8), nn.Linear(8, 4), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mix(self.inner(x).relu()))
+
+
+def _train_sequences(mix: Callable[[Tensor], Tensor]) -> Built:
+    model = Sequences(mix)
+
+    def train(guard: Any) -> None:
+        for x, y in clusters(6):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x.view(16, 2, 4), y)
+
+    return model, adam(model), train
+
+
+@case("mixed_samples", "attention written by hand: the scores compare samples and not time steps")
+def attention_over_samples(bug: bool) -> Built:
+    def mix(h: Tensor) -> Tensor:
+        h = h.transpose(0, 1) if bug else h
+        mixed = (h @ h.transpose(-1, -2)).softmax(-1) @ h
+        return (mixed.transpose(0, 1) if bug else mixed).mean(1)
+
+    return _train_sequences(mix)
+
+
+@case("mixed_samples", "a reshape after a transpose gives each sample pieces of others")
+def reshape_after_transpose(bug: bool) -> Built:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(8, 12), nn.Linear(12, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.inner(x).relu().view(16, 3, 4)
+            return self.out((heads.transpose(0, 1) if bug else heads).reshape(16, 12))
+
+    model = Heads()
+    return model, adam(model), _train_on_clusters(lambda x, y: F.cross_entropy(model(x), y))
+
+
+@case("mixed_samples", "features are centred by the mean of the batch")
+def centred_by_batch(bug: bool) -> Built:
+    return _train_sequences(lambda h: (h - h.mean(0 if bug else 1, keepdim=True)).amax(1))
 
 
 class LanguageModel(nn.Module):
@@ -289,6 +341,37 @@ def equal_rewards(bug: bool) -> Built:
 
 
 # --- nothing to find --------------------------------------------------------------------------------------------------
+
+
+@case(None, "nodes of a graph see their neighbours, which the model keeps")
+def graph_network(bug: bool) -> Built:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
+            self.register_buffer("near", torch.rand(16, 16).round() + torch.eye(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.near @ self.inner(x).relu())
+
+    model = Net()
+    return model, adam(model), _train_on_clusters(lambda x, y: F.cross_entropy(model(x), y))
+
+
+@case(None, "negatives are the other samples of the batch: labels say which output is the positive")
+def negatives_from_the_batch(bug: bool) -> Built:
+    model = Sequences(lambda h: h.mean(1))
+
+    def loss(x: Tensor) -> Tensor:
+        h, other = model(x), model(x + 0.1 * torch.randn_like(x))
+        scores = torch.stack([(h * other).sum(1), (h * other.roll(1, 0)).sum(1)], 1)
+        return F.cross_entropy(scores, torch.zeros(16, dtype=torch.long))
+
+    def train(guard: Any) -> None:
+        for x, _ in clusters(6):
+            guard.step(loss, x.view(16, 2, 4))
+
+    return model, adam(model), train
 
 
 @case(None, "an autoencoder of tokens: labels are the inputs")

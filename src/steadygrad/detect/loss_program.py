@@ -92,26 +92,36 @@ class OneElementNorm(OnceRule[LossScan]):
         )
 
 
+MIXED = {
+    "reshape": (
+        " exchanges the batch with another axis and moves no element: pieces of different samples are joined",
+        "Use transpose or permute to exchange axes.",
+    ),
+    "batch_first": (
+        " with as many time steps as there are samples: each sample reads the others as its past",
+        "Make the layer with batch_first=True, or transpose its input.",
+    ),
+    "gradient": (
+        ": samples see each other, and the model cannot be used for a single one",
+        "Look for an operation over dimension 0 (mean, softmax, attention, cumsum) or a reshape after a transpose.",
+    ),
+}
+"""Kind of MixedAxes -> what is wrong, and the fix."""
+
+
 class MixedSamples(OnceRule[MixedAxes]):
-    """Samples of a batch see each other: axes were exchanged by a reshape, or the batch is read as a sequence."""
+    """Samples of a batch see each other: axes were exchanged, or the batch is read as a sequence."""
 
     name = "mixed_samples"
     hears = (MixedAxes,)
 
     def judge(self, fact: MixedAxes) -> Finding | None:
         """Return the finding, with the shapes."""
-        is_reshape = fact.kind == "reshape"
+        why, fix = MIXED[fact.kind]
         return self.report(
             step=fact.step,
-            message=f"{fact.what}{at(fact.where)} "
-            + (
-                "exchanges the batch with another axis and moves no element: pieces of different samples are joined"
-                if is_reshape
-                else "with as many time steps as there are samples: each sample reads the others as its past"
-            ),
-            advice="Use transpose or permute to exchange axes."
-            if is_reshape
-            else "Make the layer with batch_first=True, or transpose its input.",
+            message=f"{fact.what}{at(fact.where)}{why}",
+            advice=fix,
             evidence={"what": fact.what, "where": fact.where},
         )
 

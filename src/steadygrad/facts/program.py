@@ -103,7 +103,8 @@ class MixedAxes:
     what: str
     """'reshape of (32, 6, 8) to (6, 32, 8)'"""
     kind: str
-    """'reshape': axes exchanged by a reshape; 'batch_first': a layer that expects time first got samples first."""
+    """'reshape': axes exchanged by a reshape; 'batch_first': a layer that expects time first got samples first;
+    'gradient': one sample's output has a gradient with respect to other samples."""
     where: str = ""
 
 

@@ -79,14 +79,14 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
     """
     calls, labels = [], []
     for node in _find_losses(loss.grad_fn):
-        kind = _shorten(node)
+        kind = shorten(node)
         inner, moved = _pass_views(node.next_functions[0][0])
-        if inner is not None and _shorten(inner) == "Log":
+        if inner is not None and shorten(inner) == "Log":
             before, more = _pass_views(inner.next_functions[0][0])
-            if before is not None and _shorten(before) == "Softmax":
+            if before is not None and shorten(before) == "Softmax":
                 calls += _describe_log_of_softmax(before, LOSSES[kind], where) if not (moved or more) else []
-        shape = () if inner is None else _find_shape(inner)
-        fed_by = "" if inner is None else _shorten(inner)
+        shape = () if inner is None else find_shape(inner)
+        fed_by = "" if inner is None else shorten(inner)
         op, dim, deeper = LOSSES[kind], None, None
         if fed_by in ("LogSoftmax", "Softmax") and shape:
             dim = None if moved else _sign(inner._saved_dim) % len(shape)
@@ -98,7 +98,7 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
                 fed_by=_spell(fed_by),
                 shape=shape,
                 softmax_dim=dim,
-                softmax_fed_by="" if deeper is None else _spell(_shorten(deeper)),
+                softmax_fed_by="" if deeper is None else _spell(shorten(deeper)),
                 expanded_from=expanded[0],
                 expanded_to=expanded[1],
                 where=where,
@@ -114,7 +114,7 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
 
 def _describe_log_of_softmax(node: Any, op: str, where: str) -> list[LossCall]:
     """Describe log(softmax(x)) as the log_softmax that it is."""
-    shape = _find_shape(node)
+    shape = find_shape(node)
     dim = _sign(node._saved_dim) % len(shape) if shape else None
     return [LossCall(op=op, fed_by="log_softmax", shape=shape, softmax_dim=dim, where=where)]
 
@@ -123,25 +123,25 @@ def find_one_element_norms(loss: Tensor) -> tuple[str, ...]:
     """Return the group and layer norms whose groups have one element: their output does not depend on their input."""
     found: list[str] = []
     for node in walk(loss.grad_fn):
-        kind = _shorten(node)
+        kind = shorten(node)
         if kind == "NativeGroupNorm" and node._saved_C // node._saved_group * node._saved_HxW == 1:
-            found.append(f"group_norm of shape {_find_shape(node)} in {node._saved_group} groups")
+            found.append(f"group_norm of shape {find_shape(node)} in {node._saved_group} groups")
         elif kind == "NativeLayerNorm" and all(size == 1 for size in node._saved_normalized_shape):
-            found.append(f"layer_norm of shape {_find_shape(node)} over its last dimension of size 1")
+            found.append(f"layer_norm of shape {find_shape(node)} over its last dimension of size 1")
     return tuple(dict.fromkeys(found))
 
 
 def find_divisors(loss: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that the graph divides by."""
     for node in walk(loss.grad_fn):
-        if _shorten(node) == "Div" and isinstance(getattr(node, "_saved_other", None), Tensor):
+        if shorten(node) == "Div" and isinstance(getattr(node, "_saved_other", None), Tensor):
             yield node._saved_other
 
 
 def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
     """Yield the masks of attention scores, True where one is hidden; True alone for one that is causal by a flag."""
     for node in walk(loss.grad_fn):
-        kind = _shorten(node)
+        kind = shorten(node)
         if kind.startswith("ScaledDotProduct"):
             mask = getattr(node, "_saved_attn_mask", None)
             if getattr(node, "_saved_is_causal", False):
@@ -150,9 +150,9 @@ def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
                 yield ~mask if mask.dtype is torch.bool else mask < HIDDEN
         elif kind == "Softmax":
             inner, _ = _pass_views(node.next_functions[0][0])
-            if inner is not None and _shorten(inner) == "MaskedFill":
+            if inner is not None and shorten(inner) == "MaskedFill":
                 yield inner._saved_mask
-            elif inner is not None and _shorten(inner) == "Where":
+            elif inner is not None and shorten(inner) == "Where":
                 keeps_true = inner.next_functions[0][0] is not None  # the scores are what the gradient goes to
                 yield ~inner._saved_condition if keeps_true else inner._saved_condition
 
@@ -178,7 +178,7 @@ def _find_losses(root: Any) -> Iterator[Any]:
         node = waiting.popleft()
         if node is None:
             continue
-        if _shorten(node) in LOSSES:
+        if shorten(node) in LOSSES:
             yield node
             continue
         for following, _ in node.next_functions:
@@ -190,26 +190,27 @@ def _find_losses(root: Any) -> Iterator[Any]:
 def _pass_views(node: Any) -> tuple[Any, bool]:
     """Return the node behind views and casts, and whether there were any."""
     moved = False
-    while node is not None and _shorten(node) in VIEWS:
+    while node is not None and shorten(node) in VIEWS:
         node, moved = node.next_functions[0][0], True
     return node, moved
 
 
 def _find_expanded(node: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes before and after a tensor was expanded, if `node` did that; else two empty ones."""
-    if node is None or _shorten(node) != "Expand" or node.next_functions[0][0] is None:
+    if node is None or shorten(node) != "Expand" or node.next_functions[0][0] is None:
         return (), ()
-    before, after = _find_shape(node.next_functions[0][0]), _find_shape(node)
+    before, after = find_shape(node.next_functions[0][0]), find_shape(node)
     return (before, after) if before != after else ((), ())
 
 
-def _find_shape(node: Any) -> tuple[int, ...]:
+def find_shape(node: Any) -> tuple[int, ...]:
     """Return the shape of what a node's op returned; empty if it is unknown."""
     metadata = getattr(node, "_input_metadata", ())
     return tuple(int(size) for size in metadata[0].shape) if metadata else ()
 
 
-def _shorten(node: Any) -> str:
+def shorten(node: Any) -> str:
+    """Return the name of a node's op: 'Addmm'."""
     return _ENDING.sub("", node.name())
 
 

@@ -26,6 +26,7 @@ from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, fin
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.row_gradients import RowGradientWatch
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.stored_data import StoredDataWatch
 from steadygrad.measure.stream import StreamWatch, sum_on_device
@@ -52,7 +53,7 @@ class ProgramWatch:
         self._model, self._every = trained.model, every
         self._modes = ModeWatch(trained.model)
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
-        self._dependence = DependenceWatch(transfer)
+        self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
         self._transfer = transfer
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
@@ -127,7 +128,7 @@ class ProgramWatch:
         if reshapes is not None:
             self._reshapes = reshapes
         is_scan = step % self._every == 0
-        if number < NUM_FULL or is_scan:
+        if number < NUM_FULL or is_scan or self._row_gradients.wants_more:
             self._try(self._look, step, loss, number, True)
         elif self._has_sample_labels and (number < NUM_LABELS or any(0 <= step - start <= 64 for start in STARTS)):
             self._try(self._look, step, loss, number, False)
@@ -154,7 +155,7 @@ class ProgramWatch:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
             facts += [one.read(step) if isinstance(one, PENDING) else one for one in known]
-        for watch in (self._stream, self._stored, self._dependence):
+        for watch in (self._stream, self._stored, self._dependence, self._row_gradients):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []
         return facts
@@ -195,6 +196,9 @@ class ProgramWatch:
             self._facts.append((step, pending))
         if len(look.labels) == 1:
             self._dependence.note(step, self._last_loss, look.labels[0], args, kwargs)
+            if number == 1 or self._row_gradients.wants_more:
+                inputs = [tensor for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
+                self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
 
     def _find_mixed(
         self, step: int, labels: Sequence[Labels], args: Sequence[Any], kwargs: Mapping[str, Any]
