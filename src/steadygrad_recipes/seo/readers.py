@@ -97,8 +97,8 @@ def require_html(path: Path) -> str:
     if b"\0" in content[:4096] or not TAG.search(text):
         begins = text[:20].split("\n")[0].strip()
         raise UsageError(
-            f"{path} is no HTML page: it begins with {begins!r}, and has no tag of one. Give a page, a folder of them, "
-            "or a .csv or .jsonl table of feature rows."
+            f"{path} is not an HTML page: it begins with {begins!r} and has no HTML tag. Give a page, a folder of "
+            "pages, or a .csv or .jsonl table of feature rows."
         )
     return text
 
