@@ -49,11 +49,13 @@ def test_feature_rows_are_scored_by_a_model_of_feature_rows(tmp_path: Path, caps
     table = write_csv(tmp_path / "rows.csv", rows)
     run = str(tmp_path / "run")
     assert main(["train", "seo", "--quick", "--epochs", "1", "--data", str(table), "--run-dir", run]) == 0
-    unscored = write_csv(tmp_path / "new.csv", [{"speed": "3", "age": "1"}])
+    unscored = write_csv(tmp_path / "new.csv", [{"speed": "3"}])
     capsys.readouterr()
 
     assert main(["train", "seo", "--predict", str(unscored), "--run-dir", run]) == 0
-    assert "new.csv:2: rank=" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "new.csv:2: rank=" in printed
+    assert "counted as 0 where a row does not have them, as in training: age" in printed
 
     page = tmp_path / "page.html"
     page.write_text("<html><body><p>Words.</p></body></html>")

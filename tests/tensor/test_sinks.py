@@ -223,6 +223,14 @@ def test_a_wandb_run_that_was_handed_over_stays_open(offline: Path) -> None:
     assert not any(record.WhichOneof("record_type") == "alert" for record in records)
 
 
+def test_a_wandb_run_that_cannot_be_opened_says_what_to_do(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(offline / "netrc"))
+
+    with pytest.raises(UsageError, match=r"opened no run: .*Or set WANDB_MODE=offline"):
+        WandbSink(project="p", dir=offline, mode="online", settings=QUIET)
+
+
 # --- validation ---------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad.facts import GradientTable, Incident, Severity, StepRecord
 from steadygrad.record.series import VALIDATION, describe_incident, list_layers, list_norms, list_step
@@ -30,12 +31,20 @@ class WandbSink(Sink):
         """`settings` are those of `wandb.init`; `every`: steps between two points, skipped steps are always sent."""
         self._wandb = import_extra("wandb", "wandb", what="this sink")
         self._owns_run = run is None
-        self.run = self._wandb.init(**settings) if run is None else run
+        self.run = self._open(settings) if run is None else run
         self._every, self._alerts, self._histograms = every, alerts, histograms
         self._actions: Counter[str] = Counter()
         self.run.define_metric(STEP, hidden=True)
         for prefix in PREFIXES:
             self.run.define_metric(prefix, step_metric=STEP)
+
+    def _open(self, settings: Mapping[str, Any]) -> Any:
+        try:
+            return self._wandb.init(**settings)
+        except self._wandb.errors.Error as error:  # no key, no connection
+            raise UsageError(
+                f"Weights & Biases opened no run: {error} Or set WANDB_MODE=offline, which keeps it on this disk."
+            ) from None
 
     def write_step(self, record: StepRecord) -> None:
         """The scalars of a step."""

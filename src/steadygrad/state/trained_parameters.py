@@ -126,5 +126,6 @@ def _refuse_engines(thing: object) -> None:
     if isinstance(thing, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS calls its closure several times a step, so there is no one gradient to guard. "
-            "Use a first-order optimizer, or GradientHealthMonitor to look without acting."
+            "Use a first-order optimizer, run the script under `steadygrad run`, which undoes a bad step as a whole, "
+            "or look without acting: GradientHealthMonitor."
         )

@@ -80,6 +80,10 @@ def predict_page(config: UltraOptimizedConfig, path: str, *, run_dir: Path, cons
         require_known(place, row, names)
         scores = score_row(row, model, names, config)
         console.say(f"{place}: " + ", ".join(f"{name}={value:.1f}" for name, value in scores.items()))
+    absent = [name for name in names.features if any(name not in row.features for _, row in rows)]
+    if absent:
+        shown = ", ".join(absent[:NUM_SHOWN]) + (", ..." if len(absent) > NUM_SHOWN else "")
+        console.say(f"counted as 0 where a row does not have them, as in training: {shown}", "yellow")
     for line in left_out:
         console.say(f"not scored: {line}", "yellow")
     return 0

@@ -97,8 +97,8 @@ def require_html(path: Path) -> str:
     if b"\0" in content[:4096] or not TAG.search(text):
         begins = text[:20].split("\n")[0].strip()
         raise UsageError(
-            f"{path} is not an HTML page: it begins with {begins!r} and has no tag. Give a page, a folder of them, "
-            "or a .csv or .jsonl table of feature rows."
+            f"{path} is not an HTML page: it begins with {begins!r} and has no HTML tag. Give a page, a folder of "
+            "pages, or a .csv or .jsonl table of feature rows."
         )
     return text
 
@@ -136,7 +136,7 @@ def _read_lines(table: Path) -> Iterator[tuple[str, Any]]:
     reader = readers.get(table.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"{table} ends in {table.suffix!r}, which is not a table of pages. Use .csv or .jsonl, or a folder."
+            f"{table} ends in {table.suffix!r}, which is no table of pages. Use .csv or .jsonl, or a folder."
         )
     yield from reader(table)
 

@@ -93,7 +93,7 @@ class UltraOptimizedSEOTrainer(Trainer):
         return float(score_losses(torch.zeros_like(wanted), wanted, given).mean())
 
     def end_step(self, record: StepRecord) -> None:
-        """Return gradient norms before and after clipping, from what the Guard has measured anyway."""
+        """Log the gradient norms before and after clipping, which the Guard has measured anyway."""
         if not logger.isEnabledFor(logging.INFO):
             return
         logger.info(f"Gradient norm before clipping: {record.grad_norm:.6f}")
