@@ -15,15 +15,14 @@ from steadygrad.measure import row_gradients
 
 
 def train(*, guarded: bool) -> tuple[nn.Module, float]:
-    """Train layers that are recomputed with other random numbers; return the model and the next random number."""
+    """Return a trained model and the next random number."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     guard = Guard(model, optimizer, config=GuardConfig(clip=None)) if guarded else None
 
     def compute_loss(x: Tensor, y: Tensor) -> Tensor:
-        outputs = checkpoint(lambda inputs: model(inputs), x, use_reentrant=False, preserve_rng_state=False)
-        return F.cross_entropy(outputs, y)
+        return F.cross_entropy(model(x), y)
 
     for _ in range(4):
         x, y = torch.randn(16, 6), torch.randint(4, (16,))
@@ -49,3 +48,52 @@ def test_weights_and_random_numbers_stay_as_they_are(monkeypatch: pytest.MonkeyP
     assert len(looked) == 1
     assert plain_next == guarded_next
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), guarded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", ["hook", "retained", "checkpoint"])
+def test_a_program_that_would_notice_another_backward_does_not(way: str) -> None:
+    """Hooks on tensors fire as often, retained gradients are the same, and nothing is computed again."""
+
+    def train(*, guarded: bool) -> tuple[list[float], int]:
+        torch.manual_seed(0)
+        model = Counting(way)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        guard = Guard(model, optimizer, config=GuardConfig(clip=None)) if guarded else None
+        for _ in range(5):
+            x, y = torch.randn(16, 3, 10), torch.randint(4, (16,))
+            if guard is not None:
+                guard.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            else:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            if way == "retained":
+                assert model.hidden.grad is not None
+                model.seen.append(float(model.hidden.grad.norm()))
+        return model.seen, model.num_calls
+
+    assert train(guarded=True) == train(guarded=False)
+
+
+class Counting(nn.Module):
+    """Notices every backward through its middle."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.conv, self.head, self.way = nn.Conv1d(3, 8, 3, padding=1), nn.Linear(8, 4), way
+        self.seen: list[float] = []
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "checkpoint":
+            return self.head(checkpoint(self.encode, x, use_reentrant=False))
+        self.hidden = self.encode(x)
+        if self.way == "hook":
+            self.hidden.register_hook(lambda gradient: self.seen.append(float(gradient.norm())))
+        else:
+            self.hidden.retain_grad()
+        return self.head(self.hidden)
+
+    def encode(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.conv(x).relu().mean(2)

@@ -122,7 +122,7 @@ class CallWatch(TorchFunctionMode):
             if not self._broken:
                 look(*call)
         except Exception:
-            self._broken = True
+            self._broken = self.reshapes.has_hooks = True
 
 
 def may_enter(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,6 +21,7 @@ from steadygrad.measure.suspicious_ops import find_caller
 
 RESHAPES = frozenset(("view", "reshape", "view_as", "reshape_as"))
 PADDERS = frozenset(("cat", "concat", "pad", "concatenate"))
+HOOKS = frozenset(("register_hook", "retain_grad"))
 TIME_FIRST = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -29,10 +31,13 @@ class ReshapeWatch:
     def __init__(self) -> None:
         self.found: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []
         self._padded: Any = WeakTensorKeyDictionary()
+        self.has_hooks = False
+        """Whether a backward of our own through this graph would be noticed: by hooks on tensors, or by recomputing."""
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
         """Note a reshape that exchanges the first axis with another."""
         name = getattr(func, "__name__", "")
+        self.has_hooks = self.has_hooks or name in HOOKS or _saves_through_hooks()
         if not isinstance(result, Tensor) or not args:
             return
         source = args[0]
@@ -50,6 +55,12 @@ class ReshapeWatch:
             for source, result, where in self.found[:1]
             if num_rows in (source[0], result[0])
         ]
+
+
+def _saves_through_hooks() -> bool:
+    """Whether what is saved for backward goes through hooks, as in a checkpoint; True where torch does not say."""
+    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return find is None or find(True) is not None
 
 
 class TimeFirstWatch:

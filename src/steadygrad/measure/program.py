@@ -60,7 +60,7 @@ class ProgramWatch:
         self._facts: list[tuple[int, Fact | PendingLabels | PendingDivisions]] = []
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
-        self._is_inside = self._has_batch = self._has_sample_labels = False
+        self._is_inside = self._has_batch = self._has_sample_labels = self._may_differentiate = False
         self._given: frozenset[int] = frozenset()
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
@@ -175,6 +175,7 @@ class ProgramWatch:
         look = look_at_loss(loss)
         args, kwargs = self._call or ((), {})
         if number == 0:
+            self._may_differentiate = self._reshapes is not None and not self._reshapes.has_hooks
             calls = tuple(_place(call, self.loss_places) for call in look.calls)
             scan = LossScan(step=step, calls=calls, one_element_norms=find_one_element_norms(loss))
             self._facts.append((step, scan))
@@ -196,7 +197,7 @@ class ProgramWatch:
             self._facts.append((step, pending))
         if len(look.labels) == 1:
             self._dependence.note(step, self._last_loss, look.labels[0], args, kwargs)
-            if number == 1 or self._row_gradients.wants_more:
+            if self._may_differentiate and (number == 1 or self._row_gradients.wants_more):
                 inputs = [tensor for _, tensor in find_tensors(args, kwargs) if tensor.dim()]
                 self._try(self._row_gradients.note, step, loss, look.labels[0], inputs)
 

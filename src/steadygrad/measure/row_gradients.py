@@ -7,7 +7,8 @@ graph, words of a sentence), so that is reported only for images and sequences t
 
 Once, in the second backward; what looks wrong is tested again with two other samples of the next. Cost: one backward
 without gradients of weights. Left out with norms over the batch, with functions of the program's own in the graph
-(DistributedDataParallel and torch.compile have some) and for labels that only number or pair the samples. Reads only.
+(DistributedDataParallel and torch.compile have some), for labels that only number or pair the samples, and where the
+program would notice: hooks on its tensors, checkpoints that compute again. Reads only.
 """
 
 from __future__ import annotations
