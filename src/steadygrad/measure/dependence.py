@@ -17,6 +17,7 @@ from torch import Tensor
 from steadygrad.facts.program import LabelDependence
 from steadygrad.measure.loss_graph import Labels
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
+from steadygrad.measure.saved import read_saved
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.tree import find_tensors
 
@@ -92,8 +93,8 @@ class DependenceWatch:
                 rows = tensor.detach()[:NUM_ROWS].reshape(min(NUM_ROWS, num_rows), -1)
                 parts.append(rows[:, :: max(1, rows.shape[1] // NUM_COLUMNS)][:, :NUM_COLUMNS].float())
                 break
-        outputs = getattr(labels.outputs, "_saved_result", None)
-        if isinstance(outputs, Tensor) and outputs.dim() == 2 and len(outputs) == num_rows:
+        outputs = read_saved(labels.outputs, "result")
+        if outputs is not None and outputs.dim() == 2 and len(outputs) == num_rows:
             parts.append(outputs.detach()[:NUM_ROWS, :NUM_COLUMNS].float())
         if not parts or labels.target.dim() != 1:
             self._until = -1

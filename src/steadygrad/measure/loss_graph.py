@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.facts.program import LossCall
+from steadygrad.measure.saved import read_saved
 
 NEAR = 256
 """Nodes around the loss that are searched for loss functions."""
@@ -104,10 +105,13 @@ def look_at_loss(loss: Tensor, *, where: str = "") -> Look:
                 where=where,
             )
         )
-        if op == "nll_loss" and len(shape) > 1:
-            target = node._saved_target
+        target = read_saved(node, "target") if op == "nll_loss" and len(shape) > 1 else None
+        if target is not None:
             classes = shape[1] if not moved or fed_by != "LogSoftmax" else shape[_sign(inner._saved_dim) % len(shape)]
-            ignore, reduced = _sign(node._saved_ignore_index), node._saved_reduction != 0 and node._saved_weight is None
+            ignore, reduced = (
+                _sign(node._saved_ignore_index),
+                node._saved_reduction != 0 and read_saved(node, "weight") is None,
+            )
             labels.append(Labels(target, ignore, classes, reduced, node is loss.grad_fn, inner))
     return Look(tuple(calls), tuple(labels))
 
@@ -134,8 +138,9 @@ def find_one_element_norms(loss: Tensor) -> tuple[str, ...]:
 def find_divisors(loss: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that the graph divides by."""
     for node in walk(loss.grad_fn):
-        if shorten(node) == "Div" and isinstance(getattr(node, "_saved_other", None), Tensor):
-            yield node._saved_other
+        divisor = read_saved(node, "other") if shorten(node) == "Div" else None
+        if divisor is not None:
+            yield divisor
 
 
 def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
@@ -143,18 +148,26 @@ def find_masks(loss: Tensor) -> Iterator[Tensor | bool]:
     for node in walk(loss.grad_fn):
         kind = shorten(node)
         if kind.startswith("ScaledDotProduct"):
-            mask = getattr(node, "_saved_attn_mask", None)
             if getattr(node, "_saved_is_causal", False):
                 yield True
-            elif isinstance(mask, Tensor):
+            elif (mask := read_saved(node, "attn_mask")) is not None:
                 yield ~mask if mask.dtype is torch.bool else mask < HIDDEN
         elif kind == "Softmax":
-            inner, _ = _pass_views(node.next_functions[0][0])
-            if inner is not None and shorten(inner) == "MaskedFill":
-                yield inner._saved_mask
-            elif inner is not None and shorten(inner) == "Where":
-                keeps_true = inner.next_functions[0][0] is not None  # the scores are what the gradient goes to
-                yield ~inner._saved_condition if keeps_true else inner._saved_condition
+            mask = _read_hidden(_pass_views(node.next_functions[0][0])[0])
+            if mask is not None:
+                yield mask
+
+
+def _read_hidden(node: Any) -> Tensor | None:
+    """Return the mask by which scores were replaced before a softmax: True where one is hidden."""
+    kind = "" if node is None else shorten(node)
+    if kind == "MaskedFill":
+        return read_saved(node, "mask")
+    condition = read_saved(node, "condition") if kind == "Where" else None
+    if condition is None:
+        return None
+    keeps_true = node.next_functions[0][0] is not None  # the scores are what the gradient goes to
+    return ~condition if keeps_true else condition
 
 
 def walk(root: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from steadygrad.measure.saved import read_saved
 from steadygrad.measure.suspicious_ops import find_caller
 
 MAX_CHAIN = 16
@@ -189,6 +190,6 @@ def _find_constant(node: Any) -> Tensor | None:
     """Return the scalar without a gradient that this product or quotient has as its other operand."""
     if len([following for following, _ in node.next_functions if following is not None]) != 1:
         return None
-    saved = getattr(node, "_saved_other", None)
-    saved = saved if saved is not None else getattr(node, "_saved_self", None)
-    return saved if isinstance(saved, Tensor) and saved.numel() == 1 and not saved.requires_grad else None
+    saved = read_saved(node, "other")
+    saved = saved if saved is not None else read_saved(node, "self")
+    return saved if saved is not None and saved.numel() == 1 and not saved.requires_grad else None
