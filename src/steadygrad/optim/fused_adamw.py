@@ -1,4 +1,4 @@
-"""FusedAdamW: torch's AdamW, faster on CUDA, and for weights in bfloat16 without lost updates.
+"""FusedAdamW: torch's AdamW with a kernel that reads each gradient once, and no lost updates for weights in bfloat16.
 
 State, checkpoints and settings are those of `torch.optim.AdamW(fused=True)`. What the kernel cannot take (the CPU,
 float64, gaps between elements, a rate that is a tensor) goes through torch's own.
