@@ -186,6 +186,24 @@ def test_a_steady_run_never_pays_for_a_test(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == []
 
 
+def test_a_rollback_for_another_reason_ends_the_suspicion_of_the_weights_that_it_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = count_comparisons(monkeypatch)
+
+    def step(loop: Loop, number: int) -> None:
+        if number == HARM + 4:  # four of the eight batches of the test are held by now
+            loop.model[0].weight.data[0, 0] = torch.nan  # type: ignore[union-attr, operator, index]
+        loop.guard.step(loop.loss, *loop.make_batch(number))
+
+    loop = train(Loop(), step)
+
+    (incident,) = [i for i in loop.guard.incidents if i.outcome.action is Action.ROLLBACK]
+    assert incident.finding.kind == "nonfinite_parameter"
+    assert made == ["compare_batch"], "the restored weights were tested, for what others did"
+    assert loop.guard._rollback.snapshots.is_held is False
+
+
 def count_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the comparisons that are made from now on."""
     made: list[str] = []

@@ -202,6 +202,8 @@ class Judgement:
         if halting is not None:
             self._report_open("the run was halted before it could be tested")
             raise _as_error(halting, tuple(self.incidents))
+        if any(event.outcome.action is Action.ROLLBACK for event in events):
+            self._report_open("the run was rolled back before it could be tested")  # the suspected weights are gone
         for event in events:
             if event.outcome.action not in BY_REFLEX and event.finding.severity is not Severity.INFO:
                 self._tell_action(ActionTaken(step=event.when, action=event.outcome.action))

@@ -133,11 +133,13 @@ class Prover:
         self._snapshots.is_held = False
 
     def close(self, reason: str) -> Finding | None:
-        """Report the open suspicion as untestable, because of `reason`; return None if there is none."""
-        case = self._case
+        """Report the open suspicion as untestable, because of `reason`; return None if there is nothing new to say."""
+        case, self._put_off = self._case, None
         if case is None:
             return None
         self.drop()
+        if case.is_reported:
+            return None
         proof = _tell_unknown(case.begins_at, reason)
         return dataclasses.replace(report_answer(case.finding, proof), severity=case.finding.severity)
 
