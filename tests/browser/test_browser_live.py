@@ -43,6 +43,24 @@ def test_the_list_leads_to_a_run_and_back(watched: Watched, address: str) -> Non
     assert watched.complaints == []
 
 
+def test_a_box_in_the_list_stays_the_same_while_the_runs_grow(watched: Watched, address: str, tmp_path: Path) -> None:
+    page = watched.page
+    page.goto(address)
+    box = page.get_by_label("Compare calm").element_handle()
+    page.get_by_label("Compare faulty").focus()
+    directory = open_directory(tmp_path / "runs" / "calm")
+    for step in range(80, 140):
+        directory.write_step(make_step(step))
+    directory.close()
+    page.wait_for_selector("td:text-is('139')")
+    assert box.evaluate("one => one.isConnected")  # a click that began before the list changed still arrives
+    assert page.evaluate("document.activeElement.value") == "faulty"
+    write_run(tmp_path / "runs" / "new", 20, calm=True)
+    page.wait_for_selector("tbody a:text-is('new')")
+    assert page.locator("tbody tr").count() == 3
+    assert watched.complaints == []
+
+
 def test_new_steps_and_incidents_appear_and_what_is_open_stays_open(
     watched: Watched, address: str, tmp_path: Path
 ) -> None:

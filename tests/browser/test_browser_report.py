@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from view_runs import HOSTILE, add_update_ratios, make_incident, make_step, open_directory, write_run
+from view_runs import (
+    HOSTILE,
+    NAMES,
+    add_update_ratios,
+    make_gradients,
+    make_incident,
+    make_step,
+    open_directory,
+    write_run,
+)
 from watched_page import Watched
 
 from steadygrad.record.encode import to_json
@@ -426,3 +435,83 @@ def test_a_million_points_are_drawn_within_a_frame_and_no_spike_is_lost(watched:
     assert found["kept"]
     assert max(found["whole"], found["part"]) <= 4 * 800 + 4
     assert found["near"] == 502
+
+
+def test_a_few_bad_steps_are_marks_in_a_map_and_do_not_cover_it(watched: Watched, tmp_path: Path) -> None:
+    directory = open_directory(tmp_path / "run")
+    for step in range(400):
+        directory.write_step(make_step(step))
+        if step % 50 == 0:
+            directory.write_layers(step, make_gradients(step))
+        if step in (101, 205, 303):  # each is recorded on its own, and the next record is 49 steps later
+            directory.write_layers(step, make_gradients(step, bad=NAMES[4]))
+    directory.close()
+    write_report([tmp_path / "run"], tmp_path / "report.html")
+    page = watched.open((tmp_path / "report.html").as_uri())
+    bring(page, "layers")
+    share = page.evaluate(
+        """async () => {
+        const image = new Image();
+        image.src = document.querySelector("[data-chart='layers'] image").getAttribute("href");
+        await image.decode();
+        const canvas = document.createElement("canvas");
+        canvas.width = image.width; canvas.height = image.height;
+        const context = canvas.getContext("2d");
+        context.drawImage(image, 0, 0);
+        const row = Math.floor(canvas.height / 14 * 4.5);
+        const { data } = context.getImageData(0, row, canvas.width, 1);
+        let purple = 0, empty = 0;
+        for (let i = 0; i < data.length; i += 4) {
+            purple += data[i] === 0x8b && data[i + 1] === 0x2f && data[i + 2] === 0xc9;
+            empty += data[i + 3] === 0;
+        }
+        return [purple / canvas.width, empty / canvas.width];
+    }"""
+    )
+    assert 0.003 < share[0] < 0.05  # three steps of 400
+    assert share[1] == 0
+
+
+def test_lines_are_drawn_over_the_grid(watched: Watched, report: str) -> None:
+    page = watched.open(report)
+    order = page.evaluate(
+        """() => [...document.querySelectorAll("[data-chart='loss'] .plot .grid, [data-chart='loss'] .plot path.line")]
+            .map((one) => one.getAttribute("class"))"""
+    )
+    assert order.index("line") > max(i for i, name in enumerate(order) if name == "grid")
+
+
+def test_words_about_marks_are_there_only_with_marks(watched: Watched, tmp_path: Path) -> None:
+    write_run(tmp_path / "calm", 80, calm=True)
+    write_report([tmp_path / "calm"], tmp_path / "calm.html")
+    page = watched.open((tmp_path / "calm.html").as_uri())
+    assert not page.locator("[data-chart='loss'] figcaption > span").is_visible()
+    write_run(tmp_path / "faulty")
+    write_report([tmp_path / "faulty"], tmp_path / "faulty.html")
+    page = watched.open((tmp_path / "faulty.html").as_uri())
+    assert "mark" in page.locator("[data-chart='loss'] figcaption > span").inner_text()
+
+
+def test_the_names_of_compared_runs_stay_in_one_line(watched: Watched, tmp_path: Path) -> None:
+    for name in ("rate-0.001-cosine", "rate-0.003-cosine"):
+        write_run(tmp_path / name, 120)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 40, "val_loss": 0.00123}\n')
+    write_report([tmp_path], tmp_path / "report.html")
+    watched.page.set_viewport_size({"width": 1400, "height": 900})
+    page = watched.open((tmp_path / "report.html").as_uri())
+    heights = page.eval_on_selector_all(
+        "table.compared tbody th, table.compared tbody td", "all => all.map(one => one.getBoundingClientRect().height)"
+    )
+    assert max(heights) < 45
+
+
+def test_learning_rates_far_apart_are_compared_on_a_logarithmic_scale(watched: Watched, tmp_path: Path) -> None:
+    for rate in (1e-3, 1e-1):
+        directory = open_directory(tmp_path / f"{rate:g}")
+        for step in range(40):
+            directory.write_step(make_step(step, learning_rates=(rate,)))
+        directory.close()
+    write_report([tmp_path], tmp_path / "report.html")
+    page = watched.open((tmp_path / "report.html").as_uri())
+    bring(page, "compare_rate")
+    assert page.evaluate("document.querySelector(\"[data-chart='compare_rate'] .plot\").state.spec.log")

@@ -31,16 +31,16 @@ CHARTS = {
 }
 """Chart -> title."""
 ABOUT = {
-    "loss": "Below it, what happened and where; a click on a mark opens its incident.",
+    "loss": "The marks below show what happened and when; click one to open its incident.",
     "validation": "A point for each evaluation; the thin line is the training loss.",
-    "metrics": "What else the evaluations measured; a click on a name hides it.",
-    "extra": "What the program logged beside the loss; a click on a name hides it.",
-    "norm": "Before clipping, on a logarithmic scale; the dots are what was left after it.",
+    "metrics": "What else the evaluations measured.",
+    "extra": "What the program logged beside the loss.",
+    "norm": "Before clipping, on a logarithmic scale.",
     "rate": "The largest of the parameter groups.",
     "share": "In each stretch of the run.",
-    "layers": "Powers of ten. Blue is far below this run's middle, red far above; a dot: NaN or Inf.",
-    "ratios": "Powers of ten; about -3 is healthy. Blue barely moves, red moves too fast.",
-    "scale": "What the GradScaler multiplied the loss by.",
+    "layers": "Blue is far below this run's median, red far above, by powers of ten; purple dots mark NaN or Inf.",
+    "ratios": "About 1e-3 is healthy; blue barely moves, red moves too fast, by powers of ten.",
+    "scale": "The factor by which the GradScaler multiplied the loss.",
 }
 
 
@@ -146,7 +146,7 @@ def _list_cells(table: LayerMap) -> dict[str, Any] | None:
         return None
     rows, bad = table.rows(), table.bad_columns()
     cells = [[None if z is None else round(10 * z) for z in row] for row in rows.values()]
-    return {"x": table.steps, "names": list(rows), "z": cells, "bad": [bad.get(name, []) for name in rows]}
+    return {"x": table.steps, "width": table.width, "names": list(rows), "z": cells, "bad": [bad.get(name, []) for name in rows]}
 
 
 def _round(value: float) -> float:

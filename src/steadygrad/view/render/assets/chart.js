@@ -9,7 +9,7 @@ const Chart = (() => {
   const SYMBOLS = { // in a box from -5 to 5
     cross: "M-4,-4L4,4M4,-4L-4,4", bar: "M0,-5L0,5", diamond: "M0,-5L5,0L0,5L-5,0Z", tall: "M0,-6L3,0L0,6L-3,0Z",
     down: "M-5,-4L5,-4L0,5Z", up: "M-5,4L5,4L0,-5Z", left: "M4,-5L4,5L-5,0Z", square: "M-4,-4L4,-4L4,4L-4,4Z",
-    circle: "M-4,0A4,4,0,1,0,4,0A4,4,0,1,0,-4,0Z", peak: "M-5,4L-1,4L0,-5L1,4L5,4",
+    dash: "M-5,-1.5L5,-1.5L5,1.5L-5,1.5Z", circle: "M-4,0A4,4,0,1,0,4,0A4,4,0,1,0,-4,0Z", peak: "M-5,4L-1,4L0,-5L1,4L5,4",
   };
   const OPEN = ["cross", "bar", "peak"]; // drawn as lines
 
@@ -85,8 +85,8 @@ const Chart = (() => {
     const clip = make("clipPath", { id }, make("defs", {}, svg));
     make("rect", { x: frame.left, y: 0, width: frame.right - frame.left, height: spec.height }, clip);
     const state = { width, frame, x, from, to, svg, spec };
+    drawSteps(state, rows.length); // before the lines, which cross its grid
     if (spec.cells) drawCells(state, id); else drawLines(state, id);
-    drawSteps(state, rows.length);
     drawMarks(state, rows, id);
     state.cursor = make("line", { class: "cursor", y1: frame.top, y2: spec.height - FOOT, visibility: "hidden" }, svg);
     state.select = make("rect", { class: "select", y: frame.top, height: spec.height - FOOT - frame.top, visibility: "hidden" }, svg);
@@ -186,7 +186,7 @@ const Chart = (() => {
     });
   }
 
-  /* --- a map of cells: a picture of three by three pixels a cell, stretched; the middle one says that it held NaN --- */
+  /* --- a map of cells: a picture, stretched; a dot in it says that a value was NaN or Inf --- */
 
   function drawCells(state, clipId) {
     const { svg, frame, x, spec } = state;

@@ -6,6 +6,7 @@ document.addEventListener("DOMContentLoaded", () => {
   function replacePart(name, html) {
     const part = document.querySelector(`[data-part="${name}"]`);
     if (!part || part.dataset.text === html) return;
+    if (part.querySelector("table.listed") && replaceRows(part, html)) return;
     const nameOf = (one) => one.id || one.querySelector("summary").textContent;
     const open = [...part.querySelectorAll("details[open]")].map(nameOf);
     const focused = part.contains(document.activeElement) ? document.activeElement.closest("details, a") : null;
@@ -18,6 +19,25 @@ document.addEventListener("DOMContentLoaded", () => {
       if (open.includes(nameOf(one))) one.open = true;
       if (focusedId && one.id === focusedId) one.querySelector("summary").focus({ preventScroll: true });
     }
+  }
+
+  /* The list changes every second: a row that stays keeps its box, its focus and a click that has begun. */
+  function replaceRows(part, html) {
+    const next = new DOMParser().parseFromString(html, "text/html").querySelector("table.listed");
+    if (!next) return false;
+    const nameOf = (row) => row.querySelector("input").value;
+    const body = part.querySelector("table.listed").tBodies[0];
+    const known = new Map([...body.rows].map((row) => [nameOf(row), row]));
+    const rows = [...next.tBodies[0].rows].map((row) => {
+      const old = known.get(nameOf(row));
+      if (!old) return row;
+      [...row.cells].slice(1).forEach((cell, i) => old.cells[i + 1].replaceChildren(...cell.childNodes));
+      return old;
+    });
+    const isSame = rows.length === body.rows.length && rows.every((row) => body.contains(row));
+    if (!isSame) body.replaceChildren(...rows);
+    part.dataset.text = html;
+    return true;
   }
 
   function receive(event) {

@@ -112,6 +112,9 @@ const steadygrad = (() => {
     return { lines, log: isLog(all.map(([, run]) => find(run))), height: 320, whole: all.map(([, run]) => wholeOf(run)).reduce((a, b) => [Math.min(a[0], b[0]), Math.max(a[1], b[1])]) };
   }
 
+  /* One scale for rates that differ tenfold would draw all but the highest along the bottom. */
+  const areFarApart = (all) => spread(all.map((points) => points.y.reduce((a, b) => Math.max(a, b), 0))) >= 10;
+
   const DRAW = {
     loss: drawLoss, validation: drawValidation, norm: drawNorm, share: drawShare,
     metrics: (run) => drawNamed(run, run.metrics, "points"), extra: (run) => drawNamed(run, run.extra),
@@ -122,7 +125,7 @@ const steadygrad = (() => {
     compare_loss: () => drawAll((run) => run.curves.loss, isLogLoss),
     compare_validation: () => drawAll((run) => Object.values(run.validation || {})[0], isLogLoss),
     compare_norm: () => drawAll((run) => run.curves.grad_norm, () => true),
-    compare_rate: () => drawAll((run) => run.curves.learning_rate, (all) => all.some((points) => spread(points.y) > 100)),
+    compare_rate: () => drawAll((run) => run.curves.learning_rate, areFarApart),
   };
 
   /* --- maps --- */
@@ -159,26 +162,28 @@ const steadygrad = (() => {
     const [low, mid, high] = ["--heat-low", "--heat-mid", "--heat-high"].map((name) => parse(color(name)));
     const purple = color("--purple");
     const canvas = document.createElement("canvas");
-    const width = Math.min(1440, 6 * table.x.length), tall = 5, span = last - table.x[0];
+    const width = Math.max(720, Math.min(1440, 6 * table.x.length)), tall = 6, span = last - table.x[0];
     canvas.width = width; canvas.height = tall * rows.length;
     const context = canvas.getContext("2d");
+    const place = (step) => Math.round(((step - table.x[0]) / span) * width);
+    const paint = (z) => {
+      const share = Math.max(-1, Math.min(1, (z - middle) / 40));
+      const end = share < 0 ? low : high;
+      return `rgb(${mid.map((one, n) => Math.round(one + (end[n] - one) * Math.abs(share)))})`;
+    };
+    const dot = Math.ceil(width / 200); // or a narrow screen, which leaves out pixels, would lose it
     rows.forEach((row, line) => {
       const bad = new Set(table.bad[row]);
+      let fill = null; // a step without one finite value says nothing about those after it: what was before goes on
       table.x.forEach((step, i) => {
-        const from = Math.round(((step - table.x[0]) / span) * width);
-        const to = Math.max(from + 1, Math.round((((table.x[i + 1] ?? last) - table.x[0]) / span) * width));
-        const z = table.z[row][i];
-        if (z !== null) {
-          const share = Math.max(-1, Math.min(1, (z - middle) / 40));
-          const end = share < 0 ? low : high;
-          context.fillStyle = `rgb(${mid.map((one, n) => Math.round(one + (end[n] - one) * Math.abs(share)))})`;
-          context.fillRect(from, line * tall, to - from, tall);
-        }
-        if (!bad.has(i)) return;
-        context.fillStyle = purple;
-        if (z === null) context.fillRect(from, line * tall, to - from, tall);
-        else context.fillRect(from + Math.floor((to - from) / 3), line * tall + 1, Math.max(1, Math.ceil((to - from) / 3)), 3);
+        const z = table.z[row][i], from = place(step), to = place(table.x[i + 1] ?? last);
+        fill = z !== null ? paint(z) : bad.has(i) ? fill : null;
+        if (fill === null) return;
+        context.fillStyle = fill;
+        context.fillRect(from, line * tall, Math.max(1, to - from), tall);
       });
+      context.fillStyle = purple;
+      for (const i of bad) context.fillRect(place(table.x[i] + table.width / 2) - (dot >> 1), line * tall + 2, dot, 2);
     });
     const url = canvas.toDataURL("image/png");
     pictures.set(table, { key, url });
@@ -209,6 +214,7 @@ const steadygrad = (() => {
     const zoomed = figure.querySelector('[data-move="0"]');
     if (zoomed) zoomed.disabled = !zooms[groupOf(figure)];
     writeLegend(figure, spec);
+    figure.querySelector("figcaption > span").hidden = Boolean(spec.marks) && !spec.marks.length; // it is about marks
   }
 
   /* Those in view now, the others when they come into view; one that has nothing to show stays hidden. */
@@ -282,7 +288,7 @@ const steadygrad = (() => {
     const [low, high] = words.map((text) => { const one = document.createElement("span"); one.className = "item"; one.textContent = text; return one; });
     const bad = document.createElement("span");
     bad.className = "item";
-    bad.append(symbol({ symbol: "square", paint: "--purple" }), "held NaN or Inf");
+    bad.append(symbol({ symbol: "dash", paint: "--purple" }), "held NaN or Inf");
     return cells.table.bad.some((one) => one.length) ? [low, bar, high, bad] : [low, bar, high];
   }
 
@@ -383,8 +389,11 @@ const steadygrad = (() => {
     if (line < 0 || line >= cells.rows.length) return null;
     const run = runs[plot.closest("figure").dataset.run];
     let column = 0;
-    cells.table.x.forEach((step, i) => { if (toX(run, step) <= value) column = i; });
-    const at = cells.rows[line], z = cells.table.z[at][column];
+    const at = cells.rows[line];
+    const reach = (plot.state.to - plot.state.from) / 200; // of a dot, whose step says nothing about those after it
+    const isNear = (i) => cells.table.z[at][i] !== null || value - toX(run, cells.table.x[i]) <= reach;
+    cells.table.x.forEach((step, i) => { if (toX(run, step) <= value + reach / 2 && isNear(i)) column = i; });
+    const z = cells.table.z[at][column];
     const told = z === null ? "no finite value" : `${cells.what} ${Chart.spell(10 ** (z / 10), 2)}`;
     const bad = cells.table.bad[at].includes(column) ? ["held NaN or Inf"] : [];
     return [`step ${Chart.spellStep(cells.table.x[column])}`, cells.table.names[at], told, ...bad];
