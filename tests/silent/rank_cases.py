@@ -106,12 +106,67 @@ def divided_by_ranks(bug: bool) -> Guard:
     return guard
 
 
-def train(name: str, bug: bool) -> list[str]:
-    """Run a case on this rank; return the kinds of its findings above info."""
+@training
+def module_called(bug: bool) -> Guard:
+    """x.com/jxmnop/status/1778520637193240892: model.module is called, so that DDP averages nothing."""
+    model = DistributedDataParallel(make_model())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in make_batches():
+        guard.step(compute_loss, model.module if bug else model, batch)
+    return guard
+
+
+@training
+def hooks_lost(bug: bool) -> Guard:
+    """pytorch/pytorch#104336: the model is converted after it was wrapped, and DDP's hooks are gone."""
+    model = DistributedDataParallel(make_model())
+    if bug:
+        model.double().float()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in make_batches():
+        guard.step(compute_loss, model, batch)
+    return guard
+
+
+@training
+def broadcast_lost(bug: bool) -> Guard:
+    """pytorch/pytorch#96600: a weight arrives as zeros on the second rank."""
+    model = DistributedDataParallel(make_model())
+    if bug and dist.get_rank() == 1:
+        nn.init.zeros_(model.module[0].weight)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in make_batches():
+        guard.step(compute_loss, model, batch)
+    return guard
+
+
+@training
+def reduction_lost(bug: bool) -> Guard:
+    """pytorch/pytorch#84803: what one rank gets from an all-reduce is zeros, once."""
+    model = DistributedDataParallel(make_model())
+    guard = Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step, batch in enumerate(make_batches()):
+        model.zero_grad()
+        compute_loss(model, batch).backward()
+        if bug and step == 3 and dist.get_rank() == 1:
+            for parameter in model.parameters():
+                parameter.grad.zero_()
+        guard.step()
+    return guard
+
+
+def find(name: str, bug: bool) -> list[tuple[str, int]]:
+    """Run a case on this rank; return the kinds of its findings above info, and the steps that noticed them."""
     guard = TRAININGS[name](bug)
     guard.flush()
     dist.barrier()
-    return sorted({finding.kind for finding in guard.findings if finding.severity.value != "info"})
+    found = [finding for finding in guard.findings if finding.severity.value != "info"]
+    return [(finding.kind, finding.noticed_at or 0) for finding in found]
+
+
+def train(name: str, bug: bool) -> list[str]:
+    """Run a case on this rank; return the kinds of its findings above info."""
+    return sorted({kind for kind, _ in find(name, bug)})
 
 
 def train_apart() -> list[str]:

@@ -13,6 +13,10 @@ KINDS = {
     "never_broadcast": "ranks_differ",
     "zeros_on_one_rank": "zero_input",
     "divided_by_ranks": "divided_twice",
+    "module_called": "ranks_differ",
+    "hooks_lost": "ranks_differ",
+    "broadcast_lost": "ranks_differ",
+    "reduction_lost": "ranks_differ",
 }
 
 

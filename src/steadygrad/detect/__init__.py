@@ -78,6 +78,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         norm.RisingNorm(config),
         flow.VanishingGradient(config),
         flow.DeadGradient(config),
+        flow.ZeroGradient(),
         flow.MissingGradient(config),
         flow.StaleGradient(config),
         leading.AdamRms(config),

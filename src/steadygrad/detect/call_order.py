@@ -120,17 +120,15 @@ class UselessClip(CallRule):
     """The program clips gradients, and not those that the optimizer uses."""
 
     name = "useless_clip"
-    advice = "Call clip_grad_norm_(model.parameters(), ...) after the last backward and before the step."
+    advice = "Clip model.parameters() after the last backward and before the step."
 
     def describe(self, scan: CallScan) -> str:
         """Look at what the clip was given, and when."""
         if scan.clip_is_spent:
-            return (
-                f"clip_grad_norm_{at(scan.where_clip)} got a generator that was used up before, so nothing is clipped"
-            )
+            return f"{scan.clip}{at(scan.where_clip)} got a generator that was used up before, so nothing is clipped"
         if scan.clip_is_early:
             return (
-                f"clip_grad_norm_{at(scan.where_clip)} runs before backward{at(scan.where_backward)}, so the "
+                f"{scan.clip}{at(scan.where_clip)} runs before backward{at(scan.where_backward)}, so the "
                 "gradients of the step are not clipped"
             )
         return ""

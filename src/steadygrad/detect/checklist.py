@@ -62,7 +62,7 @@ CHECKS = (
     Check(
         "losses and gradients",
         ("Reading",),
-        ("nonfinite_loss", "nonfinite_gradient", "zero_loss", "rate_too_high", "vanishing_gradient"),
+        ("nonfinite_loss", "nonfinite_gradient", "zero_loss", "zero_gradient", "rate_too_high", "vanishing_gradient"),
     ),
 )
 

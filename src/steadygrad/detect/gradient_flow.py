@@ -19,6 +19,8 @@ FEWEST_ROWS = 8
 """Fewer parameters than this are too few to compare quarters of the model."""
 SHORT_HISTORY = 32
 """Steps in which the usual share of zeros is learnt."""
+NUM_ZERO = 20
+"""Steps without any gradient: a margin that is met, or a ratio that is clipped, passes sooner."""
 
 
 class VanishingGradient(Remembering):
@@ -142,6 +144,41 @@ class DeadGradient(Remembering):
             + (", and was not before" if risen else " from the start"),
             advice="Units died: lower the learning rate, use LeakyReLU or GELU, and check the biases.",
             evidence={"parameters": dead[:SHOWN], "zero_share": shares[:SHOWN]},
+        )
+
+
+class ZeroGradient(Remembering):
+    """Every gradient is exactly 0, step after step, though the loss is not: it does not depend on what is trained.
+
+    Seen with adapters whose matrices are both 0, an output that is cut off (a ReLU that is dead everywhere), a loss
+    that is multiplied by 0. A loss of exactly 0 is `zero_loss`. Cost: two comparisons a step.
+    """
+
+    name = "zero_gradient"
+    hears = (Reading,)
+    memory = ("_streak", "_told")
+
+    def __init__(self) -> None:
+        self._streak = Streak()
+        self._told = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Report once, after `NUM_ZERO` such steps in a row."""
+        if not isinstance(fact, Reading) or self._told or fact.loss is None:
+            return
+        is_zero = bool(fact.gradients.names) and fact.finite_grad_norm == 0.0 and not fact.is_nonfinite
+        if self._streak.feed(fact.step, is_zero and fact.loss != 0.0) < NUM_ZERO:
+            return
+        self._told = True
+        yield Finding(
+            kind=self.name,
+            severity=Severity.WARNING,
+            step=self._streak.start,
+            message=f"all gradients have been exactly 0 for {NUM_ZERO} steps, and the loss is {fact.loss:.3g}: nothing "
+            "is learnt",
+            advice="The loss does not depend on what is trained: look for adapters that start at 0 on both sides, a "
+            "dead ReLU at the output, a clamp, or a weight of 0 on the loss.",
+            evidence={"num_steps": NUM_ZERO, "loss": fact.loss},
         )
 
 

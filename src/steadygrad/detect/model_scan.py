@@ -12,8 +12,8 @@ from steadygrad.words import spell_count
 
 NUM_SCANS = 2
 """Scans in a row that must see parameters out of reach: a program may unfreeze something for a moment."""
-MATCHED = 0.1
-"""Share of the given tensors below which a load has missed."""
+FEWEST_RENAMED, RENAMED = 2, 0.5
+"""Tensors, and share of those that a load left out, that were given under a name with another prefix."""
 KEPT = 0.3
 """Correlation of loaded weights with those before the first step, below which they were overwritten: 1 if untouched,
 0.9 and more after pruning, quantising, adding noise or some training."""
@@ -102,7 +102,7 @@ class FrozenHead(OnceRule[ModelScan]):
         return self.report(
             step=fact.step,
             message=f"{fact.frozen_share:.0%} of the model is frozen, its last layer {fact.frozen_head} included, "
-            "which still has the random values that torch gave it",
+            "which still has the random values that it was made with",
             advice=f"Unfreeze it before the optimizer is made: model.{fact.frozen_head}.requires_grad_(True).",
             evidence={"share": fact.frozen_share},
         )
@@ -147,12 +147,8 @@ def _judge_load(load: Load) -> tuple[str, str]:
 
 
 def _is_renamed(load: Load) -> bool:
-    """Whether nearly nothing matched, and one name is the other with a prefix."""
-    few = load.num_matched < MATCHED * load.num_given
-    alike = bool(load.example and load.wanted) and (
-        load.example.endswith(f".{load.wanted}") or load.wanted.endswith(f".{load.example}")
-    )
-    return few and alike
+    """Whether most of what the module lacks was given under a name with another prefix."""
+    return load.num_renamed >= FEWEST_RENAMED and load.num_renamed > RENAMED * load.num_missing
 
 
 class StaleSave(OnceRule[ModelScan]):

@@ -1,7 +1,8 @@
 """Rules about train() and eval(): forwards that ran in the wrong mode.
 
-Only layers whose behaviour depends on the mode count: dropout with a probability above 0, and BatchNorm with running
-statistics. Single layers in eval mode inside a model in training (frozen statistics) are normal practice.
+Only layers whose behaviour depends on the mode count: dropout with a probability above 0, BatchNorm with running
+statistics, and spectral norm. Single layers in eval mode inside a model in training (frozen statistics) are normal
+practice.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ APART = 10
 class EvalWhileTraining(Remembering):
     """Steps are made from forwards in eval mode: dropout is off, and BatchNorm uses statistics that do not move.
 
-    A warning if the model was in training mode before, if dropout is switched off by it, or if BatchNorm has never seen
-    a batch. A model with trained BatchNorm alone that was in eval mode from the start is an info: that freezes it.
+    A warning if the model was in training mode before, if dropout or the iteration of a spectral norm is switched off
+    by it, or if BatchNorm has never seen a batch. A model with trained BatchNorm alone that was in eval mode from the
+    start is an info: that freezes it.
     """
 
     name = "eval_while_training"
     hears = (ModeScan, Reading)
-    memory = ("_num_steps", "_start", "_num_dropouts", "_num_norms", "_fresh", "_has_trained", "_told")
+    memory = ("_num_steps", "_start", "_num_dropouts", "_num_norms", "_num_spectral", "_fresh", "_has_trained", "_told")
 
     def __init__(self) -> None:
-        self._num_steps = self._start = self._num_dropouts = self._num_norms = 0
+        self._num_steps = self._start = self._num_dropouts = self._num_norms = self._num_spectral = 0
         self._fresh: list[str] = []
         self._has_trained = self._told = False
 
@@ -41,22 +43,27 @@ class EvalWhileTraining(Remembering):
         """Report once, after `PATIENCE` steps."""
         if isinstance(fact, ModeScan) and not fact.is_evaluation:
             is_idle = not (fact.is_training or fact.dropouts_on or fact.norms_on)
-            off = (fact.dropouts_off, fact.norms_off) if is_idle else (0, 0)
-            if off != (self._num_dropouts, self._num_norms):  # a resumed run hears again what it knows
-                (self._num_dropouts, self._num_norms), self._num_steps, self._start = off, 0, fact.step
+            off = (fact.dropouts_off, fact.norms_off, fact.spectral_norms_off) if is_idle else (0, 0, 0)
+            if off != self._idle:  # a resumed run hears again what it knows
+                (self._num_dropouts, self._num_norms, self._num_spectral), self._num_steps = off, 0
+                self._start = fact.step
                 self._fresh = list(fact.fresh_norms[:5])
             self._has_trained |= fact.is_training
-        elif isinstance(fact, Reading) and not fact.is_nonfinite and (self._num_dropouts or self._num_norms):
+        elif isinstance(fact, Reading) and not fact.is_nonfinite and any(self._idle):
             self._num_steps += 1
             if self._num_steps == PATIENCE and not self._told:
                 self._told = True
                 yield self._report()
 
+    @property
+    def _idle(self) -> tuple[int, int, int]:
+        return self._num_dropouts, self._num_norms, self._num_spectral
+
     def _report(self) -> Finding:
-        layers = [(self._num_dropouts, "dropout layer"), (self._num_norms, "BatchNorm layer")]
+        layers = zip(self._idle, ("dropout layer", "BatchNorm layer", "spectral norm"))
         off = " and ".join(spell_count(number, what) for number, what in layers if number)
         since = f"since step {self._start}" if self._has_trained else "from the first step on"
-        is_certain = self._has_trained or self._num_dropouts > 0 or bool(self._fresh)
+        is_certain = self._has_trained or bool(self._num_dropouts or self._num_spectral or self._fresh)
         fresh = "; BatchNorm has its initial statistics, so it normalises nothing" if self._fresh else ""
         return Finding(
             kind=self.name,
@@ -66,7 +73,11 @@ class EvalWhileTraining(Remembering):
             advice="Call model.train() before training"
             + (", again after each evaluation: model.eval() stays until then." if self._has_trained else ".")
             + " To freeze single layers, put only those in eval mode.",
-            evidence={"num_dropouts": self._num_dropouts, "num_norms": self._num_norms, "fresh_norms": self._fresh},
+            evidence={
+                "num_dropouts": self._num_dropouts,
+                "num_norms": self._num_norms + self._num_spectral,
+                "fresh_norms": self._fresh,
+            },
         )
 
 

@@ -14,19 +14,23 @@ from steadygrad.words import spell_count
 
 NUM_STILL = 2
 """Scans after which a model that has not moved at all is reported: a warm-up from 0 moves nothing at first."""
+FULL_RATE, USUAL_NORM = 0.01, 0.1
+"""Shares of the largest rate, and of the gradient norm of steps that moved weights, from which a step must move them:
+a decay ends at rates that rounding swallows, and a run that has converged has gradients that it does."""
 
 
 class UnchangedParameter(Remembering):
     """A parameter has a gradient and a learning rate, and does not move.
 
     One that has never moved while others do is stuck (a copy is trained instead, or its optimizer never steps): a
-    warning, and so is a model of which nothing has moved since the first step. One that moved before has updates that
-    rounding swallows (bfloat16, a small learning rate): an info, since that also happens at the end of a decay.
+    warning, and so is a model of which nothing has moved since the first step, or nothing moves any more although rate
+    and gradient are what they were (the optimizer's step was replaced or compiled away). One that moved before has
+    updates that rounding swallows (bfloat16, a small learning rate): an info, since decays end like that.
     """
 
     name = "unchanged_parameter"
-    hears = (ParameterScan,)
-    memory = ("_num_scans", "_moved", "_first", "_info", "_told")
+    hears = (ParameterScan, Reading)
+    memory = ("_num_scans", "_moved", "_first", "_info", "_told", "_largest", "_rate", "_norm", "_usual_norm")
 
     def __init__(self, config: DetectConfig) -> None:
         self._patience = config.layers.unchanged_patience
@@ -35,12 +39,19 @@ class UnchangedParameter(Remembering):
         self._moved: set[str] = set()
         self._told: set[str] = set()
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
+        self._rate = self._norm = 0.0  # of the last step that was applied
+        self._largest = self._usual_norm = 0.0
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report when the same parameters stood still for `unchanged_patience` scans."""
+        if isinstance(fact, Reading) and not (fact.skipped or fact.is_nonfinite):
+            self._rate, self._norm = fact.learning_rate or 0.0, fact.applied_norm
+            self._largest = max(self._largest, self._rate)
         if not isinstance(fact, ParameterScan):
             return
         self._moved.update(fact.changed)
+        if fact.num_changed:
+            self._usual_norm = self._norm
         for name in [name for name in self._num_scans if name not in fact.unchanged]:
             del self._num_scans[name], self._first[name]
         for name in fact.unchanged:
@@ -51,6 +62,8 @@ class UnchangedParameter(Remembering):
             still = [name for name, scans in self._num_scans.items() if scans >= NUM_STILL]
         is_start = not self._moved
         stuck = [name for name in still if name not in self._moved | self._told and (fact.num_changed or is_start)]
+        if self._has_stopped(fact):
+            stuck = [name for name, scans in self._num_scans.items() if scans >= NUM_STILL and name not in self._told]
         self._told.update(stuck)
         if stuck or self._info.tell(fact.step, not self._told.issuperset(still)):
             names = stuck or still
@@ -64,6 +77,11 @@ class UnchangedParameter(Remembering):
                 else "Their updates are lost to rounding: keep float32 weights, or stop here.",
                 evidence={"parameters": names[:SHOWN], "num_parameters": len(names), "num_changed": fact.num_changed},
             )
+
+    def _has_stopped(self, scan: ParameterScan) -> bool:
+        """Whether nothing that used to move does, at a rate and with a gradient that used to move it."""
+        is_pushed = self._rate >= FULL_RATE * self._largest and self._norm >= USUAL_NORM * self._usual_norm
+        return bool(self._moved) and not scan.num_changed and self._moved <= set(scan.unchanged) and is_pushed
 
 
 class UpdateRatio(Remembering):

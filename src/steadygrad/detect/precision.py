@@ -58,7 +58,9 @@ class UnheededAutocast(OnceRule[PrecisionScan]):
             step=fact.step,
             message=f"the model is called under autocast to {fact.unheeded_autocast}, and all its layers compute in "
             "float32",
-            advice="Look for autocast(enabled=False) or a custom_fwd(cast_inputs=torch.float32) inside the model.",
+            advice="Look for autocast(enabled=False) or a custom_fwd(cast_inputs=torch.float32) inside the model, and "
+            "for products of its own: autocast only knows torch's.",
+            evidence={"dtype": fact.unheeded_autocast},
         )
 
 

@@ -43,7 +43,14 @@ _OF_SETTINGS = (
 _NOT_OF_SETTINGS = (
     *("nonfinite_input", "outlier_input", "all_labels_masked"),  # the data
     *("unregistered_layers", "silent_broadcast", "double_softmax", "anomaly_mode_left_on", "partial_overlap"),
-    *("missing_gradient", "stale_gradient", "unchanged_parameter", "added_gradients", "dropped_gradients"),
+    *(
+        "missing_gradient",
+        "zero_gradient",
+        "stale_gradient",
+        "unchanged_parameter",
+        "added_gradients",
+        "dropped_gradients",
+    ),
     *("divided_twice", "scaled_gradient", "cleared_gradient", "useless_clip", "vanished_rate"),  # calls and schedule
     *("out_of_reach", "untied_weights", "not_frozen", "frozen_head", "lost_weights"),  # model, optimizer
     *("stale_save", "idle_average"),

@@ -127,6 +127,8 @@ class ModeScan:
     """BatchNorm layers that update running statistics."""
     norms_off: int = 0
     """... and those that use them although they keep them."""
+    spectral_norms_off: int = 0
+    """Spectral norms whose iteration is off, so that they divide by a number that no longer follows the weights."""
     fresh_norms: tuple[str, ...] = ()
     """Of the latter: names of those that have never seen a batch, whose statistics are still mean 0 and variance 1."""
     stray: tuple[str, ...] = ()

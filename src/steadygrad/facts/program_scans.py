@@ -25,7 +25,7 @@ class CallScan:
     norm_after_backward: float | None = None
     """Norm of the gradients right after the last backward; None if unknown."""
     norm_at_clip: float | None = None
-    """Norm of the gradients when `clip_grad_norm_` was called after the last backward; None if it was not."""
+    """Norm of the gradients when they were clipped after the last backward; None if they were not."""
     norm_at_step: float | None = None
     """Norm of the gradients that the optimizer was given, with any scale that they still carry."""
     scale_is_known: bool = False
@@ -34,6 +34,8 @@ class CallScan:
     """Whether a clip call was given a generator with nothing left in it."""
     clip_is_early: bool = False
     """Whether the gradients were clipped before the last backward added to them, and not since."""
+    clip: str = "clip_grad_norm_"
+    """The function that clipped, if one did."""
     where_backward: str = ""
     where_clip: str = ""
 
@@ -51,6 +53,10 @@ class Load:
     """A key that was given and matched nothing."""
     wanted: str = ""
     """A key of the module that was not given."""
+    num_missing: int = 0
+    """Keys of the module that were not given."""
+    num_renamed: int = 0
+    """... and those of them that were given with a prefix more, or less, and the same shape."""
     kept: float | None = None
     """Correlation of the weights before the first step with those that were loaded; None if unknown."""
 

@@ -120,6 +120,7 @@ class CallOrderWatch:
             clip_is_early=self._clip_is_early,
             where_backward="" if last is None else last.where,
             where_clip="" if self._clip is None else self._clip.where,
+            clip="" if self._clip is None else self._clip.name,
         )
         self._start_step()
         if not self._steps_left:

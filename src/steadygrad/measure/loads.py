@@ -34,6 +34,8 @@ class _Record:
     num_matched: int
     example: str
     wanted: str
+    num_missing: int
+    num_renamed: int
     samples: dict[str, Tensor]
     number: int
 
@@ -84,9 +86,28 @@ def _record(module: nn.Module, given: Mapping[str, Any]) -> None:
         num_matched=len(matched),
         example=next((key for key in tensors if key not in own), ""),
         wanted=next((key for key in own if key not in given), ""),
+        num_missing=sum(key not in given for key in own),
+        num_renamed=_count_renamed(own, given),
         samples={key: _sample(own[key]) for key in matched[:MAX_SAMPLED] if _is_weight(own[key])},
         number=_num_records,
     )
+
+
+def _count_renamed(own: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    """Return how many tensors of the module were given under its name for them with a prefix more, or less."""
+    spare = {key: value.shape for key, value in given.items() if isinstance(value, Tensor) and key not in own}
+    longer = {(ending, shape) for key, shape in spare.items() for ending in _list_endings(key)}
+    missing = [(key, value.shape) for key, value in own.items() if key not in given and isinstance(value, Tensor)]
+    return sum(
+        (key, shape) in longer or any(spare.get(ending) == shape for ending in _list_endings(key))
+        for key, shape in missing
+    )
+
+
+def _list_endings(key: str) -> Iterator[str]:
+    """Yield a key without its first parts."""
+    parts = key.split(".")
+    yield from (".".join(parts[i:]) for i in range(1, len(parts)))
 
 
 def _is_weight(tensor: Any) -> bool:
@@ -123,6 +144,8 @@ def _find_loads(model: nn.Module) -> list[Load]:
             num_matched=record.num_matched,
             example=record.example,
             wanted=record.wanted,
+            num_missing=record.num_missing,
+            num_renamed=record.num_renamed,
             kept=_correlate(model.get_submodule(name), record.samples),
         )
         for name, record in found

@@ -189,10 +189,18 @@ def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
         or _has_adapters(model)
     ):
         return "", share
+    return (name if _is_new(weight, head._parameters.get("bias")) else ""), share
+
+
+def _is_new(weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a layer has random values: those of torch's default, or around 0 beside a bias of exactly 0."""
+    values = weight.detach().float()
     bound = weight.shape[1] ** -0.5  # torch draws the weights of a Linear uniformly up to this
-    largest, spread = float(weight.detach().abs().max()), float(weight.detach().float().std())
-    is_new = 0.9 * bound < largest <= bound * 1.0001 and abs(spread / (bound / 3**0.5) - 1) < 0.15
-    return (name if is_new else ""), share
+    largest, spread = float(values.abs().max()), float(values.std())
+    if 0.9 * bound < largest <= bound * 1.0001 and abs(spread / (bound / 3**0.5) - 1) < 0.15:
+        return True
+    is_drawn = spread > 0 and abs(float(values.mean())) < 4 * spread / values.numel() ** 0.5
+    return bias is not None and is_drawn and largest < 6 * spread and not bool(bias.any())
 
 
 def _has_adapters(model: nn.Module) -> bool:

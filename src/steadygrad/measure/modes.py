@@ -1,4 +1,4 @@
-"""ModeWatch: calls of a model -> ModeScans: which dropout and BatchNorm layers were active in which sort of forward.
+"""ModeWatch: calls of a model -> ModeScans: which dropout and norm layers were active in which sort of forward.
 
 Flags are read and never set: programs redefine `train()`. A forward with gradients belongs to a step, one without
 gradients between two steps is an evaluation; inside a step function the latter is part of the step and ignored. In one
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.overrides import TorchFunctionMode
 
 from steadygrad.facts.program import ModeScan, RandomEvaluation
@@ -97,9 +98,12 @@ class ModeWatch:
         self._find_layers()
         on = {True: 0, False: 0}
         norm_on = {True: 0, False: 0}
-        fresh, stray = [], []
+        fresh, stray, num_idle = [], [], 0
         is_training = self._model.training
         for name, layer in self._layers:
+            if _is_spectral(layer):
+                num_idle += not layer.training
+                continue
             if isinstance(layer, NORMS):
                 norm_on[layer.training] += 1
                 if not layer.training and self._is_fresh(layer):
@@ -118,6 +122,7 @@ class ModeWatch:
             dropouts_off=on[False],
             norms_on=norm_on[True],
             norms_off=norm_on[False],
+            spectral_norms_off=num_idle,
             fresh_norms=tuple(fresh),
             stray=tuple(stray),
             where=find_caller() if is_evaluation else "",
@@ -133,7 +138,7 @@ class ModeWatch:
         self._layers = [
             (name, module)
             for name, module in self._model.named_modules()
-            if isinstance(module, DROPOUTS) or (isinstance(module, NORMS) and _keeps_statistics(module))
+            if isinstance(module, DROPOUTS) or _is_spectral(module) or _keeps_statistics(module)
         ]
 
     def _is_fresh(self, norm: nn.Module) -> bool:
@@ -187,8 +192,14 @@ class _ActiveDropouts(TorchFunctionMode):
             self.calls.append(call)
 
 
-def _keeps_statistics(norm: nn.Module) -> bool:
-    return bool(getattr(norm, "track_running_stats", False)) and getattr(norm, "running_mean", None) is not None
+def _keeps_statistics(module: nn.Module) -> bool:
+    return isinstance(module, NORMS) and bool(module.track_running_stats) and module.running_mean is not None
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    """Return whether this divides a weight by its largest singular value, found by an iteration in train mode only."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(type(hook).__name__ == "SpectralNorm" for hook in hooks)
 
 
 def _are_alike(one: ModeScan, other: ModeScan | None) -> bool:
@@ -197,5 +208,8 @@ def _are_alike(one: ModeScan, other: ModeScan | None) -> bool:
         return False
     return all(
         getattr(one, name) == getattr(other, name)
-        for name in ("is_training", "dropouts_on", "dropouts_off", "norms_on", "norms_off", "fresh_norms", "stray")
+        for name in (
+            *("is_training", "dropouts_on", "dropouts_off", "norms_on", "norms_off", "spectral_norms_off"),
+            *("fresh_norms", "stray"),
+        )
     )

@@ -21,6 +21,7 @@ from steadygrad.measure.quiet_hook import QuietHook, remove_hooks
 from steadygrad.measure.rows import PendingRows, is_readable, send_rows
 from steadygrad.measure.transfer import Transfer
 from steadygrad.state.trained_parameters import TrainedParameters
+from steadygrad.state.tree import find_tensors
 from steadygrad.stats import median
 
 NUM_STEPS = 4
@@ -30,6 +31,9 @@ SAMPLE, MAX_SAMPLED = 1024, 128
 HALVES = (torch.float16, torch.bfloat16)
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Layers that autocast runs in half precision."""
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+MAX_NODES = 2000
+"""Nodes of a forward's graph that are searched for one in half precision."""
 RandomState = tuple[Tensor, tuple[int, int]]
 """Of the CPU's generator, and seed and offset of the device's."""
 
@@ -128,6 +132,7 @@ class ForwardWatch:
         self._redrawn: list[str] = []
         self._asked: torch.dtype | None = None
         self._ran: set[torch.dtype] = set()
+        self._is_unheeded = False
 
     def begin(self) -> None:
         """Set the hooks; on none of the modules if one refuses."""
@@ -152,11 +157,11 @@ class ForwardWatch:
         seen: dict[str, Any] = {}
         if torch.float16 in self._ran:
             seen["is_float16"] = True
-        if self._asked in HALVES and self._ran == {torch.float32}:
+        if self._is_unheeded:
             seen["unheeded_autocast"] = str(self._asked).removeprefix("torch.")
         if self._redrawn:
             seen["redrawn"] = _find_innermost(self._redrawn)
-        self._draws, self._redrawn, self._ran, self._asked = {}, [], set(), None
+        self._draws, self._redrawn, self._ran, self._asked, self._is_unheeded = {}, [], set(), None, False
         return seen
 
     def _before_model(self, model: nn.Module, _args: Any) -> None:
@@ -183,6 +188,32 @@ class ForwardWatch:
             self._ran.add(output.dtype)
         if module in self._draws:
             self._draws[module][-1].append(_read_random_state(self._device))
+        if module is self._model and self._asked in HALVES and not self._ran & {*HALVES}:
+            self._is_unheeded = _has_products(module) and not _has_halves(output)
+
+
+def _has_products(model: nn.Module) -> bool:
+    """Return whether the model has weights that inputs are multiplied with: matrices that are not looked up in."""
+    return any(
+        p.dim() > 1 and p.dtype is torch.float32
+        for module in model.modules()
+        if not isinstance(module, LOOKUPS)
+        for p in module.parameters(recurse=False)
+    )
+
+
+def _has_halves(output: Any) -> bool:
+    """Return whether anything in the graph of a forward was computed in half precision; True if it cannot be seen."""
+    roots = [tensor.grad_fn for _, tensor in find_tensors((output,), {}) if tensor.grad_fn is not None]
+    waiting, seen = list(roots), set(roots)
+    while waiting and len(seen) < MAX_NODES:
+        node = waiting.pop()
+        if any(one.dtype in HALVES for one in node._input_metadata):
+            return True
+        following = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        seen.update(following)
+        waiting += following
+    return not roots or bool(waiting)
 
 
 @torch.no_grad()

@@ -161,7 +161,8 @@ class StreamWatch:
             return
         self._num_noted += 1
         self._rows = max(shape[0] for shape in shapes.values())
-        self._look_for_single(step, shapes, marks)
+        tokens = {path for path, tensor in tensors if path in shapes and tensor.dtype in (torch.int64, torch.int32)}
+        self._look_for_single(step, shapes, marks, tokens)
         self._pending.append((step, marks, send_rows(rows, self._transfer) if rows else NOTHING, is_given))
         self._is_over = self._num_noted >= (MOST_ON_DEVICE if on_device else MOST_ON_HOST)
 
@@ -216,14 +217,26 @@ class StreamWatch:
         )
 
     def _look_for_single(
-        self, step: int, shapes: Mapping[str, tuple[int, ...]], marks: Mapping[str, int | None]
+        self,
+        step: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        marks: Mapping[str, int | None],
+        tokens: set[str],
     ) -> None:
-        """Find a tensor with one row, whose content changes, among others with as many rows as the batch."""
+        """Find a tensor with one row, whose content changes, among others with as many rows as the batch.
+
+        Others of its shape, or, for the only tokens of a batch, any: a processor that joins the texts of all samples.
+        """
         if self._has_found_single or step >= FEW_STEPS or self._rows < 4:
             return
         for path, shape in shapes.items():
+            if shape[0] != 1 or len(shape) < 2:
+                continue
             like = [name for name, other in shapes.items() if other == (self._rows, *shape[1:])]
-            if shape[0] != 1 or len(shape) < 2 or not like:
+            if not like and path in tokens and not any(len(shapes[other]) > 1 for other in tokens - {path}):
+                like = [name for name, other in shapes.items() if other[0] == self._rows]
+                like = like if len(like) > 1 else []  # inputs and labels
+            if not like:
                 continue
             before = self._singles.get(path)
             self._singles[path] = (shape, marks.get(path))

@@ -1,7 +1,7 @@
 """Calls of torch's training functions -> those who listen: backward, clipping, saving, averages, and loading weights.
 
 A guard sees the gradients, not what the program did to them. So a few functions of torch are wrapped, once and for the
-process: `torch.autograd.backward`, `clip_grad_norm_`, `torch.save`, `AveragedModel.forward` and
+process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save`, `AveragedModel.forward` and
 `Module.load_state_dict`. Each passes its arguments on unchanged. With no listener a wrapper costs under a microsecond;
 a listener that fails is dropped and the call goes on. Nothing happens inside a compiled graph, inside another backward,
 or while a step is replayed.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -53,8 +54,10 @@ class BackwardCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipCall:
-    """A call of `clip_grad_norm_`, before it has changed anything."""
+    """A call of a function that clips gradients, before it has changed anything."""
 
+    name: str
+    """'clip_grad_norm_' or 'clip_grad_value_'."""
     parameters: tuple[Tensor, ...]
     is_spent: bool
     """Whether it was given a generator that has nothing left."""
@@ -108,8 +111,8 @@ def install() -> None:
         return
     _is_installed = True
     _wrap(torch.autograd, "backward", _around_backward)
-    for place in (nn.utils, nn.utils.clip_grad):
-        _wrap(place, "clip_grad_norm_", _around_clip)
+    for place, name in itertools.product((nn.utils, nn.utils.clip_grad), ("clip_grad_norm_", "clip_grad_value_")):
+        _wrap(place, name, _around_clip)
     for place in (torch, torch.serialization):
         _wrap(place, "save", _around_save)
     _wrap(AveragedModel, "forward", _around_average)
@@ -138,12 +141,13 @@ def _around_backward(run: Callable[..., None], tensors: Any, *args: Any, **kwarg
         _tell(_listeners, lambda one: one.after_backward(call))
 
 
-def _around_clip(clip: Callable[..., Tensor], parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _around_clip(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if not _listeners:
         return clip(parameters, *args, **kwargs)
     is_iterator = hasattr(parameters, "__next__")
     found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
-    call = ClipCall(parameters=found, is_spent=is_iterator and not found, where=find_caller())
+    name = clip.__name__
+    call = ClipCall(name=name, parameters=found, is_spent=is_iterator and not found, where=find_caller())
     _tell(_listeners, lambda one: one.before_clip(call))
     if not is_iterator:
         return clip(parameters, *args, **kwargs)

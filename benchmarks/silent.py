@@ -1,0 +1,239 @@
+"""Errors that never crash: how many a Guard names, after how many steps, and what looking for them costs.
+
+Every case of tests/silent is a small training with an error of the program, and the same training without it. It is
+named when the finding has the kind that the case says; a finding on a healthy twin, or on a program that only looks
+like an error, is a false alarm. The first table sets the 20 errors that TrainCheck reproduced (Jiang et al., OSDI '25)
+beside what its authors report: 18 of 20, each within one iteration, with invariants learnt from good runs. Theirs are
+the original programs, ours are rebuilt small, and there is no reference run. `noticed after` counts the steps from the
+one in which the error shows. The cost is the CPU time of a step with everything that looks for errors, against
+`MeasureConfig(scan_every=0)`, which switches that off together with all other periodic scans; both take turns.
+
+    python benchmarks/silent.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # see the Makefile
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "silent"))
+
+import loss_cases
+import mode_cases
+import program_case
+import program_cases
+import rank_cases
+import stream_cases
+import torch
+import traincheck_cases
+
+from machine import describe_machine, write_results
+from models import GPT
+from steadygrad import Finding, Guard, GuardConfig, MeasureConfig
+from steadygrad.testing.ranks import run_ranks
+
+TRAINCHECK = {
+    "baichuan2-86": "zeros_on_one_rank",
+    "deepspeed-1801": "clipped_on_one_rank",
+    "deepspeed-5794": "wait_alone",
+    "lightning-thunder-725": "products_that_escape_autocast",
+    "mmpretrain-702": "stages_not_frozen",
+    "pytorch-51800": "spectral_norm_in_eval",
+    "pytorch-84803": "reduction_lost",
+    "pytorch-96600": "broadcast_lost",
+    "pytorch-104336": "hooks_lost",
+    "pytorch-115607": "steps_no_more",
+    "pytorch-forum-84911": "norms_alone_trained",
+    "stackoverflow-60335387": "never_cleared",
+    "stackoverflow-67180955": "workers_with_one_seed",
+    "transformers-17877": "",
+    "transformers-23723": "",
+    "transformers-29903": "saves_a_copy",
+    "transformers-33455": "",
+    "transformers-33844": "dropout_always_on",
+    "transformers-34204": "one_row_of_tokens",
+    "x-jxmnop-ddp-out-of-sync": "module_called",
+}
+"""TrainCheck's name for an error -> our case; empty where nothing in one run shows it: weights that are drawn several
+times before the training, more tokens generated than asked for, fewer epochs than asked for."""
+MISSED_BY_TRAINCHECK = ("transformers-29903", "transformers-33455")
+ONSETS = {"steps_no_more": 49, "unfrozen_later": 60, "reduction_lost": 3, "eval_left_on": 20, "dropout_always_on": 7}
+"""Step at which an error begins that is not there from the first step on."""
+RANK_KINDS = {
+    **dict.fromkeys(("clipped_on_one_rank", "never_broadcast", "module_called", "hooks_lost"), "ranks_differ"),
+    **dict.fromkeys(("broadcast_lost", "reduction_lost"), "ranks_differ"),
+    "same_data_on_all_ranks": "same_batch",
+    "zeros_on_one_rank": "zero_input",
+    "divided_by_ranks": "divided_twice",
+}
+FAMILIES = {
+    "loss, labels and masks": loss_cases,
+    "train and eval mode": mode_cases,
+    "batches and their order": stream_cases,
+    "calls, model, number formats": program_cases,
+    "TrainCheck's, and variants": traincheck_cases,
+    "ranks": rank_cases,
+}
+STEPS, QUICK_STEPS, WARM_UP = 320, 24, 4
+Told = tuple[str, int]
+"""Kind of a finding above info, and the step that noticed it."""
+
+
+def main() -> None:
+    """Run every case and its twin, then the cost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="every sixth case and a few steps; nothing is written")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("steadygrad").setLevel(logging.CRITICAL)
+    cases: dict[str, dict[str, Any]] = {}
+    for name, kind, family, run in list(list_cases())[:: 6 if quick else 1]:
+        cases[name] = {"family": family, **judge(name, kind, run)}
+        print(f"{name:36s} {cases[name]}", flush=True)
+    cost = measure_cost(QUICK_STEPS if quick else STEPS)
+    results = {"cases": cases, "traincheck": {} if quick else compare_with_traincheck(cases), "cost": cost}
+    print(describe_machine(), results["traincheck"], cost, sep="\n")
+    print("written:", write_results("silent", results, quick=quick))
+
+
+# --- the cases --------------------------------------------------------------------------------------------------------
+
+
+def list_cases() -> Iterable[tuple[str, str | None, str, Callable[[bool], list[Told]]]]:
+    """Yield each case: its name, the kind that names it (None: nothing to find), its family, and how it is run."""
+    for name, one in program_case.CASES.items():
+        family = next(title for title, module in FAMILIES.items() if module.__name__ == one.build.__module__)
+        yield name, one.kind, family, lambda bug, one=one: tell(program_case.run(one, bug=bug))
+    for name, silent in program_cases.CASES.items():
+        yield name, silent.kind, "calls, model, number formats", lambda bug, train=silent.train: watch(train, bug)
+    for name, healthy in program_cases.HEALTHY.items():
+        yield name, None, "calls, model, number formats", lambda bug, train=healthy: watch(train)
+    for name, kind in RANK_KINDS.items():
+        yield name, kind, "ranks", lambda bug, name=name: train_on_ranks(name, bug)
+    yield "wait_alone", "rank_waits", "ranks", wait_alone
+    yield (
+        "ranks_that_train_apart",
+        None,
+        "ranks",
+        lambda bug: [(kind, 0) for kind in run_ranks(rank_cases.train_apart)[0]],
+    )
+
+
+def tell(findings: Iterable[Finding]) -> list[Told]:
+    """Return the findings above info."""
+    return [(one.kind, one.noticed_at or 0) for one in findings if one.severity.value != "info"]
+
+
+def watch(train: Callable[..., None], *bug: bool) -> list[Told]:
+    """Train a case of program_cases.py on a Guard for each of its trainings."""
+    guards: list[Guard] = []
+
+    def make(model: Any, optimizer: Any, scaler: Any) -> Any:
+        guards.append(Guard(model, optimizer, scaler=scaler))
+        return guards[-1].step
+
+    torch.manual_seed(0)
+    train(make, *bug)
+    for guard in guards:
+        guard.close()
+    return [one for guard in guards for one in tell(guard.findings)]
+
+
+def train_on_ranks(name: str, bug: bool) -> list[Told]:
+    """Train on two ranks; the ranks' findings together."""
+    return sorted({one for found in run_ranks(rank_cases.find, 2, name, bug) for one in found}, key=lambda one: one[1])
+
+
+def wait_alone(bug: bool) -> list[Told]:
+    """Rank 0 waits in a collective that rank 1 does not join until it is told of it."""
+    if not bug:
+        return []
+    (step, *_), _ = run_ranks(rank_cases.wait_alone, 2)
+    return [("rank_waits", step)]
+
+
+def judge(name: str, kind: str | None, run: Callable[[bool], list[Told]]) -> dict[str, Any]:
+    """Run a case with its error and without; say what was found and when."""
+    alarms = sorted({found for found, _ in run(False)})
+    forget_loaders()
+    if kind is None:
+        return {"kind": None, "alarms": alarms}
+    told = run(True)
+    forget_loaders()
+    steps = [step for found, step in told if found == kind]
+    onset = step_of(name, steps)
+    others = sorted({found for found, _ in told if found != kind})
+    return {"kind": kind, "named": bool(steps), "steps": onset, "others": others, "alarms": alarms}
+
+
+def step_of(name: str, steps: list[int]) -> int | None:
+    """Return after how many steps an error was noticed, the step in which it begins included."""
+    if not steps:
+        return None
+    return 1 if name == "wait_alone" else steps[0] - ONSETS.get(name, 0) + 1
+
+
+def forget_loaders() -> None:
+    """Hide the loaders of a training that is over: frozen objects are not found."""
+    gc.collect()
+    gc.freeze()
+
+
+def compare_with_traincheck(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return, for each of its errors, what both found."""
+    return {
+        name: {
+            "case": case,
+            "traincheck": name not in MISSED_BY_TRAINCHECK,
+            "kind": cases[case]["kind"] if case and cases[case]["named"] else None,
+            "steps": cases[case]["steps"] if case else None,
+        }
+        for name, case in TRAINCHECK.items()
+    }
+
+
+# --- the cost ---------------------------------------------------------------------------------------------------------
+
+
+def measure_cost(num_steps: int) -> dict[str, Any]:
+    """Train a small GPT twice, step by step in turns: with all that looks for errors, and without."""
+    ways = {"on": GuardConfig(), "off": GuardConfig(measure=MeasureConfig(scan_every=0))}
+    torch.manual_seed(0)
+    batches = [torch.randint(512, (4, 129)) for _ in range(16)]
+    steps = {way: make_step(config) for way, config in ways.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for i in range(num_steps):
+        for way in sorted(ways, reverse=bool(i % 2)):
+            start = time.process_time()
+            steps[way](batches[i % 16].clone())
+            seconds[way].append(time.process_time() - start)
+    return {
+        "num_steps": num_steps,
+        "mean_ms": {way: 1e3 * statistics.fmean(times[WARM_UP:]) for way, times in seconds.items()},
+        "ratio": sum(seconds["on"][WARM_UP:]) / sum(seconds["off"][WARM_UP:]),
+        "median_ratio": statistics.median(seconds["on"]) / statistics.median(seconds["off"]),
+        "first_steps_ms": 1e3 * (sum(seconds["on"][:WARM_UP]) - sum(seconds["off"][:WARM_UP])),
+    }
+
+
+def make_step(config: GuardConfig) -> Callable[[torch.Tensor], Any]:
+    """Return a step of a GPT of its own."""
+    torch.manual_seed(0)
+    model = GPT(256, 4, 512, heads=4, context=128)
+    guard = Guard(model, torch.optim.AdamW(model.parameters(), 3e-4), config=config)
+    return lambda ids: guard.step(model, ids)
+
+
+if __name__ == "__main__":
+    main()
