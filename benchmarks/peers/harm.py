@@ -1,4 +1,4 @@
-"""What do the peers do to trainings that are healthy? Every scenario of tests/healthy with each of them at its defaults.
+"""What do the peers do to trainings that are healthy? Every scenario of tests/healthy, with each peer at its defaults.
 
 Stopped: it raised an exception that the plain run does not have. Steps withheld: it skipped or undid a step. Weights
 changed: the last weights are not the plain run's to the bit; clipping does that by design. Missed: the run no longer
@@ -6,7 +6,8 @@ came to what it was written to show, such as a reward that rises or a loss that 
 wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms.
 TrainCheck is not among them: it acts on nothing, and needs a trace of a good run of the same program to begin with.
 
-    python benchmarks/peers/environment.py --harm        or here: python benchmarks/peers/harm.py [--only NAME] [--quick]
+    python benchmarks/peers/environment.py --harm
+    python benchmarks/peers/harm.py [--only NAME] [--quick]        here, with the peers that are installed
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tests"))
 
 import torch
-from healthy.catalogue import SCENARIOS
-from healthy.scenario import Ending, PlainLoop, Scenario, find_loss
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from wiring import find_source
 
+from healthy.catalogue import SCENARIOS
+from healthy.scenario import Ending, PlainLoop, Scenario, find_loss
 from machine import write_results
 from steadygrad import GuardConfig
 
