@@ -60,6 +60,14 @@ class PlainLoop:
         return result
 
 
+MakeLoop = Callable[..., PlainLoop]
+"""Takes a model, its optimizers, and a PlainLoop's options."""
+
+
+def make_plain(model: nn.Module, optimizer: Optimizers, **options: Any) -> PlainLoop:
+    return PlainLoop(optimizer, **options)
+
+
 def find_loss(result: Any) -> Tensor:
     """The loss in what a step function returned: a tensor, a mapping with `loss`, or a tuple that begins with it."""
     if isinstance(result, dict):
@@ -99,9 +107,9 @@ class Loop:
 class Trial:
     """One run of a scenario: gives it its loops, and takes down what it did besides changing weights."""
 
-    def __init__(self, config: GuardConfig | None) -> None:
-        """`config=None` is the plain run."""
-        self._config = config
+    def __init__(self, config: GuardConfig | None, make_loop: MakeLoop | None = None) -> None:
+        """`config=None` is the plain run, or one in the loop that `make_loop` builds (benchmarks/peers/harm.py)."""
+        self._config, self._make_loop = config, make_loop or make_plain
         self.modules: list[nn.Module] = []
         """Everything whose weights are compared; a scenario adds target networks, teachers and averages."""
         self.loops: list[Loop] = []
@@ -114,7 +122,7 @@ class Trial:
         """A plain loop, or one on a Guard; `options` are a scheduler and a scaler."""
         self.modules += [model] if ema is None else [model, ema]
         if self._config is None:
-            loop = Loop(PlainLoop(optimizer, **options), model, ema)
+            loop = Loop(self._make_loop(model, optimizer, **options), model, ema)
         else:
             self.guards.append(Guard(model, optimizer, config=self._config, ema=ema, **options))
             loop = Loop(self.guards[-1], model, ema)
@@ -176,18 +184,18 @@ class Scenario:
     """Why its loss is unusual, and why it is healthy."""
     play: Callable[[Trial], None] = field(repr=False)
 
-    def train(self, *, seed: int = 0, config: GuardConfig | None = None) -> Ending:
-        """Run it once: plain, or on Guards with `config`."""
+    def train(self, *, seed: int = 0, config: GuardConfig | None = None, make_loop: MakeLoop | None = None) -> Ending:
+        """Run it once: plain, on Guards with `config`, or in the loops that `make_loop` builds."""
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        trial, halted, start = Trial(config), None, time.perf_counter()
+        trial, halted, start = Trial(config, make_loop), None, time.perf_counter()
         try:
             self.play(trial)
             for guard in trial.guards:
                 guard.flush()
         except Exception as error:
-            if config is None:
+            if config is None and make_loop is None:
                 raise
             halted = f"{type(error).__name__}: {error}"  # TrainingHalted, or a crash that the plain run does not have
         seconds = time.perf_counter() - start
