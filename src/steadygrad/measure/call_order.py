@@ -73,6 +73,8 @@ class CallOrderWatch:
         self._at_clip: Tensor | None = None
         self._clip: ClipCall | None = None
         self._clip_is_early = False
+        self._sums: list[Tensor | None] = []
+        self._num_cleared = 0
 
     def close(self) -> None:
         """Stop listening."""
@@ -88,6 +90,11 @@ class CallOrderWatch:
         self._see_loss(call.loss)
         self._backwards.append(replace(call, loss=call.loss.detach()))  # its graph is not kept alive
         self._after, self._at_clip = _find_norm(self._parameters), None
+        # backward adds to gradients in place; zero_grad() drops the tensors, so that others are there afterwards
+        sums = [p.grad for p in self._parameters]
+        if self._sums and not any(one is not None and one is other for one, other in zip(sums, self._sums)):
+            self._num_cleared += 1
+        self._sums = sums
         self._clip_is_early |= self._clip is not None
 
     def before_clip(self, call: ClipCall) -> None:
@@ -113,6 +120,7 @@ class CallOrderWatch:
         found = PendingCalls(
             send_rows(rows, self._transfer),
             num_backwards=len(self._backwards),
+            num_cleared=self._num_cleared,
             end="" if last is None else last.end,
             num_averaging=self._num_averaging,
             scale_is_known=scale_is_known,
