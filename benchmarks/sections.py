@@ -71,6 +71,53 @@ def render_zoo(results: Results) -> str:
     return render_table(["", f"of {told['cases']} cases"], rows)
 
 
+def render_silent(results: Results) -> str:
+    """TrainCheck's errors one by one, all cases by family, and the cost."""
+    theirs = [
+        [
+            name,
+            "yes" if one["traincheck"] else "no",
+            f"`{one['kind']}`" if one["kind"] else "no",
+            show_steps([one["steps"]]),
+        ]
+        for name, one in results["traincheck"].items()
+    ]
+    num = sum(bool(one["kind"]) for one in results["traincheck"].values())
+    theirs.append(["**named**", f"**{sum(row[1] == 'yes' for row in theirs)}**", f"**{num}**", ""])
+    cases = list(results["cases"].values())
+    families = [
+        [family, *show_family([case for case in cases if case["family"] == family])]
+        for family in dict.fromkeys(case["family"] for case in cases)
+    ]
+    families.append(["**all**", *(f"**{cell}**" for cell in show_family(cases))])
+    cost = results["cost"]
+    return "\n\n".join(
+        [
+            render_table(["error", "TrainCheck", "named here", "noticed after (steps)"], theirs, left=(0, 1, 2)),
+            render_table(["", "named", "noticed after (steps): median, most", "alarms on healthy runs"], families),
+            f"CPU time of a step of a small GPT, mean of {cost['num_steps']} steps: {cost['mean_ms']['on']:.1f} ms, "
+            f"{cost['ratio']:.3f} times that without; the median step {cost['median_ratio']:.3f} times. The first "
+            f"steps, in which graph, labels and calls are looked at, take {cost['first_steps_ms']:.0f} ms more in all.",
+        ]
+    )
+
+
+def show_family(cases: list[Any]) -> list[str]:
+    """Return how many were named, after how many steps, and false alarms."""
+    faulty = [case for case in cases if case["kind"]]
+    named = f"{sum(case['named'] for case in faulty)} of {len(faulty)}"
+    steps = show_steps([case["steps"] for case in faulty])
+    return [named, steps, f"{sum(bool(case['alarms']) for case in cases)} of {len(cases)}"]
+
+
+def show_steps(steps: list[int | None]) -> str:
+    """'3, 141': median and most; a single one as it is."""
+    known = [step for step in steps if step is not None]
+    if len(known) < 2:
+        return "".join(map(str, known))
+    return f"{statistics.median_low(known)}, {max(known)}"
+
+
 def render_more_of_peers(results: Results) -> str:
     """The README's table, and what else was seen."""
     notes = []
@@ -380,6 +427,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     ),
     "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
     "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
+    "Errors that never crash": ("silent.py", {"silent": render_silent}),
     "Any script": ("any_script.py", {"any_script": render_any_script}),
     "Rescue": ("rescue.py", {"rescue": render_rescue}),
     "Damage that stays finite": ("finite_damage.py", {"finite_damage": render_damage}),

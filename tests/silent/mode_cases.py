@@ -119,6 +119,21 @@ def train_mode_blocks(bug: bool) -> Built:
 # --- nothing to find --------------------------------------------------------------------------------------------------
 
 
+@case("train_mode_validation", "a validation without eval() and without no_grad()")
+def validated_with_gradients(bug: bool) -> Built:
+    model = mlp(8, 32, 4, dropout=0.3)
+
+    def train(guard: Any) -> None:
+        for i, (x, y) in enumerate(clusters(24)):
+            guard.step(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            if i % 8 == 7:
+                model.train(bug)
+                guard.validate(F.cross_entropy(model(x), y).detach())
+                model.train()
+
+    return model, adam(model), train
+
+
 @case(None, "pseudo-labels from the model itself, in train mode, at every step")
 def pseudo_labels(bug: bool) -> Built:
     model = mlp(8, 32, 4, dropout=0.2)

@@ -148,6 +148,45 @@ def accumulation_divided_by_a_helper(watch: Watch, bug: bool) -> None:
         make_step()
 
 
+@case("divided_twice", "the gradients are divided by k after the losses were")
+def gradients_divided_too(watch: Watch, bug: bool) -> None:
+    accumulate(watch, lambda model: [parameter.grad.div_(4) for parameter in model.parameters()] if bug else None)
+
+
+@case("cleared_gradient", "zero_grad() inside the loop over microbatches: only the last of them counts")
+def cleared_between_microbatches(watch: Watch, bug: bool) -> None:
+    accumulate(watch, lambda model: None, between=nn.Module.zero_grad if bug else lambda model: None)
+
+
+def accumulate(
+    watch: Watch, before_step: Callable[[nn.Module], Any], between: Callable[[nn.Module], Any] = lambda model: None
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    batches = list(make_batches(32, size=8))
+    for start in range(0, 32, 4):
+        optimizer.zero_grad()
+        for batch in batches[start : start + 4]:
+            between(model)
+            (compute_loss(model, batch) / 4).backward()
+        before_step(model)
+        make_step()
+
+
+@case("scaled_gradient", "clip_grad_value_ before scaler.unscale_")
+def values_clipped_while_scaled(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.05), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    make_step = watch(model, optimizer, scaler)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        scaler.scale(compute_loss(model, batch)).backward()
+        if bug:
+            nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        make_step()
+
+
 @case("vanished_rate", "StepLR counts batches where epochs were meant: pytorch/examples, discuss.pytorch.org")
 def schedule_by_batch(watch: Watch, bug: bool) -> None:
     model = make_model()
@@ -414,6 +453,25 @@ def clip_for_each_microbatch(watch: Watch) -> None:
             (compute_loss(model, batch) / 2).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         make_step()
+
+
+@healthy
+def sharpness_aware(watch: Watch) -> None:
+    """SAM: the gradients of the first backward move the weights, and are cleared before the second."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        (compute_loss(model, batch) / 2).backward()
+        with torch.no_grad():
+            moves = [0.05 * parameter.grad for parameter in model.parameters()]
+            torch._foreach_add_(list(model.parameters()), moves)
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), moves)
+        make_step()
+        optimizer.zero_grad()
 
 
 @healthy

@@ -321,6 +321,7 @@ TROUBLE: dict[str, Trouble] = {
         ),
         step=30,
     ),
+    "zero_gradient": Trouble(facts=lambda: _healthy_then(20, lambda t: reading(t, 1.5, 0.0), 50), step=20),
     "missing_gradient": Trouble(
         facts=lambda: _steps(12, lambda t: reading(t, missing=NAMES[:8], missing_share=0.6)), step=0
     ),

@@ -179,6 +179,27 @@ def test_a_run_in_which_nothing_moves_any_more_is_no_stuck_parameter() -> None:
     assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), moving + facts)] == [Severity.INFO]
 
 
+@pytest.mark.parametrize(
+    ("rate", "norm", "severity"),
+    [(0.1, 1.0, Severity.WARNING), (1e-6, 1.0, Severity.INFO), (0.1, 1e-9, Severity.INFO)],
+    ids=["stopped", "decayed", "converged"],
+)
+def test_a_run_that_stops_at_full_rate_and_gradient_is_stuck(rate: float, norm: float, severity: Severity) -> None:
+    facts: list[Fact] = []
+    for t in range(4):
+        facts += [
+            ParameterScan(step=t, num_changed=2, changed=("v", "w")),
+            reading(t, 1.0, 1.0, learning_rates=(0.1,)),
+        ]
+    for t in range(4, 12):
+        facts += [
+            ParameterScan(step=t, unchanged=("v", "w"), num_changed=0),
+            reading(t, 1.0, norm, learning_rates=(rate,)),
+        ]
+
+    assert [f.severity for f in findings_of(rule_named("unchanged_parameter"), facts)] == [severity]
+
+
 def test_a_run_in_which_nothing_has_moved_since_the_first_step_is_stuck() -> None:
     facts: list[Fact] = [ParameterScan(step=t, unchanged=("v", "w"), num_changed=0) for t in range(12)]
 

@@ -109,6 +109,7 @@ def test_a_schedule_by_epoch_that_is_stepped_by_batch_is_reported() -> None:
         Load(where="", module="", num_given=10, num_matched=10, kept=0.6),  # trained, or pruned, since then
         Load(where="", module="", num_given=0, num_matched=0, wanted="fc.weight"),
         Load(where="", module="", num_given=100, num_matched=5, example="decoder.bias", wanted="fc.weight"),
+        Load(where="", module="", num_given=100, num_matched=98, num_missing=40, num_renamed=2),
     ],
 )
 def test_a_load_that_matched_is_not_reported(load: Load) -> None:
@@ -120,7 +121,8 @@ def test_a_load_that_matched_is_not_reported(load: Load) -> None:
     [
         LOAD,
         Load(where="", module="", num_given=10, num_matched=10, kept=-0.02),
-        Load(where="", module="", num_given=50, num_matched=1, example="model.a.weight", wanted="a.weight"),
+        Load(where="", module="", num_given=50, num_matched=1, num_missing=40, num_renamed=39),
+        Load(where="", module="", num_given=6, num_matched=2, num_missing=4, num_renamed=4),
     ],
 )
 def test_a_load_that_was_lost_is_reported(load: Load) -> None:

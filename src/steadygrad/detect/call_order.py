@@ -65,6 +65,11 @@ class DividedTwice(CallRule):
         num, ranks = scan.num_backwards, scan.num_averaging
         if num > 1 and all(divisors.count(float(num)) > 1 for divisors in scan.divisors):
             return f"the loss of each of {num} microbatches is divided by {num} twice{at(scan.where_backward)}"
+        if _is_accumulated(scan) and scan.scale == 1.0 and _are_same(scan.norm_at_step, scan.norm_after_backward, num):
+            return (
+                f"the loss of each of {num} microbatches is divided by {num}{at(scan.where_backward)}, and so are the "
+                "gradients before the step"
+            )
         is_divided = bool(scan.divisors) and all(float(ranks) in divisors for divisors in scan.divisors)
         if is_divided and ranks > 1 and num != ranks and scan.end in MEAN_LOSSES:
             return (
@@ -101,13 +106,18 @@ class ScaledGradient(CallRule):
 
 
 class ClearedGradient(CallRule):
-    """The gradients that backward made were zeroed before the optimizer stepped."""
+    """The gradients that backward made were zeroed before the optimizer stepped, or before the next microbatch."""
 
     name = "cleared_gradient"
-    advice = "Call optimizer.zero_grad() before backward or after the step, not between the two."
+    advice = "Call optimizer.zero_grad() before the first backward of a step or after the step, not in between."
 
     def describe(self, scan: CallScan) -> str:
-        """Compare the norm that backward left with the one at the step."""
+        """Compare the norm that backward left with the one at the step; see whether microbatches were added up."""
+        if _is_accumulated(scan) and scan.num_cleared == scan.num_backwards - 1:
+            return (
+                f"the loss is divided by {scan.num_backwards}, the number of microbatches{at(scan.where_backward)}, "
+                "and the gradients are cleared between them: only the last one counts"
+            )
         if not scan.norm_after_backward or scan.norm_at_step != 0.0:
             return ""
         return (
@@ -134,5 +144,12 @@ class UselessClip(CallRule):
         return ""
 
 
-def _are_same(one: float | None, other: float | None) -> bool:
-    return one is not None and other is not None and other > 0 and abs(one - other) <= SAME * other
+def _is_accumulated(scan: CallScan) -> bool:
+    """Return whether the step has several backwards, and each loss is divided by their number."""
+    num = scan.num_backwards
+    return num > 1 and all(float(num) in divisors for divisors in scan.divisors)
+
+
+def _are_same(one: float | None, other: float | None, factor: int = 1) -> bool:
+    """Return whether the first norm is the second one, divided by `factor`."""
+    return one is not None and other is not None and other > 0 and abs(factor * one - other) <= SAME * other

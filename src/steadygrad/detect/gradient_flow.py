@@ -164,10 +164,10 @@ class ZeroGradient(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `NUM_ZERO` such steps in a row."""
-        if not isinstance(fact, Reading) or self._told or fact.loss is None:
+        if not isinstance(fact, Reading) or self._told or fact.is_nonfinite or fact.loss is None:
             return
-        is_zero = bool(fact.gradients.names) and fact.finite_grad_norm == 0.0 and not fact.is_nonfinite
-        if self._streak.feed(fact.step, is_zero and fact.loss != 0.0) < NUM_ZERO:
+        is_zero = bool(fact.gradients.names) and fact.finite_grad_norm == 0.0 != fact.loss
+        if self._streak.feed(fact.step, is_zero) < NUM_ZERO:
             return
         self._told = True
         yield Finding(

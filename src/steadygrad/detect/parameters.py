@@ -80,7 +80,8 @@ class UnchangedParameter(Remembering):
 
     def _has_stopped(self, scan: ParameterScan) -> bool:
         """Whether nothing that used to move does, at a rate and with a gradient that used to move it."""
-        is_pushed = self._rate >= FULL_RATE * self._largest and self._norm >= USUAL_NORM * self._usual_norm
+        is_full = 0 < FULL_RATE * self._largest <= self._rate
+        is_pushed = is_full and self._norm >= USUAL_NORM * self._usual_norm > 0
         return bool(self._moved) and not scan.num_changed and self._moved <= set(scan.unchanged) and is_pushed
 
 

@@ -14,6 +14,8 @@ class CallScan:
 
     step: int
     num_backwards: int = 0
+    num_cleared: int = 0
+    """Backwards of the step that found none of the gradients that the one before had left."""
     divisors: tuple[tuple[float, ...], ...] = ()
     """For each backward: the constants that its loss was divided by (a product with 1/4 counts as 4)."""
     scale: float = 1.0

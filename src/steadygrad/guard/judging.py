@@ -132,6 +132,7 @@ class Judging:
 
     def validate(self, step: int, epoch: int, loss: float) -> None:
         """Judge a validation loss that was reported after `step`."""
+        self._watched.program.note_validation(step)
         self._judgement.validate(step, epoch, loss)
         self._rollback.follow()
 

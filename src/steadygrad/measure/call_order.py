@@ -24,6 +24,8 @@ NUM_STEPS = 4
 """Steps to watch: a loop that calls things in the wrong order does so from the start."""
 MOST_BACKWARDS = 256
 """Backwards without a step after which the watch ends: they are those of another training, or of a very long step."""
+NUM_KEPT = 4
+"""Gradients, of the smallest parameters, that are kept until the next backward to see whether it adds to them."""
 LEAST_SCALE = 64.0
 """Smallest factor that is taken for a loss scale."""
 DIVISION, BY_NUMBER, BY_TENSOR = 0.0, 1.0, 2.0
@@ -58,6 +60,7 @@ class CallOrderWatch:
     def __init__(self, parameters: Sequence[Tensor], *, transfer: Transfer, see_loss: Callable[[Tensor], None]) -> None:
         """`see_loss` is called with each loss, while its graph is there."""
         self._parameters, self._own = parameters, {id(p) for p in parameters}
+        self._smallest = sorted(parameters, key=Tensor.numel)[:NUM_KEPT]
         self._transfer, self._see_loss = transfer, see_loss
         self._num_averaging, self._steps_left = 0, 0
         self._start_step()
@@ -73,6 +76,8 @@ class CallOrderWatch:
         self._at_clip: Tensor | None = None
         self._clip: ClipCall | None = None
         self._clip_is_early = False
+        self._sums: list[Tensor | None] = []
+        self._num_cleared = 0
 
     def close(self) -> None:
         """Stop listening."""
@@ -88,6 +93,9 @@ class CallOrderWatch:
         self._see_loss(call.loss)
         self._backwards.append(replace(call, loss=call.loss.detach()))  # its graph is not kept alive
         self._after, self._at_clip = _find_norm(self._parameters), None
+        sums = [p.grad for p in self._smallest]
+        self._num_cleared += _are_others(sums, self._sums)
+        self._sums = sums
         self._clip_is_early |= self._clip is not None
 
     def before_clip(self, call: ClipCall) -> None:
@@ -113,6 +121,7 @@ class CallOrderWatch:
         found = PendingCalls(
             send_rows(rows, self._transfer),
             num_backwards=len(self._backwards),
+            num_cleared=self._num_cleared,
             end="" if last is None else last.end,
             num_averaging=self._num_averaging,
             scale_is_known=scale_is_known,
@@ -126,6 +135,12 @@ class CallOrderWatch:
         if not self._steps_left:
             stop_listening(self, to_saves=True)
         return found
+
+
+def _are_others(now: Sequence[Tensor | None], before: Sequence[Tensor | None]) -> bool:
+    """Return whether gradients were dropped in between: backward adds in place, so the tensors would be the same."""
+    pairs = [(one, other) for one, other in zip(now, before) if one is not None and other is not None]
+    return bool(pairs) and all(one is not other for one, other in pairs)
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ class ModeWatch:
         self._may_listen = True
         self._repeats = (-1, 0, 0)  # step, input, number of evaluations of it
         self._draws_on_purpose = False
+        self._num_outside = 0
 
     def note_training(self, step: int) -> None:
         """Note a forward with gradients; the last one before a step counts."""
@@ -73,6 +74,16 @@ class ModeWatch:
             self._may_listen = False
             self._listen(step)
 
+    def note_outside(self) -> None:
+        """Note a forward with gradients between two calls of the step function."""
+        self._num_outside += 1
+
+    def note_validation(self, step: int) -> None:
+        """A validation loss is reported after `step`: forwards outside the step function were its own."""
+        num, self._num_outside = self._num_outside, 0
+        if num:
+            self._facts.append(self._read(step, is_evaluation=True))
+
     def _count_repeats(self, step: int, first_input: int) -> None:
         """Drop what was noted of evaluations that repeat one input: their randomness is meant."""
         last_step, last_input, num = self._repeats
@@ -84,7 +95,7 @@ class ModeWatch:
 
     def end_step(self) -> None:
         """The forward noted last was that of a step which is over."""
-        scan, self._training = self._training, None
+        scan, self._training, self._num_outside = self._training, None, 0
         if scan is not None and not _are_alike(scan, self._seen.get(False)):
             self._seen[False] = scan
             self._facts.append(scan)

@@ -61,6 +61,7 @@ class ProgramWatch:
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
         self._is_inside = self._has_batch = self._has_sample_labels = self._may_differentiate = False
+        self._has_function = False  # whether steps are made from a function, which training forwards are then inside of
         self._given: frozenset[int] = frozenset()
         self._last_loss: float | None = None
         self._loss: weakref.ref[Tensor] | None = None
@@ -91,6 +92,8 @@ class ProgramWatch:
                 first = next((id(tensor) for _, tensor in find_tensors(args, kwargs)), 0)
                 self._try(self._modes.note_evaluation, self._next_step - 1, first)
             return
+        if self._has_function and not self._is_inside:
+            self._modes.note_outside()
         self._try(self._modes.note_training, self._next_step)
         self._call = (args, kwargs)
         if not self._has_batch and self._wants_batch(self._next_step):
@@ -106,6 +109,7 @@ class ProgramWatch:
         if not self._every:
             return
         self._next_step, self._is_inside, self._given = step, True, frozenset()
+        self._has_function = True
         if self._has_batch or not self._wants_batch(step):
             return
         tensors = list(find_tensors(args, kwargs))
@@ -143,6 +147,11 @@ class ProgramWatch:
         if self._time_first is not None:  # a backward of the program's own: no loss was seen
             self._time_first.close()
             self._time_first = None
+
+    def note_validation(self, step: int) -> None:
+        """A validation loss was reported after `step`."""
+        if self._every:
+            self._try(self._modes.note_validation, step)
 
     def read(self, reading: Reading) -> list[Fact]:
         """Return what is known by the time that a step is judged."""
