@@ -7,6 +7,7 @@ Falling from an explosion back to it looks like learning in a loss curve; these 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from steadygrad.facts import Finding, Severity
 
@@ -16,6 +17,23 @@ EXPLODED = 10.0
 """Multiple of the guess's loss, and of the first loss, that no healthy start reaches."""
 FIRST_STEPS = 100
 """Steps that count as the start."""
+
+
+def judge_training(
+    losses: Iterable[float], guess: float | None, *, first: float | None, peak: tuple[int, float] | None, step: int
+) -> list[Finding]:
+    """Return what there is to say about an ended run: its validation losses and its start, beside a guess.
+
+    `first`: the loss before any step; `peak`: step and value of the largest loss at the start; `step`: the last one.
+    """
+    found = (judge_learning(find_best(losses), guess, step), judge_start(first, peak, guess))
+    return [finding for finding in found if finding is not None]
+
+
+def find_best(losses: Iterable[float]) -> float | None:
+    """Return the smallest finite loss; NaN if there are only others, None if there is none."""
+    listed = list(losses)
+    return min((loss for loss in listed if math.isfinite(loss)), default=math.nan if listed else None)
 
 
 def judge_learning(best: float | None, guess: float | None, step: int) -> Finding | None:

@@ -27,14 +27,16 @@ class Pace:
         """Format the line: 'Step 300/1150: loss=0.42, grad=0.81, lr=0.001, 1.2 min left'."""
         done = record.step + 1
         total = "" if num_steps is None else f"/{num_steps}"
-        return f"Step {done}{total}: {describe_step(record, num_skipped)}{self._spell_left(done, num_steps)}"
+        seconds = self.estimate_seconds(done, num_steps)
+        left = "" if seconds is None else f", {spell_seconds(seconds)} left"
+        return f"Step {done}{total}: {describe_step(record, num_skipped)}{left}"
 
-    def _spell_left(self, done: int, num_steps: int | None) -> str:
+    def estimate_seconds(self, done: int, num_steps: int | None) -> float | None:
+        """Return how long the steps after `done` will take; None while that is unknown."""
         if num_steps is None or self._first is None or done <= self._first[0]:
-            return ""
+            return None
         first, began = self._first
-        left = (time.monotonic() - began) / (done - first) * max(0, num_steps - done)
-        return f", {spell_seconds(left)} left"
+        return (time.monotonic() - began) / (done - first) * max(0, num_steps - done)
 
 
 def describe_metrics(metrics: Mapping[str, Any]) -> str:

@@ -37,10 +37,8 @@ class Progress(Sink):
         """One entry per epoch."""
         self.step_history: list[dict[str, Any]] = []
         """One entry per evaluation by steps."""
-        self.num_heard = 0
-        """Number of judged steps."""
         self.num_skipped = 0
-        """Number of those that were skipped."""
+        """Number of judged steps that were skipped."""
         self.first_loss: float | None = None
         """The first loss, before any step."""
         self.peak: tuple[int, float] | None = None
@@ -57,9 +55,8 @@ class Progress(Sink):
         self.add(record.loss, record.grad_norm, skipped=record.skipped)
 
     def _look_at_start(self, record: StepRecord) -> None:
-        self.num_heard += 1
         self.num_skipped += record.skipped
-        if record.loss is None or not math.isfinite(record.loss) or self.num_heard > FIRST_STEPS:
+        if record.loss is None or not math.isfinite(record.loss) or record.step >= FIRST_STEPS:
             return
         if self.first_loss is None:
             self.first_loss = record.loss

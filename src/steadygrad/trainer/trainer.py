@@ -33,7 +33,7 @@ from steadygrad.trainer.batches import count_batches, count_steps, move_batch, s
 from steadygrad.trainer.choices import StaysOpen, open_trackers
 from steadygrad.trainer.evaluating import in_eval_mode, look_at_model, make_autocast
 from steadygrad.trainer.files import Start, append_metrics, find_start, load_model, save_model
-from steadygrad.trainer.guessing import judge_learning, judge_start
+from steadygrad.trainer.guessing import judge_training
 from steadygrad.trainer.pace import Pace, describe_metrics, spell_numbers
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import (
@@ -209,17 +209,14 @@ class Trainer(Task):
     def _judge_learning(self, guard: Guard, val_loader: Iterable[Any] | None) -> None:
         """Report a run that did no better than a guess, or whose first losses exploded."""
         guard.flush()
-        guess = None if val_loader is None else self._guess(val_loader)
+        if not self.is_protected:
+            return
+        progress, guess = self._progress, None if val_loader is None else self._guess(val_loader)
         losses = [entry["loss"] for entry in (*self.val_history, *self.step_history) if "loss" in entry]
-        best = min(losses, default=None)
-        progress = self._progress
-        for found in (
-            judge_learning(best, guess, guard.num_steps - 1),
-            judge_start(progress.first_loss, progress.peak, guess),
+        for found in judge_training(
+            losses, guess, first=progress.first_loss, peak=progress.peak, step=guard.num_steps - 1
         ):
-            if found is not None and self.is_protected:
-                guard.note(found)
-                self._tell(f"{found.message[0].upper()}{found.message[1:]}. {found.advice}")
+            guard.note(found)
 
     def _guess(self, val_loader: Iterable[Any]) -> float | None:
         with unchanged_random([self.device]), torch.no_grad():

@@ -1,10 +1,16 @@
-"""A module and the validation samples -> loss and retrieval. Leaves no trace: mode and random state are restored."""
+"""A module and the validation samples -> loss, retrieval, and the loss of a guess.
+
+Leaves no trace: mode and random state are restored.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from steadygrad.state.random_state import unchanged_random
 from steadygrad_recipes.clip6d.config import Clip6dConfig
@@ -18,20 +24,47 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @torch.no_grad()
 def evaluate(module: Any, corpus: Corpus, config: Clip6dConfig) -> dict[str, float]:
     """Return `val_loss`, a mean over whole batches (a short one is easier), and R@k over all samples."""
-    device, was_training = next(module.parameters()).device, module.training
-    losses: list[torch.Tensor] = []
+    losses: list[Tensor] = []
     seen = []
-    dtype = DTYPES.get(config.precision)
-    module.eval()
-    try:
-        with unchanged_random([device]), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            for batch in iterate_validation(corpus, config):
-                batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                features, present = module.encode(batch), present_of(batch, len(module.modalities))
-                if len(present) == config.batch_size or not losses:
-                    losses.append(module.compute_loss(features, present).float())
-                seen.append(({name: f.float().cpu() for name, f in features.items()}, present.cpu()))
-    finally:
-        module.train(was_training)
+    dtype, device = DTYPES.get(config.precision), find_device(module)
+    with without_trace(module), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        for batch in iterate_validation(corpus, config):
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
+            features, present = module.encode(batch), present_of(batch, len(module.modalities))
+            if len(present) == config.batch_size or not losses:
+                losses.append(module.compute_loss(features, present).float())
+            seen.append(({name: f.float().cpu() for name, f in features.items()}, present.cpu()))
     recall = measure_recall(*join_features(seen), multiplies=module.multiplies)
     return {"val_loss": float(torch.stack(losses).mean()), **recall}
+
+
+@torch.no_grad()
+def guess_loss(module: Any, corpus: Corpus, config: Clip6dConfig) -> float:
+    """Return the `val_loss` of vectors that are all equal: every combination is as likely as any other."""
+    losses: list[Tensor] = []
+    device = find_device(module)
+    with without_trace(module):
+        for batch in iterate_validation(corpus, config):
+            present = present_of(batch, len(module.modalities)).to(device)
+            if len(present) == config.batch_size or not losses:
+                equal = {name: torch.ones(len(present), 32, device=device) for name in module.modalities}
+                losses.append(module.compute_loss(equal, present).float())
+    return float(torch.stack(losses).mean())
+
+
+def find_device(module: Any) -> torch.device:
+    """Return where the module is."""
+    device: torch.device = next(module.parameters()).device
+    return device
+
+
+@contextlib.contextmanager
+def without_trace(module: Any) -> Iterator[None]:
+    """Put the module into eval mode inside this context; restore its mode and the random state."""
+    was_training = module.training
+    module.eval()
+    try:
+        with unchanged_random([find_device(module)]):
+            yield
+    finally:
+        module.train(was_training)

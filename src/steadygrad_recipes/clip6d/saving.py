@@ -20,13 +20,14 @@ from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.state.random_state import capture_random, restore_random
 from steadygrad.trainer.files import append_metrics
+from steadygrad.trainer.guessing import judge_training
 from steadygrad.trainer.pace import Pace
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import find_rank, gather_from_ranks, is_first
 from steadygrad.view.progress import describe_step
 from steadygrad_recipes.clip6d.config import Clip6dConfig
 from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus
-from steadygrad_recipes.clip6d.evaluate import evaluate
+from steadygrad_recipes.clip6d.evaluate import evaluate, guess_loss
 from steadygrad_recipes.clip6d.storing import StoreIO
 
 Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d").Callback
@@ -117,6 +118,19 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._progress.val_history.append({**self.metrics})
         self._console.say(describe_epoch(epoch, self.metrics, self._config.epochs))
         self._save(trainer, ends_epoch=True)
+        if trainer.should_stop or trainer.current_epoch + 1 >= self._config.epochs:
+            self._judge_learning(pl_module)
+
+    def _judge_learning(self, pl_module: Any) -> None:
+        """Report a run that did no better than a guess, or whose first losses exploded; the guard closes after this."""
+        if self.guard is None:
+            return
+        guess, progress = guess_loss(pl_module, self._corpus, self._config), self._progress
+        losses = [entry["val_loss"] for entry in progress.val_history]
+        for found in judge_training(
+            losses, guess, first=progress.first_loss, peak=progress.peak, step=self.guard.num_steps - 1
+        ):
+            self.guard.note(found)
 
     def _tell_progress(self, step: int) -> None:
         """Print a line every `log_every` steps, where no bar on a terminal shows the same."""

@@ -31,11 +31,13 @@ def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None
     if resume is not None:
         step = trainer.resume(resume)
         console.say("No checkpoint yet: training starts from scratch." if step is None else f"Resumed at step {step}.")
-    stats = trainer.train(*data.make_loaders(config.batch_size))
+    train_loader, val_loader = data.make_loaders(config.batch_size)
+    stats = trainer.train(train_loader, val_loader)
     if stats["best"] is not None:
         step, loss = stats["best"]
+        guess = trainer.guess_loss(val_loader)
         console.say(
-            f"Best validation loss {loss:.4f}, after {step + 1} steps. Guessing the mean of the scores gives 1.0."
+            f"Best validation loss {loss:.4f}, after {step + 1} steps. The mean of the scores gets {guess:.4f}."
         )
     return 0
 

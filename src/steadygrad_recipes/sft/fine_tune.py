@@ -29,12 +29,14 @@ from steadygrad.errors import ConfigError, UsageError
 from steadygrad.extras import import_extra
 from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
 from steadygrad.trainer.files import append_metrics
+from steadygrad.trainer.guessing import judge_training
+from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
 from steadygrad.words import spell_count
 from steadygrad_recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
 from steadygrad_recipes.sft.data import Examples, read_examples
-from steadygrad_recipes.sft.metrics import Checker, Scores, answer, load_checker, score, score_commonest
+from steadygrad_recipes.sft.metrics import Checker, Scores, answer, guess_loss, load_checker, score, score_commonest
 from steadygrad_recipes.sft.model import add_lora, open_model
 from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
@@ -87,6 +89,23 @@ class MetricsFile(_TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and metrics and "eval_loss" in metrics:
             where = {"step": state.global_step, "epoch": state.epoch}
             append_metrics(self._run_dir, where | {"val_loss": float(metrics["eval_loss"])})
+
+
+class LearningJudge(_TrainerCallback):  # type: ignore[misc]
+    """Reports a run that did no better than a guess, or whose first losses exploded, before the guard closes."""
+
+    def __init__(self, guards: GuardCallback, start: Progress, guess: float | None) -> None:
+        self._guards, self._start, self._guess = guards, start, guess
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare the validation losses, those before a resume included, with the guess."""
+        guard, start = self._guards.guard, self._start
+        guard.flush()
+        losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
+        for found in judge_training(
+            losses, self._guess, first=start.first_loss, peak=start.peak, step=guard.num_steps - 1
+        ):
+            guard.note(found)
 
 
 class EpochEvents(_TrainerCallback):  # type: ignore[misc]
@@ -183,11 +202,13 @@ def build_trainer(
     protected = config.protect and not is_switched_off()
     norms = NormKeeper()
     voice = TrainingVoice(console, norms, guarded=protected)
-    callback = None
+    callback, held_out = None, validation.drop_unlabelled()
+    guards: list[Any] = []
     if protected:
-        sinks = [norms, *open_trackers(config, run_dir)]
+        start = Progress()
+        sinks = [norms, start, *open_trackers(config, run_dir)]
         callback = GuardCallback(make_guard_config(config), run_dir=run_dir, sinks=sinks)
-    held_out = validation.drop_unlabelled()
+        guards = [LearningJudge(callback, start, guess_loss(training.rows, held_out)), callback]
     trainer = SftTrainer(
         model=model,
         args=make_arguments(config, run_dir, validates=bool(held_out)),
@@ -195,7 +216,7 @@ def build_trainer(
         eval_dataset=held_out or None,
         data_collator=Padder(tokenizer.pad_token_id),
         processing_class=tokenizer,
-        callbacks=[*([callback] if callback else []), voice, MetricsFile(run_dir), EpochEvents(), SealCheckpoints()],
+        callbacks=[*guards, voice, MetricsFile(run_dir), EpochEvents(), SealCheckpoints()],
         group_by_length=config.group_by_length,
     )
     trainer.remove_callback(_transformers.PrinterCallback)

@@ -2,13 +2,13 @@
 
 An answer is the text between `<answer>` and `</answer>`, or the whole text if the correct completion has no such
 mark. Numbers are correct within a tolerance, other text when it is equal. Models answer greedily, so that the same
-weights always score the same. Nothing here changes the model.
+weights always score the same. Nothing here changes the model. `guess_loss` is the loss of not reading the prompt.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from steadygrad_recipes.loading import load_function
 from steadygrad_recipes.sft.data import Example
-from steadygrad_recipes.sft.rows import encode_prompt
+from steadygrad_recipes.sft.rows import Row, encode_prompt, list_labels
 
 OPEN, CLOSE = "<answer>", "</answer>"
 
@@ -87,6 +87,31 @@ def score_commonest(
     """Return the trivial baseline: the commonest training completion for every prompt."""
     ((commonest, _),) = Counter(example.completion for example in training).most_common(1)
     return score([commonest] * len(examples), examples, tolerance, checker)
+
+
+PRIOR = 10.0
+"""Weight of a token's frequency anywhere against its count at one place: few rows reach far into long completions."""
+
+
+def guess_loss(training: Sequence[Row], validation: Sequence[Row]) -> float | None:
+    """Return the loss on the validation of guessing each token by how often it stands at this place in training.
+
+    None if one of them has no label. A model that does not beat it has learned nothing about what is asked.
+    """
+    places: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for row in training:
+        for place, token in enumerate(list_labels(row)):
+            places[place][token] += 1
+    anywhere: Counter[int] = sum(places.values(), Counter())
+    wanted = [pair for row in validation for pair in enumerate(list_labels(row))]
+    if not anywhere or not wanted:
+        return None
+    num, num_tokens = anywhere.total(), len(anywhere) + 1  # one for all that are unseen
+    total = 0.0
+    for place, token in wanted:
+        share = (anywhere[token] + 1) / (num + num_tokens)
+        total -= math.log((places[place][token] + PRIOR * share) / (places[place].total() + PRIOR))
+    return total / len(wanted)
 
 
 @torch.no_grad()

@@ -72,7 +72,12 @@ def encode_all(tokenizer: Any, examples: Sequence[Example], max_length: int, lon
 
 def has_labels(row: Row) -> bool:
     """Return whether anything can be learned from the row. The first token does not count: nothing precedes it."""
-    return any(label != IGNORE_INDEX for label in row["labels"][1:])
+    return bool(list_labels(row))
+
+
+def list_labels(row: Row) -> list[int]:
+    """Return the tokens that are learned, in order."""
+    return [label for label in row["labels"][1:] if label != IGNORE_INDEX]
 
 
 class Padder:

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 from steadygrad.extras import import_extra
 from steadygrad.facts import StepRecord
 from steadygrad.record import Sink
+from steadygrad.trainer.pace import Pace
 from steadygrad.words import spell_number
 
 _TrainerCallback: Any = import_extra("transformers", "transformers", what="the recipe sft").TrainerCallback
 
-LINE = ("loss", "grad_norm", "learning_rate", "num_skipped_steps", "epoch")
+LINE = ("loss", "grad_norm", "learning_rate", "num_skipped_steps", "epoch", "seconds_left")
 VALIDATION = ("eval_loss", "epoch")
 
 
@@ -73,9 +74,11 @@ class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
         self._bar = contextlib.ExitStack()
         self._advance: Callable[[int, str], None] = lambda *_: None
         self._beside_bar = ""
+        self._pace = Pace()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar, on a terminal."""
+        """Start the clock, and show the bar, on a terminal."""
+        self._pace.begin(state.global_step)
         if state.is_world_process_zero:
             self._advance = self._bar.enter_context(self._console.track("sft", state.max_steps))
 
@@ -94,7 +97,9 @@ class TrainingVoice(_TrainerCallback):  # type: ignore[misc]
             if not self._guarded:
                 self._norms.add(float(logs["grad_norm"]))
                 self._beside_bar = describe_step(logs["loss"], logs["grad_norm"])
-            self._console.say(spell_logs(logs, LINE))
+            seconds = self._pace.estimate_seconds(state.global_step, state.max_steps)
+            left = {} if seconds is None else {"seconds_left": round(seconds)}
+            self._console.say(spell_logs({**logs, **left}, LINE))
             for warning in find_warnings(logs):
                 self._console.say(warning, "yellow")
         elif "eval_loss" in logs:
