@@ -63,7 +63,7 @@ def test_the_threshold_is_halved_from_the_next_step_on_and_told() -> None:
     assert incident.outcome.action is Action.TIGHTEN_CLIP
     assert (incident.outcome.before, incident.outcome.after) == ({"max_norm": 1.0}, {"max_norm": 0.5})
     assert "clip threshold went from 1 to 0.5" in incident.outcome.message
-    assert "1 clip-threshold changes" in guard.summary()
+    assert "1 clip-threshold change" in guard.summary()
 
 
 def test_it_has_a_cooldown_and_a_budget() -> None:

@@ -45,3 +45,16 @@ def test_a_diagnosis_suggests_what_can_be_pasted_into_the_line() -> None:
     assert cause.source == "return spread.sqrt().sum() + x"
     assert any("spread" in fix for fix in cause.fixes)
     assert not any(fix.startswith("x") for fix in cause.fixes)
+
+
+def test_a_division_by_a_deviation_is_mended_in_the_program_s_own_words() -> None:
+    fixes = ("(x - x.mean()) / (x.std() + eps)", "(x - x.mean()) / x.std().clamp_min(eps)")
+    assert use_own_names(fixes, ("features", "spread[:, None]"), "aten.div") == (
+        "features / (spread[:, None] + eps)",
+        "features / spread[:, None].clamp_min(eps)",
+        *fixes,
+    )
+    assert use_own_names(fixes, (), "aten.div") == fixes
+    assert use_own_names(("nn.init.orthogonal_(layer.weight)",), ("a", "b"), "aten.div") == (
+        "nn.init.orthogonal_(layer.weight)",
+    )

@@ -142,6 +142,7 @@ def test_a_cell_that_was_not_finite_is_marked_and_one_that_was_not_there_is_left
         "x": [0, 10],
         "names": ["first", "second", "late"],
         "z": [[0, None], [-20, -10], [None, 11]],  # tenths
+        "width": 1,
         "bad": [[1], [], []],
     }
 

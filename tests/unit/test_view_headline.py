@@ -46,7 +46,7 @@ def test_a_run_that_has_not_begun_is_empty(tmp_path: Path) -> None:
 
 def test_what_is_told_for_information_leaves_a_run_healthy(tmp_path: Path) -> None:
     told = dataclasses.replace(SPIKE, finding=dataclasses.replace(SPIKE.finding, severity=Severity.INFO))
-    assert judge(report(tmp_path, [1.0], told)) == ("good", "Healthy. 1 step, none skipped, nothing above info.")
+    assert judge(report(tmp_path, [1.0], told)) == ("good", "Healthy. 1 step, none skipped, no warnings.")
 
 
 def test_one_warning_and_it_has_survived(tmp_path: Path) -> None:
@@ -108,15 +108,15 @@ def test_a_run_that_was_ended_on_purpose_says_where_and_its_cause(tmp_path: Path
     halt = make_incident(9, action=Action.HALT, message="three rollbacks", cause=CAUSE)
     assert judge(report(tmp_path, [1.0], halt)) == (
         "bad",
-        "Halted. Ended on purpose at step 9: three rollbacks. "
-        "First cause, step 9: NaN gradient, born in aten.sqrt at model.py:41.",
+        "Halted. Ended by the policy at step 9: three rollbacks. "
+        "First cause, step 9: NaN gradient, born in the backward of aten.sqrt at model.py:41.",
     )
 
 
 def test_a_halt_without_a_message_is_the_policy_s(tmp_path: Path) -> None:
     open_directory(tmp_path).close()
     (tmp_path / "incidents.jsonl").write_text(json.dumps({"step": 4, "outcome": {"action": "halt"}}) + "\n")
-    assert judge(read_report(tmp_path)) == ("bad", "Halted. Ended on purpose at step 4: the policy ended it.")
+    assert judge(read_report(tmp_path)) == ("bad", "Halted. Ended by the policy at step 4: no reason was recorded.")
 
 
 @pytest.mark.parametrize(("num", "told"), [(1, ", 1 rollback, 1 incident."), (2, ", 2 rollbacks, 2 incidents.")])
@@ -144,6 +144,12 @@ def test_the_first_cause_is_told_as_far_as_it_is_known(tmp_path: Path, cause: di
     assert text.endswith(f"3 incidents. First cause, step 6: {told}")
 
 
+def test_a_value_that_arrived_with_the_batch_was_not_born_in_an_operation(tmp_path: Path) -> None:
+    cause = Cause(kind="nan", phase="input", op="input", name="features", symptom="NaN loss", file="train.py", line=9)
+    _, text = judge(report(tmp_path, [1.0], make_incident(6, cause=cause)))
+    assert text.endswith("First cause, step 6: NaN loss, already in the input features at train.py:9.")
+
+
 # --- from where to where the loss went ------------------------------------------------------------------------------
 
 
@@ -161,7 +167,7 @@ def test_the_first_cause_is_told_as_far_as_it_is_known(tmp_path: Path, cause: di
 def test_the_loss_is_that_of_the_first_and_of_the_last_step_as_they_were(
     tmp_path: Path, losses: list[float | None], told: str
 ) -> None:
-    assert judge(report(tmp_path, losses))[1].partition("nothing above info.")[2].strip() == told
+    assert judge(report(tmp_path, losses))[1].partition("no warnings.")[2].strip() == told
 
 
 # --- the tiles ------------------------------------------------------------------------------------------------------

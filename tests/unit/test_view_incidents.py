@@ -216,7 +216,7 @@ def test_each_field_of_a_cause_is_told_once_under_a_name_that_a_reader_knows(tmp
         "What to change",
         "Its inputs",
         "Terms of the loss",
-        "From where it was born to where it hurts",
+        "From its origin to where it was noticed",
     ]
     assert list_texts(section, "ol/li") == list(CAUSE.chain)
     assert list_texts(section, "p") == [CAUSE.explanation]

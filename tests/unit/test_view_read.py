@@ -336,7 +336,7 @@ def test_a_run_with_a_skip_has_survived_and_its_cause_is_named(tmp_path: Path) -
     headline = judge_run(RunReader(write_run(tmp_path)).read_all())
     assert headline.tone is Tone.WARNING
     assert "1 step of 600 skipped, 1 rollback, 3 incidents" in headline.text
-    assert "First cause, step 200: NaN gradient, born in aten.sqrt at model.py:41." in headline.text
+    assert "First cause, step 200: NaN gradient, born in the backward of aten.sqrt at model.py:41." in headline.text
 
 
 def test_a_run_whose_loss_stays_nan_is_lost(tmp_path: Path) -> None:

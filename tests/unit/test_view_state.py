@@ -71,7 +71,7 @@ def test_a_training_runs_until_it_is_killed_and_is_healthy_at_no_time(tmp_path: 
         process.wait()
     headline = judge_run(read(tmp_path / "run"))
     assert (read(tmp_path / "run").state, headline.word, headline.tone) == (State.KILLED, "Killed", "bad")
-    assert headline.text.startswith("Its process is gone after step 29 without a last message")
+    assert headline.text.startswith("Its process disappeared after step 29: kill -9")
     assert main(["ls", str(tmp_path)]) == 0
 
 
@@ -180,7 +180,7 @@ def test_the_runs_of_a_folder_are_listed(tmp_path: Path, capsys: pytest.CaptureF
             os.utime(path, (when, when))
     assert main(["ls", str(tmp_path / "runs")]) == 0
     header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "state", "last", "step", "its", "loss", "incidents", "last", "written"]
+    assert header.split() == ["run", "state", "last", "step", "last", "loss", "incidents", "last", "written"]
     assert first.split()[:3] == ["faulty", "finished", "599"]
     assert second.split()[:3] == ["deep/calm", "finished", "79"]
     assert first.split()[4] == "3"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from view_runs import CAUSE, make_incident
@@ -51,7 +53,6 @@ def test_a_run_that_has_not_begun_is_summed_up_without_a_number_that_it_has_not(
         "steps": "0, 0 skipped (0.0%)",
         "norm": "mean 0, median 0, 95 % below 0, max 0",
         "clipped": "0 steps (0.0%)",
-        "actions": "none beyond skipping and clipping",
         "incidents": "none",
     }
 
@@ -63,9 +64,9 @@ def test_steps_norms_and_clipping_are_those_of_the_run() -> None:
     )
     assert read_lines(tally, max_norm=1.0) == {
         "steps": "45, 5 skipped (11.1%)",
+        "loss": "first 1, last 1, best 1 at step 0",
         "norm": "mean 2.05, median 2.1, 95 % below 3.9, max 4",
         "clipped": "30 steps (75.0%), led by b in 30; a threshold of 3.9 (now 1) would have clipped one step in twenty",
-        "actions": "none beyond skipping and clipping",
         "non-finite": "b (5x)",
         "incidents": "none",
     }
@@ -94,9 +95,35 @@ def test_microbatches_are_told_where_some_were_dropped(num: int, told: str) -> N
 
 def test_what_was_done_is_counted_by_what_it_was() -> None:
     tally = add_up(make_reading(0, 0.5), actions=[*Action, *Action, Action.ROLLBACK])
-    assert read_lines(tally)["actions"] == (
-        "2 learning-rate changes, 2 weight-decay changes, 2 clip-threshold changes, 3 rollbacks, 2 sanitised steps"
+    assert read_lines(tally)["steps"] == (
+        "1, 0 skipped (0.0%), 2 learning-rate changes, 2 weight-decay changes, 2 clip-threshold changes, 3 rollbacks, "
+        "2 sanitised steps"
     )
+    assert read_lines(add_up(actions=[Action.ROLLBACK]))["steps"].endswith(", 1 rollback")
+
+
+def test_first_last_and_best_loss_are_as_they_were_and_survive_a_resume() -> None:
+    losses = [3.641, math.nan, 0.25, 5.39]
+    tally = add_up(*(replace(make_reading(step, 0.5), loss=loss) for step, loss in enumerate(losses)))
+    resumed = Tally()
+    resumed.load_state_dict(tally.state_dict())
+    for one in (tally, resumed):
+        assert read_lines(one)["loss"] == "first 3.641, last 5.39, best 0.25 at step 2"
+
+
+def test_everything_is_said_in_ten_lines() -> None:
+    tally = add_up(
+        *(make_reading(step, 0.1 if step > 30 else 9.0) for step in range(200)),
+        make_reading(200, 1.0, skipped=True, bad="b"),
+        actions=[Action.SCALE_LR],
+    )
+    incidents = [make_incident(100 + i, kind=f"kind_{i}", message=f"no {i}") for i in range(6)]
+    lines = summarise(tally, incidents, extra=["rate       0.001"], run_dir="runs/first").splitlines()
+    assert len(lines) == 10
+    assert [line[:10].strip() for line in lines if line[0] != " "] == [
+        *("steps", "loss", "norm", "clipped", "non-finite", "rate", "next run", "incidents", "report"),
+    ]
+    assert lines[-1] == "report     steadygrad report runs/first"
 
 
 def test_the_worst_three_of_the_parameters_that_were_not_finite_are_named() -> None:
@@ -110,7 +137,7 @@ def test_lines_of_others_stand_before_the_incidents() -> None:
     assert lines[-3:] == ["rate       0.001", "snapshots  2", "incidents  none"]
 
 
-def test_a_problem_is_one_line_however_often_it_struck_and_the_fifth_is_only_counted() -> None:
+def test_a_problem_is_one_line_however_often_it_struck() -> None:
     often = [make_incident(step, cause=CAUSE) for step in range(30, 90)]
     others = [make_incident(100 + i, kind=f"kind_{i}", severity=Severity.WARNING, message=f"no {i}") for i in range(5)]
     lines = summarise(Tally(), [*often, *others]).splitlines()
@@ -120,7 +147,8 @@ def test_a_problem_is_one_line_however_often_it_struck_and_the_fifth_is_only_cou
         "  step 100: no 0 (warning); the step was skipped",
         "  step 101: no 1 (warning); the step was skipped",
         "  step 102: no 2 (warning); the step was skipped",
-        "  and 2 other problems",
+        "  step 103: no 3 (warning); the step was skipped",
+        "  step 104: no 4 (warning); the step was skipped",
     ]
     assert len(lines) <= 10
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from view_runs import make_incident, make_step, open_directory, write_run
+from view_runs import CAUSE, make_incident, make_step, open_directory, write_run
 
 from steadygrad.cli import main
 from steadygrad.view.read.run import open_run
@@ -113,6 +113,21 @@ def test_a_screen_fits_its_terminal_and_what_was_done_is_not_cut_off(tmp_path: P
     assert not any(line.rstrip(" │").endswith(("largest norm", "at", "skipped", "clipped")) for line in lines[4:8])
 
 
+def test_sixty_columns_show_the_last_incident_with_its_line_and_cut_off_no_title(tmp_path: Path) -> None:
+    directory = open_directory(tmp_path)
+    for step in range(60):
+        directory.write_step(make_step(step, loss=0.00123456 + step * 1e-6, grad_norm=0.0189123 + step))
+    directory.write_incident(make_incident(59, cause=CAUSE))
+    directory.close()
+    console = Console(width=60, height=40, file=io.StringIO(), record=True)
+    console.print(draw_screen(open_run(tmp_path).read_all(), 60, 40))
+    text = console.export_text()
+    assert "gradient norm (log)   now 59.02   0.01891 to 59.02 ─" in text
+    assert "NaN gradient, born in the backward of aten.sqrt " in text
+    assert "model.py:41  scale = x.var(dim=-1).sqrt() " in text
+    assert "nonfinite_loss  skipped " in text
+
+
 def test_a_loss_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
     directory = open_directory(tmp_path)
     for step in range(60):
@@ -120,7 +135,7 @@ def test_a_loss_that_jumped_does_not_flatten_the_rest(tmp_path: Path) -> None:
     directory.close()
     console = Console(width=100, height=40, file=io.StringIO(), record=True)
     console.print(draw_screen(open_run(tmp_path).read_all(), 100, 40))
-    assert "loss, logarithmic" in console.export_text()
+    assert "loss (log)" in console.export_text()
 
 
 def test_without_a_terminal_it_prints_one_screen(tmp_path: Path) -> None:

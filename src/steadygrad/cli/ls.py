@@ -79,5 +79,5 @@ def ls(runs_dir: Path, sort: str, as_json: bool) -> None:
         )
         for one in found
     ]
-    header = ("run", "state", "last step", "its loss", "incidents", "last written")
+    header = ("run", "state", "last step", "last loss", "incidents", "last written")
     console.show_table(header, lines, [STYLES.get(one.state, "") for one in found])

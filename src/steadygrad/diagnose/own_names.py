@@ -2,7 +2,8 @@
 
 A fix is code that a reader copies, and a placeholder may be the name of something else in that program. A fix is
 rewritten only if on harmless numbers it computes what the op computes: the x of `safe_norm(x)` is not the operand of
-the square root that it replaces. Other fixes stay as they are, and so does prose.
+the square root that it replaces. Other fixes stay as they are, and so does prose; but where an eps would help and none
+of them could be rewritten, the plain way to add it to the op comes first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from steadygrad.diagnose.explanations.entry import plain_name
 PLACEHOLDERS = ("x", "y", "z")
 """What the explanations call the first, second and third operand."""
 
+WITH_EPS = {"div": ("x / (y + eps)", "x / y.clamp_min(eps)")}
+"""Op -> how to keep its operand away from 0, whatever the program has computed that from."""
+
 
 class _Replace(ast.NodeTransformer):
     def __init__(self, operands: dict[str, ast.expr]) -> None:
@@ -32,7 +36,11 @@ class _Replace(ast.NodeTransformer):
 def use_own_names(fixes: Sequence[str], operands: Sequence[str], op: str) -> tuple[str, ...]:
     """Return the fixes of `op` with the texts of its operands in place of x, y and z; identical ones once."""
     known = {name: tree for name, text in zip(PLACEHOLDERS, operands) if (tree := _parse(text)) is not None}
-    return tuple(dict.fromkeys(_rename(fix, known, op) for fix in fixes))
+    renamed = [_rename(fix, known, op) for fix in fixes]
+    if renamed == list(fixes) and any("eps" in fix for fix in fixes):
+        general = WITH_EPS.get(plain_name(op), ())
+        renamed = [own for fix in general if (own := _rename(fix, known, op)) != fix] + renamed
+    return tuple(dict.fromkeys(renamed))
 
 
 def _rename(fix: str, known: dict[str, ast.expr], op: str) -> str:

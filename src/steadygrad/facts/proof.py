@@ -66,10 +66,10 @@ class Proof:
         if self.rate_factor is not None:
             rate = "" if self.rate_factor == 1 else f" with {self.rate_factor:.3g} of the learning rate"
             return (
-                f"{on} the run loses {self.mean_now:.4g}; made again from {start}{rate}, the same steps lose "
+                f"{on} the run has a loss of {self.mean_now:.4g}; made again from {start}{rate}, the same steps have "
                 f"{self.mean_then:.4g}"
             )
-        return f"{on} {start} lose {self.mean_then:.4g}, those of now {self.mean_now:.4g}"
+        return f"{on} {start} have a loss of {self.mean_then:.4g}, the present ones {self.mean_now:.4g}"
 
     def to_evidence(self) -> dict[str, int | float | str | Sequence[int | float | str]]:
         """Return plain numbers for a Finding's evidence."""

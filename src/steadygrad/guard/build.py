@@ -184,7 +184,13 @@ def _assemble(
             judgement=judgement,
         ),
         summary=Summary(
-            training, moment=moment, judgement=judgement, rates=rates, snapshots=host.snapshots, watched=watched
+            training,
+            moment=moment,
+            judgement=judgement,
+            rates=rates,
+            snapshots=host.snapshots,
+            watched=watched,
+            start=host.start,
         ),
         waits=waits,
         closers=[

@@ -300,7 +300,7 @@ class Guard:
             return self._range_test.find_lr(fn, loader, start=start, end=end, steps=steps, microbatches=microbatches)
 
     def summary(self) -> str:
-        """Return the run so far as one screen of text."""
+        """Return the run so far in ten lines: steps, loss, norms, clipping, what went wrong and where, the report."""
         self._judging.catch_up()
         return self._summary.describe()
 

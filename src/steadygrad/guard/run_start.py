@@ -82,6 +82,11 @@ class RunStart:
             self._settle()
             self._open()
 
+    @property
+    def path(self) -> Path:
+        """Folder of the record; a further guard of a process has one of its own inside."""
+        return self._folder.path
+
     def begin(self, step: int) -> Finding | None:
         """Begin a new run before the first step or save, unless `step` shows that a state was loaded."""
         self._folder.has_trained = True

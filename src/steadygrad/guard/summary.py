@@ -6,6 +6,7 @@ from steadygrad.act.rates import Rates
 from steadygrad.act.snapshots import Snapshots
 from steadygrad.facts import Action
 from steadygrad.guard.moment import Moment
+from steadygrad.guard.run_start import RunStart
 from steadygrad.guard.training import Training
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Judgement
@@ -27,12 +28,14 @@ class Summary:
         rates: Rates,
         snapshots: Snapshots,
         watched: Watched,
+        start: RunStart | None,
     ) -> None:
         self._training, self._moment, self._judgement = training, moment, judgement
         self._rates, self._snapshots, self._watched = rates, snapshots, watched
+        self._start = start
 
     def describe(self) -> str:
-        """Return one screen of text."""
+        """Return ten lines of text."""
         learning_rates, factor = self._rates.learning_rates(), self._rates.factor
         rate = f"rate       learning rate {learning_rates[0]:.4g}" + (
             f", {factor:g} of its schedule" if factor != 1.0 else ""
@@ -42,7 +45,8 @@ class Summary:
             self._judgement.incidents,
             max_norm=getattr(self._training.config.clip, "max_norm", None),
             rate=max(learning_rates, default=None),
-            extra=[rate, f"snapshots  {self._snapshots.describe()}"],
+            extra=[f"{rate}; {self._snapshots.describe()}"],
+            run_dir=None if self._start is None else str(self._start.path),
         )
 
     def tell_health(self) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -23,6 +24,11 @@ class Tally:
     def __init__(self) -> None:
         self.num_steps = self.num_skipped = self.num_clipped = self.num_dropped_microbatches = self.num_measured = 0
         self.norm_sum = self.norm_max = 0.0
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        """Of the finite steps."""
+        self.best_loss: tuple[float, int] | None = None
+        """The lowest loss, and its step."""
         self.norms: deque[float] = deque(maxlen=MAX_NORMS)
         self.ratios: deque[float] = deque(maxlen=MAX_RATIOS)
         """Update / weight of the median parameter, at the steps at which that was measured."""
@@ -43,6 +49,7 @@ class Tally:
             self.nonfinite.update(list(reading.gradients.nonfinite()))
             return
         self.num_measured += 1
+        self._add_loss(reading.loss, reading.step)
         self.norm_sum += reading.grad_norm
         self.norm_max = max(self.norm_max, reading.grad_norm)
         self.norms.append(reading.grad_norm)
@@ -51,6 +58,14 @@ class Tally:
         if reading.clipped and reading.gradients:
             norms = reading.gradients.cells[::NUM_COLUMNS]
             self.dominated[reading.gradients.names[norms.index(max(norms))]] += 1
+
+    def _add_loss(self, loss: float | None, step: int) -> None:
+        if loss is None or not math.isfinite(loss):
+            return
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
+        if self.best_loss is None or loss < self.best_loss[0]:
+            self.best_loss = (loss, step)
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Count what was done about a finding."""
@@ -76,6 +91,7 @@ class Tally:
             **counters,
             "norm_sum": self.norm_sum,
             "norm_max": self.norm_max,
+            "losses": [self.first_loss, self.last_loss, *(self.best_loss or (None, None))],
             "norms": list(self.norms),
             "ratios": list(self.ratios),
         }
@@ -86,5 +102,7 @@ class Tally:
             setattr(self, name, state[name])
         for name in ("dominated", "nonfinite", "actions"):
             setattr(self, name, Counter(state[name]))
+        self.first_loss, self.last_loss, best, step = state.get("losses", (None,) * 4)
+        self.best_loss = None if best is None else (best, int(step))
         self.norms = deque(state["norms"], maxlen=MAX_NORMS)
         self.ratios = deque(state.get("ratios", ()), maxlen=MAX_RATIOS)

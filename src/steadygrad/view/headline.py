@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from steadygrad.facts import Severity
 from steadygrad.view.read.incident_log import find_step, look
@@ -51,8 +53,8 @@ def _judge_health(run: RunReader) -> Headline:
     if steps.num_steps == 0 and incidents.count == 0:
         return Headline(tone=Tone.EMPTY, word="Empty", text="No step has been written yet.")
     if incidents.halt is not None and (run.state is State.HALTED or run.path.is_file()):
-        message = str(look(incidents.halt, "finding", "message") or "the policy ended it")
-        where = f"Ended on purpose at step {find_step(incidents.halt)}: {message}."
+        message = str(look(incidents.halt, "finding", "message") or "no reason was recorded")
+        where = f"Ended by the policy at step {find_step(incidents.halt):,}: {message}."
         return Headline(tone=Tone.BAD, word="Halted", text=f"{where}{_tell_cause(run)}")
     if steps.num_lost >= LOST:
         text = f"The loss has not been finite {_tell_since(run)}.{_tell_cause(run)}"
@@ -64,7 +66,7 @@ def _judge_health(run: RunReader) -> Headline:
         )
         return Headline(tone=Tone.WARNING, word="Unwell", text=f"{text}{_tell_loss(run)}")
     if not serious and not steps.num_skipped:
-        text = f"{spell_count(steps.num_steps, 'step').capitalize()}, none skipped, nothing above info."
+        text = f"{spell_count(steps.num_steps, 'step').capitalize()}, none skipped, no warnings."
         return Headline(tone=Tone.GOOD, word="Healthy", text=f"{text}{_tell_loss(run)}")
     skipped = f"{spell_count(steps.num_skipped, 'step').capitalize()} of {steps.num_steps:,} skipped"
     told = skipped if steps.num_steps else "No step was written"
@@ -84,13 +86,15 @@ def _add_state(run: RunReader, headline: Headline) -> Headline:
         return replace(headline, word="Running") if is_well else headline
     last = "" if run.steps.last_step < 0 else f" after step {run.steps.last_step:,}"
     if state is State.KILLED:
-        told = f"Its process is gone{last} without a last message: killed, out of memory, or the machine went down."
+        told = f"Its process disappeared{last}: kill -9, out of memory, or the machine went down."
     elif state is State.FAILED:
         told = f"Ended by an error{last}: {find_end(run.about).get('error') or 'unknown'}."
     elif state is State.STOPPED:
         told = f"Ended by a signal or by Ctrl-C{last}."
     elif state is State.STALLED:
-        told = f"Nothing has been written for a long time{last}."
+        told = (
+            f"Its process has not ended, but nothing has been written{last.replace('after', 'since')} for a long time."
+        )
     else:
         return headline
     tone = Tone.BAD if state in (State.KILLED, State.FAILED) or headline.tone is Tone.BAD else Tone.WARNING
@@ -157,10 +161,20 @@ def _tell_cause(run: RunReader) -> str:
     if incident is None:
         return ""
     cause = incident["cause"]
-    what = str(look(cause, "symptom") or look(cause, "kind") or "trouble")
-    op = f", born in {cause['op']}" if isinstance(cause.get("op"), str) else ""
+    what = name_cause(cause) or str(look(cause, "symptom") or look(cause, "kind") or "trouble")
     place = spell_place(cause)
-    return f" First cause, step {find_step(incident)}: {what}{op}{f' at {place}' if place else ''}."
+    return f" First cause, step {find_step(incident):,}: {what}{f' at {place}' if place else ''}."
+
+
+def name_cause(cause: Mapping[str, Any]) -> str:
+    """Return 'NaN gradient, born in the backward of aten.sqrt'; empty if the cause names no place."""
+    what = str(cause.get("symptom") or cause.get("kind") or "trouble")
+    if cause.get("phase") in ("input", "parameter"):
+        name = f" {cause['name']}" if cause.get("name") else ""
+        return f"{what}, already in the {cause['phase']}{name}"
+    if not isinstance(cause.get("op"), str):
+        return ""
+    return f"{what}, born in {'the backward of ' if cause.get('phase') == 'backward' else ''}{cause['op']}"
 
 
 def spell_place(cause: object) -> str:

@@ -5,12 +5,11 @@ The same words for the page, the terminal and the report's command. Problems wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from steadygrad.facts.kinds import find_kind
-from steadygrad.view.headline import LOST, spell_place
+from steadygrad.view.headline import LOST, name_cause, spell_place
 from steadygrad.view.marks import find_mark
 from steadygrad.view.read.incident_log import Problem, look
 from steadygrad.view.read.run import RunReader
@@ -69,24 +68,13 @@ def tell_problem(problem: Problem) -> Episode:
     message = str(look(problem.incident, "finding", "message") or problem.kind)
     return Episode(
         when=_tell_when(problem),
-        what=message if cause is None else _name_cause(cause, message),
+        what=message if cause is None else name_cause(cause) or message,
         why=str(look(cause, "explanation") or ""),
         place=spell_place(cause),
         source=str(look(cause, "source") or ""),
         did=_tell_done(problem),
         problem=problem,
     )
-
-
-def _name_cause(cause: Mapping[str, Any], message: str) -> str:
-    """Return 'NaN gradient, born in the backward of aten.sqrt'; without a place, the message of the finding."""
-    what = str(cause.get("symptom") or cause.get("kind") or "trouble")
-    if cause.get("phase") in ("input", "parameter"):
-        name = f" {cause['name']}" if cause.get("name") else ""
-        return f"{what}, already in the {cause['phase']}{name}"
-    if not isinstance(cause.get("op"), str):
-        return message
-    return f"{what}, born in {'the backward of ' if cause.get('phase') == 'backward' else ''}{cause['op']}"
 
 
 def _tell_when(problem: Problem) -> str:

@@ -1,4 +1,4 @@
-"""Totals and incidents -> one screen of text for the end of a run."""
+"""Totals and incidents -> ten lines of text for the end of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from steadygrad.record.tally import Tally
 from steadygrad.view.advice import advise, see_tally
 from steadygrad.view.read.incident_log import IncidentLog
 from steadygrad.view.story import tell_problem
-from steadygrad.words import spell_count
+from steadygrad.words import spell_count, spell_number
 
-SHOWN = 4
-"""Number of problems listed; the rest are only counted."""
+MAX_LINES = 10
+"""Lines of a summary: one look at the end of a run. The report has the rest."""
+
+GRAVE = {Action.HALT.value, Action.ROLLBACK.value}
+"""Actions whose problems are listed even where there is room for few."""
 
 
 def summarise(
@@ -24,28 +27,45 @@ def summarise(
     max_norm: float | None = None,
     rate: float | None = None,
     extra: Sequence[str] = (),
+    run_dir: str | None = None,
 ) -> SummaryText:
-    """Summarise the run in about ten lines: steps, clipping, actions, worst layers, advice, incidents.
+    """Summarise the run in ten lines: steps and actions, loss, norm, clipping, worst layers, advice, incidents.
 
-    `rate` is the current learning rate.
+    `rate` is the current learning rate, `run_dir` the folder of which a report can be written.
     """
-    steps = max(1, tally.num_steps)
-    lines = [
-        f"steps      {tally.num_steps}, {tally.num_skipped} skipped ({tally.num_skipped / steps:.1%})"
-        + (f", {tally.num_dropped_microbatches} microbatches dropped" if tally.num_dropped_microbatches else ""),
-        f"norm       mean {tally.norm_mean:.4g}, median {tally.norm_quantile(0.5):.4g}, "
-        f"95 % below {tally.norm_quantile(0.95):.4g}, max {tally.norm_max:.4g}",
-        _tell_clipping(tally, max_norm),
-        _tell_actions(tally),
-    ]
+    lines = [_tell_steps(tally), *_tell_loss(tally), _tell_norm(tally), _tell_clipping(tally, max_norm)]
     if tally.nonfinite:
         worst = ", ".join(f"{name} ({count}x)" for name, count in tally.nonfinite.most_common(3))
         lines.append(f"non-finite {worst}")
     lines += extra
+    last = [] if run_dir is None else [f"report     steadygrad report {run_dir}"]
+    room = MAX_LINES - len(lines) - len(last) - 1
     seen = see_tally(tally, incidents, max_norm=max_norm, rate=rate)
-    lines += [f"next run   {advice}" for advice in advise(seen)]
-    lines += _list_incidents(incidents)
+    advice = [f"next run   {one}" for one in advise(seen)][: max(1, room - (2 if incidents else 0))]
+    lines += [*advice, *_list_incidents(incidents, max(1, room - len(advice))), *last]
     return SummaryText("\n".join(lines))
+
+
+def _tell_steps(tally: Tally) -> str:
+    share = tally.num_skipped / max(1, tally.num_steps)
+    dropped = f", {tally.num_dropped_microbatches} microbatches dropped" if tally.num_dropped_microbatches else ""
+    actions = "".join(f", {one}" for one in _list_actions(tally))
+    return f"steps      {tally.num_steps}, {tally.num_skipped} skipped ({share:.1%}){dropped}{actions}"
+
+
+def _tell_loss(tally: Tally) -> list[str]:
+    if tally.best_loss is None:
+        return []
+    best, step = tally.best_loss
+    ends = f"first {spell_number(tally.first_loss)}, last {spell_number(tally.last_loss)}"
+    return [f"loss       {ends}, best {spell_number(best)} at step {step:,}"]
+
+
+def _tell_norm(tally: Tally) -> str:
+    return (
+        f"norm       mean {tally.norm_mean:.4g}, median {tally.norm_quantile(0.5):.4g}, "
+        f"95 % below {tally.norm_quantile(0.95):.4g}, max {tally.norm_max:.4g}"
+    )
 
 
 def _tell_clipping(tally: Tally, max_norm: float | None) -> str:
@@ -61,33 +81,35 @@ def _tell_clipping(tally: Tally, max_norm: float | None) -> str:
     return line
 
 
-def _tell_actions(tally: Tally) -> str:
+def _list_actions(tally: Tally) -> list[str]:
+    """List how often something was done beyond skipping and clipping."""
     names = {
-        Action.SCALE_LR: "learning-rate changes",
-        Action.SCALE_WEIGHT_DECAY: "weight-decay changes",
-        Action.TIGHTEN_CLIP: "clip-threshold changes",
-        Action.ROLLBACK: "rollbacks",
-        Action.SANITIZE: "sanitised steps",
+        Action.SCALE_LR: "learning-rate change",
+        Action.SCALE_WEIGHT_DECAY: "weight-decay change",
+        Action.TIGHTEN_CLIP: "clip-threshold change",
+        Action.ROLLBACK: "rollback",
+        Action.SANITIZE: "sanitised step",
     }
-    done = [f"{tally.actions[action.value]} {name}" for action, name in names.items() if tally.actions[action.value]]
-    return "actions    " + (", ".join(done) if done else "none beyond skipping and clipping")
+    counts = {name: tally.actions[action.value] for action, name in names.items()}
+    return [spell_count(count, name) for name, count in counts.items() if count]
 
 
-def _list_incidents(incidents: Sequence[Incident]) -> list[str]:
+def _list_incidents(incidents: Sequence[Incident], num_shown: int) -> list[str]:
     """List what went wrong, the same cause once: what, where, and what was done."""
     if not incidents:
         return ["incidents  none"]
     log = IncidentLog()
     for incident in incidents:
         log.add(to_plain(incident))
-    problems = log.serious_problems() or log.problems
-    lines = [f"incidents  {len(incidents)} in {spell_count(len(log.problems), 'problem')}"]
-    for problem in problems[:SHOWN]:
+    found = log.serious_problems() or log.problems
+    gravest = sorted(found, key=lambda one: (not GRAVE.intersection(one.actions), one.cause is None))[:num_shown]
+    problems = [one for one in found if one in gravest]
+    first = "" if len(problems) == len(log.problems) else f", {len(problems)} of them here"
+    lines = [f"incidents  {len(incidents)} in {spell_count(len(log.problems), 'problem')}{first}"]
+    for problem in problems:
         told = tell_problem(problem)
         place = f" at {told.place}" if told.place else ""
         lines.append(f"  {told.when}: {told.what}{place} ({problem.severity}); {told.did}")
-    if len(log.problems) > len(problems[:SHOWN]):
-        lines.append(f"  and {spell_count(len(log.problems) - len(problems[:SHOWN]), 'other problem')}")
     return lines
 
 

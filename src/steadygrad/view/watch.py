@@ -41,6 +41,8 @@ BORDER = 2
 """Number of lines that a frame takes."""
 GAP = "   "
 """Separator between two numbers."""
+INDENT = " " * 10
+"""Start of a line that continues a problem, below its step."""
 STYLES = {Tone.GOOD: "green", Tone.WARNING: "yellow", Tone.BAD: "bold red", Tone.EMPTY: "dim"}
 SEVERITY_STYLES = {"info": "cyan", "warning": "yellow", "error": "red", "critical": "bold red"}
 
@@ -134,7 +136,7 @@ def _draw_curve(run: RunReader, name: str, width: int, height: int) -> Renderabl
     low, high = min((one for one, _ in spans), default=0.0), max((one for _, one in spans), default=0.0)
     log = name == "grad_norm" or (low > 0 and high / low > 100)
     label = "loss" if name == "loss" else "gradient norm"
-    title = f"{label}{', logarithmic' if log else ''}   now {spell_number(run.steps.last.get(name))}"
+    title = f"{label}{' (log)' if log else ''}   now {spell_number(run.steps.last.get(name))}"
     if spans:
         title += f"   {spell_number(low)} to {spell_number(high)}"
     rows = draw_bars([one for _, one in spans], width, height, log=log) or ["nothing yet"]
@@ -149,13 +151,13 @@ def _draw_tables(run: RunReader, height: int, *, wide: bool) -> RenderableType:
 
     if not wide:
         rows = max(2, height - 2 * BORDER)
-        num_incidents = max(1, min(len(run.incidents.problems) + 1, rows * 2 // 3))
-        return Group(_draw_incidents(run, num_incidents), _draw_layers(run, max(1, rows - num_incidents)))
+        num_incidents = max(1, min(2 * len(run.incidents.problems) + 1, rows * 2 // 3))
+        return Group(_draw_incidents(run, num_incidents, wide=False), _draw_layers(run, max(1, rows - num_incidents)))
     rows = max(3, height - BORDER)
     side_by_side = Table.grid(expand=True)
     side_by_side.add_column(ratio=2)
     side_by_side.add_column(ratio=3)
-    side_by_side.add_row(_draw_layers(run, rows), _draw_incidents(run, rows))
+    side_by_side.add_row(_draw_layers(run, rows), _draw_incidents(run, rows, wide=True))
     return side_by_side
 
 
@@ -175,39 +177,43 @@ def _draw_layers(run: RunReader, rows: int) -> RenderableType:
     return Panel(text or Text("not recorded", style="dim"), title=title, title_align="left")
 
 
-def _draw_incidents(run: RunReader, rows: int) -> RenderableType:
+def _draw_incidents(run: RunReader, rows: int, *, wide: bool) -> RenderableType:
     """Draw the problems, the newest on top, each once; the newest that was diagnosed with its line of code."""
     from rich.panel import Panel
     from rich.text import Text
 
-    text = Text(no_wrap=True, overflow="ellipsis")
     newest = sorted(run.incidents.problems, key=lambda one: -one.last_noticed)
     diagnosed = next((one for one in newest if spell_place(one.cause)), None)
-    for problem in newest[: rows if diagnosed is None else max(1, rows - 1)]:
-        _write_problem(text, problem)
-        if problem is diagnosed and rows > 1:
-            text.append(f"          {make_printable(spell_place(problem.cause))}", style="bold")
-            text.append(f"  {make_printable(str(look(problem.cause, 'source') or ''))}\n")
-    text.rstrip()
+    lines: list[Text] = []
+    for problem in newest:
+        lines += _write_problem(problem, wide=wide)
+        if problem is diagnosed:
+            place = Text.assemble(INDENT, (make_printable(spell_place(problem.cause)), "bold"))
+            lines.append(place.append(f"  {make_printable(str(look(problem.cause, 'source') or ''))}"))
+    text = Text("\n", no_wrap=True, overflow="ellipsis").join(lines[:rows])
+    text.no_wrap, text.overflow = True, "ellipsis"
     num_problems = len(newest)
     told = "" if num_problems == run.incidents.count else f" in {spell_count(num_problems, 'problem')}"
     title = f"incidents: {run.incidents.count:,}{told}"
     return Panel(text or Text("none", style="green"), title=title, title_align="left")
 
 
-def _write_problem(text: Text, problem: Problem) -> None:
-    incident = problem.incident
-    text.append(f"{problem.last_noticed:>8}  ", style="dim")
-    rank = find_rank(incident)
+def _write_problem(problem: Problem, *, wide: bool) -> list[Text]:
+    """Format what happened and what was done: on one line, or on two where that would be cut off."""
+    from rich.text import Text
+
+    head = Text.assemble((f"{problem.last_noticed:>8}  ", "dim"))
+    rank = find_rank(problem.incident)
     if rank is not None:
-        text.append(f"rank {rank} ", style="bold")
-    text.append(make_printable(problem.kind), style=SEVERITY_STYLES.get(problem.severity, ""))
+        head.append(f"rank {rank} ", style="bold")
+    head.append(make_printable(problem.kind), style=SEVERITY_STYLES.get(problem.severity, ""))
     if problem.count > 1:
-        text.append(f" {problem.count:,}×", style="bold")
+        head.append(f" {problem.count:,}×", style="bold")
     done = [find_mark(action).words for action in problem.actions if action != "none"]
     if done:  # before the message, so that the action is not cut off
-        text.append(f"  {make_printable(', '.join(done))}", style="green")
-    text.append(f"  {make_printable(tell_problem(problem).what)}\n")
+        head.append(f"  {make_printable(', '.join(done))}", style="green")
+    what = make_printable(tell_problem(problem).what)
+    return [head.append(f"  {what}")] if wide else [head, Text(f"{INDENT}{what}")]
 
 
 @contextlib.contextmanager

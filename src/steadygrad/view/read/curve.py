@@ -141,10 +141,18 @@ class Share:
             self._add(step, num_hits, num_steps)
 
     def points(self) -> tuple[list[int], list[float]]:
-        """Return the middle of each bucket, and the share there."""
+        """Return the middle of each bucket, and the share there.
+
+        A last bucket that is less than half as full as the one before is counted with that one: one of its four steps
+        would be drawn as a peak of 25 %.
+        """
         keys = sorted(self._buckets)
+        counts = [self._buckets[key][:2] for key in keys]
+        if len(keys) > 1 and 2 * counts[-1][1] < counts[-2][1]:
+            (hits, steps), _ = counts.pop(), keys.pop()
+            counts[-1] = [counts[-1][0] + hits, counts[-1][1] + steps]
         middle = self.width // 2
-        return [key * self.width + middle for key in keys], [self._buckets[k][0] / self._buckets[k][1] for k in keys]
+        return [key * self.width + middle for key in keys], [hits / steps for hits, steps in counts]
 
     def hits(self) -> list[tuple[int, int]]:
         """Return (first step, count) for each bucket in which the condition was ever true."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,14 +35,14 @@ def render_about(run: RunReader) -> Html:
         listed = tag("p", *itertools.chain.from_iterable((one, " ") for one in (*shown, *more)), class_="names")
         parts.append(_fold(f"{len(names)} parameters", listed))
     started = run.about.get("started")
-    when = tag("p", f"Started {started}", _tell_resumed(run), class_="note") if started else None
+    when = tag("p", f"Started {_spell_start(started)}", _tell_resumed(run), class_="note") if started else None
     return join([when, *parts]) if parts or when else tag("p", "run.json says nothing about the run.", class_="note")
 
 
 def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Sequence[str | None]) -> Html:
     """Render several runs side by side, the settings that differ first; a check box takes one out of the charts."""
     differing = find_differences([flatten(run.config) for run in runs]) if all(run.config for run in runs) else {}
-    rates = find_differences([{"highest rate": find_rate(run)} for run in runs])  # the optimizer's, so not in run.json
+    rates = find_differences([{"learning rate": find_rate(run)} for run in runs])  # the optimizer's, so not in run.json
     told = {name: found for name, found in rates.items() if None not in found}
     settings = {**told, **dict(list(differing.items())[:MAX_SETTINGS])}
     numbers = [list_numbers(run) for run in runs]
@@ -52,8 +54,8 @@ def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Seq
         state = tag("span", str(run.state), class_=f"badge state {run.state}")
         name = join([_render_box(run.name, key), " ", tag("a", run.name, href=link) if link else run.name])
         values = [spell_value(found[i]) for found in settings.values()]
-        rows.append([name, word, state, *values, *(known.get(label, "-") for label in labels)])
-    header = ("run", "verdict", "state", *settings, *labels)
+        rows.append([name, *values, word, state, *(known.get(label, "-") for label in labels)])
+    header = ("run", *settings, "verdict", "state", *labels)
     table = make_table(header, rows, label="Runs compared", class_="compared", sortable=True)
     return join([table, _render_differences(runs)])
 
@@ -107,6 +109,15 @@ def find_differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[An
 
 def _fold(title: str, content: Html) -> Html:
     return tag("details", tag("summary", title), tag("div", content, class_="body"), class_="about")
+
+
+def _spell_start(started: object) -> str:
+    """Return '2026-01-31 10:15:00 UTC' for the time in run.json; anything else as it is."""
+    text = str(started)
+    with contextlib.suppress(ValueError, OverflowError):
+        at = datetime.datetime.fromisoformat(text)
+        return f"{at.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC" if at.tzinfo is not None else text
+    return text
 
 
 def _tell_resumed(run: RunReader) -> str:

@@ -146,7 +146,13 @@ def _list_cells(table: LayerMap) -> dict[str, Any] | None:
         return None
     rows, bad = table.rows(), table.bad_columns()
     cells = [[None if z is None else round(10 * z) for z in row] for row in rows.values()]
-    return {"x": table.steps, "width": table.width, "names": list(rows), "z": cells, "bad": [bad.get(name, []) for name in rows]}
+    return {
+        "x": table.steps,
+        "width": table.width,
+        "names": list(rows),
+        "z": cells,
+        "bad": [bad.get(name, []) for name in rows],
+    }
 
 
 def _round(value: float) -> float:

@@ -181,7 +181,7 @@ def _render_cause(cause: dict[str, Any]) -> Html:
         _render_fixes(cause.get("fixes")),
         _render_list("Its inputs", cause.get("inputs"), "ul"),
         _render_list("Terms of the loss", cause.get("terms"), "ul"),
-        _render_list("From where it was born to where it hurts", cause.get("chain"), "ol"),
+        _render_list("From its origin to where it was noticed", cause.get("chain"), "ol"),
         make_pairs(pairs),
         class_="cause",
     )

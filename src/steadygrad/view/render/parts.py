@@ -68,9 +68,14 @@ def render_parts(run: RunReader, key: str = "run0") -> dict[str, Html]:
     }
 
 
-def render_run(run: RunReader, key: str, *, has_controls: bool = True) -> Html:
-    """Render everything about one run, what broke first; `key` links its parts to its numbers."""
+def render_run(run: RunReader, key: str, *, has_controls: bool = True, made: float | None = None) -> Html:
+    """Render everything about one run, what broke first; `key` links its parts to its numbers.
+
+    `made` is the time of a report, which says of a run that has not ended what it was then.
+    """
     parts = render_parts(run, key)
+    if made is not None and run.state.is_open:
+        parts["headline"] = _render_headline(run, made)
 
     def place(name: str) -> Html:
         return tag("div", parts[name], data_part=name)
@@ -137,7 +142,7 @@ def render_story(run: RunReader, key: str) -> Html:
     left_out = len(story.episodes) - len(episodes)
     more = tag("p", f"and {spell_count(left_out, 'more problem')} below", class_="note") if left_out else None
     since = tag("p", story.since, class_="since") if story.since else None
-    return tag("section", tag("h3", "What broke first"), tag("ol", *episodes), more, since, class_="story")
+    return tag("section", tag("h3", "What broke"), tag("ol", *episodes), more, since, class_="story")
 
 
 def _render_episode(episode: Episode, target: str) -> Html:
@@ -193,13 +198,13 @@ def _render_finder(title: str) -> Html:
     return tag("div", box, tag("select", *options, class_="order", aria_label=f"Order of {title}"), class_="finder")
 
 
-def _render_headline(run: RunReader) -> Html:
+def _render_headline(run: RunReader, made: float | None = None) -> Html:
     headline = judge_run(run)
     word = tag("strong", f"{headline.word}.", class_="word")
     return join(
         [
             tag("p", word, " ", headline.text, class_=f"headline {headline.tone}", role="status"),
-            tag("p", render_state(run.state), " ", _render_written(run.written), class_="state-line"),
+            tag("p", render_state(run.state), " ", _render_written(run.written, made), class_="state-line"),
         ]
     )
 
@@ -211,9 +216,12 @@ def render_state(state: State) -> Html | None:
     return tag("span", f"{SIGNS[state]} {state}", class_=f"badge state {state}")
 
 
-def _render_written(written: float | None) -> Html | None:
-    when = render_time(written)
-    return None if when is None else tag("span", "last written ", when, class_="note")
+def _render_written(written: float | None, made: float | None) -> Html | None:
+    when, then = render_time(written), render_time(made)
+    if when is None:
+        return None
+    told = () if then is None else ("when this report was made, ", then, "; ")
+    return tag("span", *told, "last written ", when, class_="note")
 
 
 def render_time(when: float | None) -> Html | None:
@@ -226,23 +234,24 @@ def render_time(when: float | None) -> Html | None:
 
 
 def _render_tiles(run: RunReader) -> Html:
-    tiles = (tag("div", tag("dt", name), tag("dd", value)) for name, value in list_numbers(run).items())
+    tiles = (tag("div", tag("dt", name), _render_number(value)) for name, value in list_numbers(run).items())
     return tag("dl", *tiles, class_="tiles")
+
+
+def _render_number(value: str) -> Html:
+    """Render a number, and smaller where it was reached: '0.262 at 391'."""
+    number, at, step = value.partition(" at ")
+    return tag("dd", number, *([" ", tag("small", f"at {step}")] if at else []))
 
 
 def _render_incidents(run: RunReader, key: str) -> Html:
     if run.steps.num_nonfinite and not run.incidents.count:
-        return tag("p", "Steps were not finite, and no guard was there to say why.", class_="note")
+        return tag("p", "Some steps were not finite, and no guard was there to find the cause.", class_="note")
     return render_incidents(run.incidents, key)
 
 
 def _render_notes(run: RunReader) -> Html:
-    notes = list(run.notes)
-    if run.norms and not run.ratios:
-        notes.append("update ratios were not recorded (MeasureConfig.parameters_every switches them on)")
-    if not notes:
-        return Html("")
-    return join([tag("ul", *(tag("li", note) for note in notes), class_="notes")])
+    return tag("ul", *(tag("li", note) for note in run.notes), class_="notes") if run.notes else Html("")
 
 
 # --- advice -------------------------------------------------------------------------------------------------------
@@ -251,10 +260,14 @@ def _render_notes(run: RunReader) -> Html:
 
 def render_advice(run: RunReader) -> Html:
     """Render a line for each setting, with its reason."""
-    found = advise(see_run(run))
+    found = [(str(one).partition(": ")[0], one.reason) for one in advise(see_run(run))]
+    if run.norms and not run.ratios:
+        found.append(
+            ("update ratios", "not recorded; MeasureConfig(parameters_every=10) measures them every ten steps")
+        )
     if not found:
         return Html("")
-    lines = (tag("li", tag("strong", str(one).partition(": ")[0]), f": {one.reason}") for one in found)
+    lines = (tag("li", tag("strong", setting), f": {reason}") for setting, reason in found)
     return tag("section", tag("h3", "For the next run"), tag("ul", *lines, class_="notes"))
 
 
@@ -290,7 +303,7 @@ def render_ranks(ranks: RankLogs) -> Html:
     if not len(ranks):
         return Html("")
     newest = max((log.last_step for log in ranks if log.last_step is not None), default=0)
-    header = ("rank", "machine", "process", "starts", "last step", "its own loss", "last seen", "told alone")
+    header = ("rank", "machine", "process", "starts", "last step", "its own loss", "last seen", "findings of its own")
     table = make_table(header, [_list_rank(log, newest) for log in ranks])
     return tag("section", tag("h3", "Ranks"), table, class_="ranks")
 

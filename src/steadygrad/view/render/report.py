@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -64,7 +65,9 @@ def render_report(runs: Sequence[RunReader]) -> str:
     is_full = len(runs) <= MAX_IN_FULL
     if not is_full:  # their maps would make the file large, and nothing would show them
         data = {"runs": {key: {**one, "norms": None, "ratios": None} for key, one in data["runs"].items()}}
-    full = [render_run(run, key, has_controls=len(runs) == 1) for run, key in zip(runs, keys)] if is_full else []
+    made, is_only = time.time(), len(runs) == 1
+    shown = zip(runs, keys) if is_full else ()
+    full = [render_run(run, key, has_controls=is_only, made=made) for run, key in shown]
     body = join([_compare(runs, keys) if len(runs) > 1 else None, *full])
     return make_document(f"{title} · steadygrad", body, data=to_script_json(data))
 

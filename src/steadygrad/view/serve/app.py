@@ -191,7 +191,7 @@ def render_list(glances: Sequence[RunGlance]) -> Html:
         ]
         for one in glances
     ]
-    header = ("run", "state", "last step", "its loss", "incidents", "last written")
+    header = ("run", "state", "last step", "last loss", "incidents", "last written")
     return make_table(header, rows, label="Runs", class_="listed", sortable=True)
 
 
