@@ -3,7 +3,8 @@
 Stopped: it raised an exception that the plain run does not have. Steps withheld: it skipped or undid a step. Weights
 changed: the last weights are not the plain run's to the bit; clipping does that by design. Missed: the run no longer
 came to what it was written to show, such as a reward that rises or a loss that falls. Warned: it said that something is
-wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms.
+wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms. What
+a Guard does to the same runs is measured by benchmarks/harm.py.
 TrainCheck is not among them: it acts on nothing, and needs a trace of a good run of the same program to begin with.
 
     python benchmarks/peers/environment.py --harm
@@ -36,9 +37,7 @@ from wiring import find_source
 from healthy.catalogue import SCENARIOS
 from healthy.scenario import Ending, PlainLoop, Scenario, find_loss
 from machine import write_results
-from steadygrad import GuardConfig
 
-GUARD = "steadygrad Guard"
 QUICK = ("class_incremental", "gan_of_two_guards", "catapult")
 
 
@@ -182,12 +181,6 @@ def try_peer(scenario: Scenario, plain: Ending, kind: type[Peer]) -> dict[str, A
     )
 
 
-def try_guard(scenario: Scenario, plain: Ending, config: GuardConfig) -> dict[str, Any]:
-    """One scenario on a Guard."""
-    ending = scenario.train(config=config)
-    return judge(ending, plain, withheld=bool(ending.actions), warned=bool(ending.warnings))
-
-
 def judge(ending: Ending, plain: Ending, *, withheld: bool, warned: bool) -> dict[str, Any]:
     stopped = ending.halted is not None
     return {
@@ -201,14 +194,13 @@ def judge(ending: Ending, plain: Ending, *, withheld: bool, warned: bool) -> dic
 
 
 def try_all(name: str) -> dict[str, dict[str, Any]]:
-    """One scenario in every way there is."""
+    """One scenario, with every peer that is installed."""
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     scenario = SCENARIOS[name]
     plain = scenario.train()
-    found = {way: try_peer(scenario, plain, kind) for way, kind in PEERS.items() if find_source(way)}
-    return {**found, GUARD: try_guard(scenario, plain, GuardConfig())}
+    return {way: try_peer(scenario, plain, kind) for way, kind in PEERS.items() if find_source(way)}
 
 
 def main() -> int:
