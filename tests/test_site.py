@@ -118,6 +118,15 @@ def test_a_framework_page_begins_with_a_few_lines_of_the_users_code(name: str) -
     assert len(first[2].splitlines()) <= 6
 
 
+def test_the_recording_has_the_words_that_the_demo_prints() -> None:
+    from steadygrad_recipes.demo.telling import TITLES
+
+    picture = (DOCS / "assets" / "demo.svg").read_text(encoding="utf-8")
+    for title in (*TITLES.values(), "Guarded survived", "the step was skipped, no weight was touched"):
+        assert title in picture, "run: python docs/_site/recording.py"
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "it must load nothing"
+
+
 def test_every_page_has_a_link_to_edit_it(site: Path) -> None:
     page = (site / "howto" / "turn-off.html").read_text(encoding="utf-8")
     assert "https://github.com/steadygrad/steadygrad/edit/main/docs/howto/turn-off.md" in page

@@ -8,7 +8,7 @@ a Guard does to the same runs is measured by benchmarks/harm.py.
 TrainCheck is not among them: it acts on nothing, and needs a trace of a good run of the same program to begin with.
 
     python benchmarks/peers/environment.py --harm
-    python benchmarks/peers/harm.py [--only NAME] [--quick]        here, with the peers that are installed
+    python benchmarks/peers/harm.py [--only NAME] [--every N] [--quick]        here, with the peers that are installed
 """
 
 from __future__ import annotations
@@ -208,16 +208,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="scenarios with this in their names; nothing is written")
     parser.add_argument("--quick", action="store_true", help="three scenarios, nothing written")
+    parser.add_argument("--every", type=int, default=1, help="only each Nth scenario; the results say so")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     names = [name for name in SCENARIOS if (arguments.only or "") in name and (not arguments.quick or name in QUICK)]
+    names = names[:: arguments.every]
     runs: dict[str, dict[str, Any]] = {}
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         for name, run in zip(names, pool.imap(try_all, names)):
             runs[name] = run
             marks = {way: "".join(key[0] for key in HARMS if one[key]) for way, one in run.items()}
             print(f"{name:<36}" + "  ".join(f"{way}: {mark or 'ok'}" for way, mark in marks.items()), flush=True)
-    found = summarise(runs)
+    found = {"every": arguments.every, **summarise(runs)}
     for way, one in found["peers"].items():
         print(f"{way:<34}" + ", ".join(f"{one[f'num_{key}']} {key}" for key in HARMS))
     print("written:", write_results("peers_harm", found, quick=arguments.quick or arguments.only is not None))
