@@ -55,7 +55,7 @@ coverage: $(STAMP)
 # Strict: a warning is an error. `make test` builds it too, into a folder of its own (tests/test_site.py).
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "Open site/index.html, or run: $(BIN)/mkdocs serve   (search needs a server)"
+	@echo "Open site/index.html"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

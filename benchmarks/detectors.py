@@ -2,7 +2,7 @@
 
 Losses are made up: 2.7 + 8.3 exp(-t/300) plus noise of scale 0.03, 4000 steps, 30 seeds, one event after step 1500 in
 each trace. For each kind of noise: the share of events found while they last, the mean delay in steps, and alarms
-outside events per 1000 steps. The rules of OLMo-core, Lightning, llm-foundry and Megatron-LM are written anew from
+outside events per 1000 steps. The rules of OLMo-core, Lightning, llm-foundry and Megatron-LM are reimplemented from
 their formulas, with their defaults; a plain median + 8 MAD stands beside them.
 
     python benchmarks/detectors.py [--quick]

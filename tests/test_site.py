@@ -108,10 +108,40 @@ def test_examples_in_docstrings_are_code_and_not_quotations(site: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span>' in page
 
 
+@pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate", "deepspeed", "howto/rl-and-gans"])
+def test_a_framework_page_begins_with_a_few_lines_of_the_users_code(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    first = re.search(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert first is not None
+    assert first[1] == "diff"
+    assert first.start() < 200, "before the words"
+    assert len(first[2].splitlines()) <= 6
+
+
+def test_the_recording_has_the_words_that_the_demo_prints() -> None:
+    from steadygrad_recipes.demo.telling import TITLES
+
+    picture = (DOCS / "assets" / "demo.svg").read_text(encoding="utf-8")
+    for title in (*TITLES.values(), "Guarded survived", "the step was skipped, no weight was touched"):
+        assert title in picture, "run: python docs/_site/recording.py"
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "it must load nothing"
+
+
+def test_every_page_has_a_link_to_edit_it(site: Path) -> None:
+    page = (site / "howto" / "turn-off.html").read_text(encoding="utf-8")
+    assert "https://github.com/steadygrad/steadygrad/edit/main/docs/howto/turn-off.md" in page
+
+
+def test_there_are_two_colour_schemes_and_a_place_for_versions(site: Path) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert {"default", "slate"} <= set(re.findall(r'data-md-color-scheme="?(\w+)', page))
+    assert '"provider": "mike"' in page
+
+
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["rules.md", "policies.md"])
+@pytest.mark.parametrize("page", ["rules.md", "policies.md", "reference/kinds.md"])
 def test_the_tables_are_what_the_source_says(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     assert load("tables").fill(page, text) == text, "run: python docs/_site/tables.py"

@@ -3,11 +3,12 @@
 Stopped: it raised an exception that the plain run does not have. Steps withheld: it skipped or undid a step. Weights
 changed: the last weights are not the plain run's to the bit; clipping does that by design. Missed: the run no longer
 came to what it was written to show, such as a reward that rises or a loss that falls. Warned: it said that something is
-wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms.
+wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms. What
+a Guard does to the same runs is measured by benchmarks/harm.py.
 TrainCheck is not among them: it acts on nothing, and needs a trace of a good run of the same program to begin with.
 
     python benchmarks/peers/environment.py --harm
-    python benchmarks/peers/harm.py [--only NAME] [--quick]        here, with the peers that are installed
+    python benchmarks/peers/harm.py [--only NAME] [--every N] [--quick]        here, with the peers that are installed
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ from wiring import find_source
 from healthy.catalogue import SCENARIOS
 from healthy.scenario import Ending, PlainLoop, Scenario, find_loss
 from machine import write_results
-from steadygrad import GuardConfig
 
-GUARD = "steadygrad Guard"
 QUICK = ("class_incremental", "gan_of_two_guards", "catapult")
 
 
@@ -182,12 +181,6 @@ def try_peer(scenario: Scenario, plain: Ending, kind: type[Peer]) -> dict[str, A
     )
 
 
-def try_guard(scenario: Scenario, plain: Ending, config: GuardConfig) -> dict[str, Any]:
-    """One scenario on a Guard."""
-    ending = scenario.train(config=config)
-    return judge(ending, plain, withheld=bool(ending.actions), warned=bool(ending.warnings))
-
-
 def judge(ending: Ending, plain: Ending, *, withheld: bool, warned: bool) -> dict[str, Any]:
     stopped = ending.halted is not None
     return {
@@ -201,14 +194,13 @@ def judge(ending: Ending, plain: Ending, *, withheld: bool, warned: bool) -> dic
 
 
 def try_all(name: str) -> dict[str, dict[str, Any]]:
-    """One scenario in every way there is."""
+    """One scenario, with every peer that is installed."""
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     scenario = SCENARIOS[name]
     plain = scenario.train()
-    found = {way: try_peer(scenario, plain, kind) for way, kind in PEERS.items() if find_source(way)}
-    return {**found, GUARD: try_guard(scenario, plain, GuardConfig())}
+    return {way: try_peer(scenario, plain, kind) for way, kind in PEERS.items() if find_source(way)}
 
 
 def main() -> int:
@@ -216,16 +208,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="scenarios with this in their names; nothing is written")
     parser.add_argument("--quick", action="store_true", help="three scenarios, nothing written")
+    parser.add_argument("--every", type=int, default=1, help="only each Nth scenario; the results say so")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     arguments = parser.parse_args()
     names = [name for name in SCENARIOS if (arguments.only or "") in name and (not arguments.quick or name in QUICK)]
+    names = names[:: arguments.every]
     runs: dict[str, dict[str, Any]] = {}
     with multiprocessing.get_context("spawn").Pool(arguments.workers) as pool:
         for name, run in zip(names, pool.imap(try_all, names)):
             runs[name] = run
             marks = {way: "".join(key[0] for key in HARMS if one[key]) for way, one in run.items()}
             print(f"{name:<36}" + "  ".join(f"{way}: {mark or 'ok'}" for way, mark in marks.items()), flush=True)
-    found = summarise(runs)
+    found = {"every": arguments.every, **summarise(runs)}
     for way, one in found["peers"].items():
         print(f"{way:<34}" + ", ".join(f"{one[f'num_{key}']} {key}" for key in HARMS))
     print("written:", write_results("peers_harm", found, quick=arguments.quick or arguments.only is not None))

@@ -2,7 +2,7 @@
 
 A maker takes model, optimizer and a folder and gives back one whole step: forward, backward, clip at 1.0, step. What a
 peer says on the terminal, in a log, in a warning or by raising is read by compare.py; nothing is asked of it that it
-does not say by itself. A peer that is not installed is left out; `written anew` marks a rule that is ours to write
+does not say by itself. A peer that is not installed is left out; `reimplemented` marks a rule that we wrote
 because its package cannot be installed beside this torch.
 """
 
@@ -232,13 +232,13 @@ PEERS: dict[str, tuple[str | None, Make]] = {
     "steadygrad Guard": ("steadygrad", make_guard),
 }
 """The package that each needs, and how it is wired."""
-WRITTEN_ANEW = {"Composer NaNMonitor, OptimizerMonitor": "written anew: mosaicml 0.32.1 needs torch below 2.7.1"}
+REIMPLEMENTED = {"Composer NaNMonitor, OptimizerMonitor": "reimplemented: mosaicml 0.32.1 needs torch below 2.7.1"}
 
 
 def find_source(name: str) -> str | None:
     """Where a peer comes from, 'zclip 1.0.0'; None when it is not installed."""
-    if name in WRITTEN_ANEW:
-        return WRITTEN_ANEW[name]
+    if name in REIMPLEMENTED:
+        return REIMPLEMENTED[name]
     package = PEERS[name][0]
     if package is None:
         return f"torch {torch.__version__}"

@@ -22,6 +22,7 @@ from steadygrad.cli.recipes import find_recipe
 from steadygrad.config import DetectConfig, Policy
 from steadygrad.decide.table import Rung, build_table
 from steadygrad.detect import standard_rules
+from steadygrad.facts.kinds import KINDS
 
 DOCS = Path(__file__).parent.parent
 FAMILIES = {
@@ -50,6 +51,27 @@ FAMILIES = {
     "actions": "Habits",
 }
 """Module of the rule -> title; others stand under their own name."""
+OUTSIDE_RULES = {
+    "added_gradients": "Gradients of another backward were there already, and are a part of this step.",
+    "asked_for": "You asked for an action, such as a rollback.",
+    "checkpoint_failed": "A checkpoint could not be written or verified; the newest good one is kept.",
+    "dropped_gradients": "Gradients of another backward were there, and were dropped.",
+    "exception": "The program raised an exception in a step.",
+    "exploded_start": "The loss rose to a multiple of its first value and of a guess's, in the first steps.",
+    "infinite_state": "State that holds infinities on purpose was saved.",
+    "instability_forecast": "The learnt forecast expects the run to become unstable.",
+    "new_run": "The run directory held another run, whose record was moved aside.",
+    "no_better_than_guessing": "The best validation loss is barely below that of a guess that ignores the input.",
+    "partial_overlap": "Parameters that only the model or only the optimizers have.",
+    "rank_waits": "A rank waits for the others, and is named with its line.",
+    "replaced_loss": "A loss that could not be used was replaced by `safe_compute_loss`.",
+    "resumed": "The run was resumed, and from where.",
+    "run_directory_lost": "The run directory was deleted during training.",
+    "uncopied_state": "State that cannot be copied is left out of snapshots and checkpoints.",
+    "underflowing_epsilon": "The optimizer's epsilon is zero in the precision of the weights.",
+    "unrecovered_loss": "The loss has not recovered from an explosion.",
+}
+"""Kinds that no standard rule of the same name reports."""
 
 
 def render_rules() -> str:
@@ -74,6 +96,18 @@ def render_thresholds() -> str:
         title = "DetectConfig" if not name else f"DetectConfig.{name}: {type(group).__name__}"
         parts.append(f"### `{title}`\n\n{spell_docstring(type(group))}\n\n{render_fields(group)}")
     return "\n\n".join(parts)
+
+
+def render_kinds() -> str:
+    """Every kind of finding: what it says, whether an action on it needs proof, what is done."""
+    rules = {rule.name: spell_docstring(type(rule)) for rule in standard_rules(DetectConfig(), clip_threshold=1.0)}
+    ladders = build_table(Policy())
+    rows = [
+        f"| `{name}` | {rules.get(name) or OUTSIDE_RULES[name]} | {'yes' if kind.needs_proof else ''} "
+        f"| {' → '.join(map(spell_rung, ladders.get(name, ()))) or 'reported'} |"
+        for name, kind in sorted(KINDS.items())
+    ]
+    return "\n".join(["| kind | what it says | needs proof | by default |", "|---|---|---|---|", *rows])
 
 
 def render_policy() -> str:
@@ -146,6 +180,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "rules.md": {"rules": render_rules, "thresholds": render_thresholds},
     "policies.md": {"ladders": render_ladders, "policy": render_policy},
+    "reference/kinds.md": {"kinds": render_kinds},
     **{f"recipes/{name}.md": {"fields": partial(render_recipe, name)} for name in ("clip6d", "cod", "sft")},
 }
 """Page -> marker -> what stands there."""

@@ -4,7 +4,7 @@
     ├── ConfigError (ValueError)      a setting is wrong; raised on construction, before the first step
     ├── UsageError (RuntimeError)     a call that cannot work: no graph, no gradient, a closed guard
     │   └── CheckpointError           a checkpoint that cannot be written, read or used
-    │       ├── DamagedCheckpoint     a folder that was cut short, changed or never finished
+    │       ├── DamagedCheckpoint     a folder that was truncated, changed or never finished
     │       │   └── NoCheckpoint      nothing there, or a file of another kind
     │       ├── NonFiniteStateError   a state that must not be saved, or should not have been
     │       ├── UnsafePickleError     a file that would run code when it is read

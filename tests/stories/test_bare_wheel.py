@@ -1,4 +1,8 @@
-"""The wheel with nothing but its hard dependencies: what a new user tries first works, or names the missing extra."""
+"""The wheel with nothing but its hard dependencies, and with each extra: what a new user tries first works.
+
+The environments are real ones, made by venv, but their packages are links to those installed here: what is shown is that
+the wheel and the dependencies it declares are enough, not that an index can resolve them.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,54 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def find_hard_dependencies() -> set[str]:
-    """Names of the distributions that the wheel needs, and of all that those need, without any extra."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = {
+    "yaml": "from steadygrad import GuardConfig; open('a.yaml', 'w').write('{}'); GuardConfig.load('a.yaml')",
+    "lightning": "from steadygrad.adapters.lightning import GuardCallback; GuardCallback()",
+    "transformers": "from steadygrad.adapters.transformers import GuardCallback; GuardCallback()",
+    "tensorboard": "from steadygrad.record.tensorboard import TensorBoardSink; TensorBoardSink('tb').close()",
+    "wandb": "from steadygrad.record.wandb import WandbSink; WandbSink(mode='disabled').close()",
+    "trackio": "from steadygrad import TrackioSink; import trackio",
+    "mlflow": "from steadygrad import MlflowSink; import mlflow",
+    "view": "from steadygrad.cli import main; assert main(['plot', 'runs/a', '-o', 'a.png']) == 0",
+    "recipes": "from steadygrad_recipes.seo import Config; import yaml, PIL, bs4",
+    "data": "import datasets, pyarrow",
+    "qlora": "import bitsandbytes",
+    "timm": "import timm",
+    "tune": "from steadygrad.cli import main; assert main(['tune', 'seo', '--help']) == 0; import optuna",
+}
+"""What each extra is for, as a program that needs it; extras that only name others are not here."""
+
+
+def find_dependencies(extra: str | None = None) -> set[str]:
+    """Names of the distributions that the wheel needs, with one extra or none, and of all that those need."""
+    own = [*PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] if extra else [])]
     found: set[str] = set()
-    left = ["steadygrad"]
+    left = [Requirement(line) for line in own]
     while left:
-        for requirement in importlib.metadata.requires(left.pop()) or []:
-            name = re.split(r"[\s<>=!~;\[(]", requirement, maxsplit=1)[0]
-            if "extra ==" not in requirement and name not in found and is_installed(name):
-                found.add(name)
-                left.append(name)
+        requirement = left.pop()
+        name = canonicalize_name(requirement.name)
+        wanted = [{"extra": one} for one in requirement.extras] or [{"extra": ""}]
+        if not is_installed(name) or (name in found and not requirement.extras):
+            continue
+        found.add(name)
+        for line in importlib.metadata.requires(name) or []:
+            inner = Requirement(line)
+            if inner.marker is None or any(inner.marker.evaluate(one) for one in wanted):
+                if canonicalize_name(inner.name) not in found:
+                    left.append(inner)
     return found
 
 
@@ -38,20 +71,30 @@ def is_installed(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment that sees the wheel and its hard dependencies, linked from the present one."""
-    folder = tmp_path_factory.mktemp("bare")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
+    return next((folder / "dist").glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheel and its hard dependencies."""
+    return make_environment(tmp_path_factory.mktemp("bare"), wheel, find_dependencies())
+
+
+def make_environment(folder: Path, wheel: Path, names: set[str]) -> Path:
+    """An environment with the wheel and these distributions, linked from the present one; its Python."""
     venv.create(folder / "env", symlinks=True, with_pip=False)
     packages = next((folder / "env").glob("lib/python*/site-packages"))
-    wheel = next((folder / "dist").glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
-    for name in find_hard_dependencies():
+    for name in names:
         files = importlib.metadata.distribution(name).files or []
         for top in {file.parts[0] for file in files if file.parts and not file.parts[0].startswith("..")}:
             target = Path(str(importlib.metadata.distribution(name).locate_file(top)))
@@ -110,3 +153,27 @@ def test_the_commands_work_or_name_the_extra(bare: Path, tmp_path: Path) -> None
 def test_the_demo_survives(bare: Path, tmp_path: Path) -> None:
     demo = run(bare, "-m", "steadygrad", "demo", "--quick", "--run-dir", "runs/demo", cwd=tmp_path)
     assert demo.returncode == 0, demo.stdout + demo.stderr
+
+
+def test_every_extra_is_tried_or_made_of_others() -> None:
+    groups = {"all", "docs", "dev"}
+    assert set(EXTRAS) | groups == set(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_brings_what_it_is_for(extra: str, wheel: Path, tmp_path: Path) -> None:
+    declared = [canonicalize_name(Requirement(line).name) for line in PROJECT["optional-dependencies"][extra]]
+    missing = [name for name in declared if not is_installed(name)]
+    if missing:
+        pytest.skip(f"not installed here: {', '.join(missing)}")
+    python = make_environment(tmp_path, wheel, find_dependencies(extra))
+    if extra == "view":
+        (tmp_path / "train.py").write_text(
+            "import torch\nfrom steadygrad import Guard\nmodel = torch.nn.Linear(2, 1)\n"
+            "with Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir='runs/a') as guard:\n"
+            "    for x in torch.randn(5, 4, 2):\n"
+            "        guard.step(lambda x: model(x).square().mean(), x)\n"
+        )
+        assert run(python, "train.py", cwd=tmp_path).returncode == 0
+    tried = run(python, "-c", EXTRAS[extra], cwd=tmp_path)
+    assert tried.returncode == 0, tried.stdout + tried.stderr

@@ -488,3 +488,23 @@ def test_a_generator_that_nobody_guards_leaves_nothing_in_its_judge(form: str) -
     (ours, found), (plain, _) = train(guarded=True), train(guarded=False)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain))
     assert found == 0
+
+
+def test_a_call_that_another_guards_step_made_is_no_part_of_the_replay() -> None:
+    """A generator's step runs its discriminator: the discriminator's guard hears a call of its model between steps."""
+    generator, judge = nn.Linear(4, 2), nn.Linear(2, 1)
+    making = Guard(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
+    judging = Guard(judge, torch.optim.SGD(judge.parameters(), lr=0.1))
+
+    def tell_apart(real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        return judge(generator(noise).detach()).mean() - judge(real).mean()
+
+    for step in range(3):
+        real = torch.full((8, 2), torch.nan) if step == 2 else torch.randn(8, 2)
+        judging.step(tell_apart, real, torch.randn(8, 4))
+        making.step(lambda noise: -judge(generator(noise)).mean(), torch.randn(8, 4))
+
+    (incident,) = judging.incidents
+    assert incident.cause is not None
+    assert incident.cause.phase == "input"
+    assert "microbatch" not in (incident.cause.note or "")

@@ -144,7 +144,7 @@ class Partitions(torch.optim.Optimizer):
 
 
 class _Group(MutableMapping[str, Any]):
-    """A group of the engine's optimizer, with the model's parameters in the place of flat partitions."""
+    """A group of the engine's optimizer, with the model's parameters instead of flat partitions."""
 
     def __init__(self, theirs: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         self._theirs, self._parameters = theirs, list(parameters)

@@ -130,8 +130,8 @@ def doctor(
     """Say what this machine and torch offer, or what is wrong with the first steps of a training script.
 
     Without a script, half-precision matmuls are tried in processes of their own: on some virtual CPUs they kill the
-    process. With one, it runs as it is, with every check on, and ends after --steps steps. Exit code 0: nothing to fix;
-    1: something was found that should be fixed; 2: torch could not be looked at, or the script made no step.
+    process. With one, it runs as it is, with every check on, and ends after N steps (--steps N). Exit code 0: nothing
+    to fix; 1: something was found that should be fixed; 2: torch could not be looked at, or the script made no step.
 
     \b
     Example:

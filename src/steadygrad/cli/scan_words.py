@@ -31,7 +31,7 @@ def advising() -> Iterator[None]:
                 "Name a .safetensors, .pt, .pth, .ckpt or .bin file, or a folder of them",
             )
         else:
-            what, advice = "cannot be used", "It is damaged or was cut short: copy it again, or use an older one"
+            what, advice = "cannot be used", "It is truncated or corrupt: copy it again, or use an older one"
         raise CheckpointError(f"{error.folder} {what}: {error.reason}. {advice}.") from error
 
 

@@ -119,7 +119,7 @@ class ZeroLoss(Remembering):
     or a margin loss that is satisfied, is healthy: an info. One that was never near zero before is a warning.
 
     Zero from the first step on is an info too while the run goes on: a reward that never comes (advantages that are
-    all zero, because all rewards of a group are the same) cannot be told from one that was not found yet. It becomes a
+    all zero, because all rewards of a group are the same) looks the same as one that was not found yet. It becomes a
     warning when the program asks for the findings at its end and no step has learnt anything, or after `NEVER` steps.
     """
 

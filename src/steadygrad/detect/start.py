@@ -28,7 +28,7 @@ SETTLED = 16
 
 
 class RateTooHigh(Remembering):
-    """The first steps do harm: the weights run away, the loss climbs, or it was thrown far up and lies flat since.
+    """The first steps do harm: the weights run away, the loss climbs, or it jumped up and has been flat since.
 
     Numbers, over a transformer, a CNN and an RNN with SGD and Adam: eight steps at a rate that trains well make the
     norm of the weights 1.00 to 1.04 times what it was, at three times that rate up to 1.23 times, at thirty times 1.5

@@ -275,7 +275,7 @@ def _has_many_ranks() -> bool:
 def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     """Return the live wrapper that averages the gradients of this model; walks all live objects, about 0.1 s.
 
-    A script does not hand it over, and a replay through it that is cut short would leave its reducer half prepared.
+    A script does not hand it over, and a replay through it that stops early would leave its reducer half prepared.
     """
     own, kind = {id(p) for p in model.parameters()}, nn.parallel.DistributedDataParallel
     wrappers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -99,7 +99,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process with this id exists on this machine, whoever owns it."""
+    """Whether a process with this id exists on this machine, under any user."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

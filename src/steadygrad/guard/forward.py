@@ -49,6 +49,7 @@ class ForwardPass:
         self._begin_step()
         if not is_loss:  # model calls made before this belong to no step
             self._buffers.begin(anew=True)
+            self.investigator.take()
         return finding
 
     def run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ MAX_DEPTH = 3
 
 
 class ModelWatch:
-    """Call `begin` before the first step, and `scan` now and then."""
+    """Call `begin` before the first step, and `scan` periodically."""
 
     def __init__(self, trained: TrainedParameters) -> None:
         self._trained, self._model = trained, trained.model

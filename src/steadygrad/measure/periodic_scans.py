@@ -1,4 +1,4 @@
-"""PeriodicScans: what is scanned now and then, besides the gradients of every step.
+"""PeriodicScans: what is scanned every so many steps, besides the gradients of every step.
 
 Every `MeasureConfig.scan_every` steps: the batch, the activations, the weights, Adam's ratio. On the first step: the
 graph. Before the first step and after the eighth, and likewise after a rollback: the weights. After a bad step: the

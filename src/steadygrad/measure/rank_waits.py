@@ -1,7 +1,7 @@
 """RankWaits: a thread that notices when this rank waits for the others -> a RankWait, before the group's timeout.
 
 A rank that skips a collective leaves the others waiting until the timeout ends the job, with a message that names no
-line. The thread looks at the main thread's stack now and then: if that has stood in one collective for half of the
+line. The thread looks at the main thread's stack periodically: if that has stood in one collective for half of the
 shortest timeout of all groups, it says where, and where the other ranks are. A rank that still computes (a validation,
 a long save) is not waiting. Costs one look at a stack every few seconds; the training thread only notes each step.
 """

@@ -76,7 +76,7 @@ class PendingParameterScan:
 
 
 class ParameterWatch:
-    """Call `scan(-1)` before the first step, `note_step` for each Reading, and `scan(step)` now and then."""
+    """Call `scan(-1)` before the first step, `note_step` for each Reading, and `scan(step)` periodically."""
 
     def __init__(
         self, trained: TrainedParameters, *, transfer: Transfer | None = None, ranks: Ranks | None = None

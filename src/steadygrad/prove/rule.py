@@ -25,8 +25,8 @@ NOTABLE = 0.01
 def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float) -> bool:
     """Return whether the present weights are `ratio` times as bad; for losses that may be negative, just worse.
 
-    This must hold on every batch, but one in eight may dissent: wrecked weights are right about a small batch now and
-    then. A non-finite present loss counts as infinitely bad; a non-finite earlier one proves nothing.
+    This must hold on every batch, but one in eight may dissent: wrecked weights are sometimes right about a small
+    batch. A non-finite present loss counts as infinitely bad; a non-finite earlier one proves nothing.
     """
     if not now or not all(map(math.isfinite, then)):
         return False

@@ -1,8 +1,8 @@
 """StoredTensor: where in a file the elements of a tensor lie, and how they are laid out. No element is read here.
 
 Every format that can be read (safetensors, torch's archives, distributed checkpoints) becomes a list of these, so that
-what scans, compares, repairs and loads knows one noun. A StoredTensor never reaches past the end of its file: whoever
-makes one checks that first, with Python's unbounded integers.
+what scans, compares, repairs and loads knows one noun. A StoredTensor never reaches past the end of its file: the
+reader that makes one checks that first, with Python's unbounded integers.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def count_nonfinite(tensors: Mapping[str, Tensor], *, may_be: Container[str] = (
 
 @torch.no_grad()
 def replace_nonfinite(tensor: Tensor, value: float) -> Tensor:
-    """Return a copy with `value` in the place of every NaN and Inf."""
+    """Return a copy with every NaN and Inf replaced by `value`."""
     made = tensor.detach().clone()
     values = made._values() if made.layout is torch.sparse_coo else made
     values.masked_fill_(~values.isfinite(), value)

@@ -26,7 +26,7 @@ NUM_LINES = 6
 """Number of progress lines for each training."""
 TITLES = {
     UNGUARDED: "1. Unguarded: the loop that people write. Forward, backward, clip, step.",
-    GUARDED: "2. Guarded: the same loop, with guard.step(model, ...) in the place of backward, clip and step.",
+    GUARDED: "2. Guarded: the same loop, with guard.step(model, ...) instead of backward, clip and step.",
 }
 REPORT = "report.html"
 
@@ -188,7 +188,7 @@ def _tell_report(console: Console, folder: Path) -> None:
 def _tell_where_next(console: Console, folder: Path, comparison: Comparison) -> None:
     lines = [one.cause.line for one in comparison.incidents if one.cause is not None and one.cause.phase == "backward"]
     if lines:
-        console.say(f"The line    {folder / MODEL}:{lines[0]}  (its 1e-6 belongs inside of the root)", hang=12)
+        console.say(f"The line    {folder / MODEL}:{lines[0]}  (its 1e-6 belongs inside the root)", hang=12)
     if (folder / GUARDED / "run.json").is_file():
         console.say(f"Try         steadygrad watch {folder / GUARDED}")
         console.say(f"            grep ERROR {folder / GUARDED / 'train.log'}")

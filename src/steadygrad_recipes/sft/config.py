@@ -138,7 +138,7 @@ class SftConfig(BatchSettings):
         zero = "lora_rank", "lora_dropout", "max_steps", "warmup_steps", "weight_decay", "patience", "seed"
         require_numbers(self, zero=zero, infinite=("max_grad_norm",))
         require_below_1(self, "lora_dropout", "weight_decay")
-        require_whole(self, "keep_last", least=2, hint="The newest may be cut short by a crash.")
+        require_whole(self, "keep_last", least=2, hint="The newest may be truncated by a crash.")
         require_whole(self, "max_length", least=8, hint="Prompt and completion must fit.")
         require_shared(self)
         require(self.validation_share < 1, self, "validation_share", "be below 1", "Use 0.1.")

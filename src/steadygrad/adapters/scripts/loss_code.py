@@ -132,7 +132,7 @@ def _list_blocks(statement: ast.AST) -> Iterator[list[ast.stmt]]:
 
 
 class _Return(ast.NodeTransformer):
-    """Puts `return <loss>` in the place of the statement that calls backward."""
+    """Replaces the statement that calls backward by `return <loss>`."""
 
     def __init__(self, spot: Spot) -> None:
         self._spot = spot

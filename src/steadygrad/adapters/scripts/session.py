@@ -223,7 +223,7 @@ class Session:
             self._losses.spend()
 
     def _find_watch(self, optimizer: Optimizer) -> Watch | None:
-        """Return who guards it. A copy has nobody yet: its constructor never ran; nor has one made before a fork."""
+        """Return its watch. A copy has none yet: its constructor never ran; nor has one made before a fork."""
         watch: Watch | None = vars(optimizer).get(KEY)
         if KEY not in vars(optimizer) or (watch is not None and watch.process != os.getpid()):
             self._ours(self._watch, optimizer)

@@ -36,7 +36,7 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenPickle:
-    """The pickle of a file, read inertly, and where its storages lie."""
+    """The pickle of a file, read inertly, and where its storages are."""
 
     format: str
     value: Any
