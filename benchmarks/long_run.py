@@ -1,9 +1,11 @@
 """What a whole guarded run costs: the mean, not the median, with snapshots, looks and the record in it.
 
 On CUDA GPT-2 124M eager, compiled and with CUDA graphs, and 774M compiled, bf16 autocast, fused AdamW, T=1024. On the
-CPU an MLP and a CNN that take about a millisecond a step, and a 10M-parameter GPT. Each way has a model, an optimizer
-and, where it is guarded, a new Guard with everything on, its first snapshot included; the ways take turns of a few
-steps in one process. `worst ten` is the slowest stretch of ten consecutive steps.
+CPU an MLP and a CNN that take about a millisecond a step, and a 10M-parameter GPT, with one thread. Each way has a
+model, an optimizer and, where it is guarded, a new Guard with everything on, its first snapshot included; the ways take
+turns of a few steps. On CUDA they share one process, and a step's time is that between two events. On the CPU each has
+a process of its own, so that one can be `steadygrad run`, and the time of a step is the CPU time of that process: other
+programs on the machine change it little. `worst ten` is the slowest stretch of ten consecutive steps.
 
     python benchmarks/long_run.py [--device cuda|cpu] [--only PART] [--steps N] [--quick]
 """
@@ -14,8 +16,12 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
+import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -89,9 +95,9 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "774M compiled B=4": Scenario(make_gpt("GPT-2 774M", 20, 1024), make_ids("GPT-2 774M", 4, 1024), "default"),
     },
     "cpu": {
-        "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64), steps=4000),
-        "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32), steps=2000),
-        "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), steps=200),
+        "MLP, 6 tensors": Scenario(make_mlp, lambda _: torch.randn(64, 64)),
+        "CNN, 10 tensors": Scenario(make_cnn, lambda _: torch.randn(8, 3, 32, 32), steps=500),
+        "GPT 10M": Scenario(make_gpt("10M", 8, 128), make_ids("10M", 2, 128), steps=100),
     },
 }
 
@@ -172,6 +178,7 @@ WAYS: dict[str, type[Way]] = {
     "clip_grad_norm_": Clipped,
     "Guard, no snapshots": GuardedWithoutSnapshots,
 }
+RUN = "steadygrad run, script unchanged"
 
 
 def time_turn(way: Way, count: int) -> None:
@@ -189,49 +196,130 @@ def time_turn(way: Way, count: int) -> None:
         way.times += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
         return
     for batch in batches:
-        start = time.perf_counter()
+        start = time.process_time_ns()
         way.step(batch)
-        way.times.append((time.perf_counter() - start) * 1e3)
+        way.times.append((time.process_time_ns() - start) / 1e6)
 
 
-def run_scenario(name: str, scenario: Scenario, device: str, steps: int) -> dict[str, Any]:
-    """All ways of one scenario, in turns."""
+# --- on CUDA: all ways in one process ---------------------------------------------------------------------------------
+
+
+def run_on_cuda(scenario: Scenario, steps: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return times and findings of each way, and the memory of all."""
     gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    ways = {title: kind(scenario, device) for title, kind in WAYS.items()}
+    torch.cuda.empty_cache()
+    ways = {title: kind(scenario, "cuda") for title, kind in WAYS.items()}
     for way in ways.values():
         for i in range(WARM_UP):
             way.plain_step(way.batches[i % POOL])
     for way in ways.values():
         way.optimizer.state.clear()  # a run begins without moments
         way.begin()
-    done = 0
-    while done < steps:
-        count = min(TURN, steps - done)
+    for count in list_turns(steps):
         for way in ways.values():
             time_turn(way, count)
-        done += count
-    rows: dict[str, Any] = {}
-    base = statistics.fmean(ways["plain"].times)
-    base_ten = statistics.fmean(worst_ten(ways["plain"].times))
-    print(f"\n{name}, {steps} steps each")
+    found = {}
     for title, way in ways.items():
         way.end()
-        mean, middle = statistics.fmean(way.times), statistics.median(way.times)
-        ten = statistics.fmean(worst_ten(way.times))
+        found[title] = {"times": way.times, "findings": getattr(way, "findings", [])}
+    memory = {
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "device_peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+    return found, memory
+
+
+# --- on the CPU: a process for each way -------------------------------------------------------------------------------
+
+
+class Child:
+    """A way in a process of its own. It runs as many steps as it is told, then waits."""
+
+    def __init__(self, scenario: str, title: str, folder: str) -> None:
+        program = [__file__, "--serve", scenario, "--way", "plain" if title == RUN else title]
+        if title == RUN:
+            program = ["-m", "steadygrad", "run", "--run-dir", f"{folder}/run", *program]
+        self._process = subprocess.Popen(
+            [sys.executable, *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.ask("")
+
+    def ask(self, line: str) -> Any:
+        """Say something, and return the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if line:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process of {self._process.args} has ended with {self._process.wait()}")
+        return json.loads(answer)
+
+
+def run_on_cpu(scenario: str, steps: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return times, findings and memory of each way."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = {title: Child(scenario, title, folder) for title in (*WAYS, RUN)}
+        for count in list_turns(steps):
+            for child in children.values():
+                child.ask(str(count))
+        return {title: child.ask("end") for title, child in children.items()}, {}
+
+
+def serve(scenario: Scenario, title: str) -> None:
+    """Be such a process. Under `steadygrad run` the warm-up makes no step: the first one is the run's first."""
+    way = WAYS[title](scenario, "cpu")
+    for i in range(WARM_UP):
+        way.loss(way.batches[i % POOL]).backward()
+        way.optimizer.zero_grad()
+    way.begin()
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        if line.strip() == "end":
+            way.end()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            told = {"times": way.times, "findings": getattr(way, "findings", []), "host_peak_bytes": peak}
+            print(json.dumps(told), flush=True)
+            return
+        time_turn(way, int(line))
+        print(json.dumps("done"), flush=True)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def list_turns(steps: int) -> list[int]:
+    """Split a number of steps into turns."""
+    return [TURN] * (steps // TURN) + ([steps % TURN] if steps % TURN else [])
+
+
+def run_scenario(name: str, device: str, steps: int) -> dict[str, Any]:
+    """All ways of one scenario, in turns."""
+    ways, memory = run_on_cuda(SCENARIOS[device][name], steps) if device == "cuda" else run_on_cpu(name, steps)
+    rows: dict[str, Any] = {}
+    base = statistics.fmean(ways["plain"]["times"])
+    base_ten = statistics.fmean(worst_ten(ways["plain"]["times"]))
+    print(f"\n{name}, {steps} steps each", flush=True)
+    for title, told in ways.items():
+        times = told.pop("times")
+        mean, middle = statistics.fmean(times), statistics.median(times)
+        ten = statistics.fmean(worst_ten(times))
         rows[title] = {
             "mean_ms": mean, "median_ms": middle, "worst_ten_ms": ten, "mean_ratio": mean / base,
-            "more_ms": mean - base, "worst_ten_ratio": ten / base_ten, "findings": getattr(way, "findings", []),
+            "more_ms": mean - base, "worst_ten_ratio": ten / base_ten, **told,
         }  # fmt: skip
         print(
             f"  {title:32s} mean {mean:8.3f} ms ({mean / base:.3f}, {mean - base:+.3f} ms)  median {middle:8.3f}  "
-            f"worst ten {ten:8.3f} ({ten / base_ten:.2f})  {' '.join(rows[title]['findings'])}"
+            f"worst ten {ten:8.3f} ({ten / base_ten:.2f})  {' '.join(told['findings'])}",
+            flush=True,
         )
-    memory = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if device == "cuda":
-        memory["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-    return {"steps": steps, "ways": rows, "memory": memory}
+    return {"steps": steps, "ways": rows, **({"memory": memory} if memory else {})}
 
 
 def worst_ten(times: list[float]) -> list[float]:
@@ -246,13 +334,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="scenarios whose name has this in it")
     parser.add_argument("--steps", type=int, default=0, help="instead of the scenario's own number")
     parser.add_argument("--quick", action="store_true", help="a tenth of the steps; nothing is written")
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--way", default="plain", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        torch.set_num_threads(1)
+        serve(SCENARIOS["cpu"][args.serve], args.way)
+        return
     print(describe_machine())
     table = {}
     for name, scenario in SCENARIOS[args.device].items():
         if args.only in name:
             steps = args.steps or (scenario.steps // 10 if args.quick else scenario.steps)
-            table[name] = run_scenario(name, scenario, args.device, steps)
+            table[name] = run_scenario(name, args.device, steps)
     print("\nwritten:", write_results(f"long_run_{args.device}", table, quick=args.quick or bool(args.only)))
 
 

@@ -46,6 +46,7 @@ class Baseline:
         self._sorted: list[float] = []
         self._refused: deque[float] = deque(maxlen=patience)
         self._spread: float | None = None  # cached; None when the history has changed since
+        self._split: int | None = None  # where the last spread was found
 
     def _check(self) -> None:
         hint = "Use 128 unless steps are very slow."
@@ -76,8 +77,8 @@ class Baseline:
     def spread(self) -> float:
         """Robust standard deviation, never below `relative_floor` of the median: a flat history is not certainty."""
         if self._spread is None:
-            centre = self.median
-            mad = _median_deviation(self._sorted, centre)
+            centre = median(self._sorted)
+            mad, self._split = median_deviation(self._sorted, centre, self._split)
             self._spread = max(MAD_TO_SIGMA * mad, self.relative_floor * abs(centre), 1e-300)
         return self._spread
 
@@ -85,9 +86,9 @@ class Baseline:
         """Return the robust z-score of `value`; inf if it is not finite, 0 while warming up."""
         if not math.isfinite(value):
             return math.inf
-        if not self.is_warm:
+        if len(self._values) < self.min_values:
             return 0.0
-        return (value - self.median) / self.spread
+        return (value - median(self._sorted)) / self.spread
 
     def admit(self, value: float) -> bool:
         """Add `value` to the history unless it is not finite or an outlier; return whether it was added."""
@@ -138,20 +139,31 @@ def median(ordered: Sequence[float]) -> float:
     return ordered[middle] if n % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
 
 
-def _median_deviation(ordered: list[float], centre: float) -> float:
-    """Return the median of |v - centre|. Both sides are sorted, so two pointers walk outwards over half the list."""
+def median_deviation(ordered: Sequence[float], centre: float, near: int | None = None) -> tuple[float, int]:
+    """Return the median of |v - centre| of sorted values, and how many of the smaller half lie below the centre.
+
+    The distances on each side are sorted already, so the two sides are only split: from `near`, which saves nearly all
+    of the work where it is the split of the step before. The result does not depend on it. NaN without values.
+    """
     n = len(ordered)
     if n == 0:
-        return math.nan
-    right = bisect.bisect_left(ordered, centre)
-    left = right - 1
-    previous = current = 0.0
-    for _ in range(n // 2 + 1):
-        below = centre - ordered[left] if left >= 0 else math.inf
-        above = ordered[right] - centre if right < n else math.inf
-        previous = current
-        if below < above:
-            current, left = below, left - 1
-        else:
-            current, right = above, right + 1
-    return current if n % 2 else 0.5 * (previous + current)
+        return math.nan, 0
+    right = bisect.bisect_left(ordered, centre)  # the first value that is not below the centre
+    wanted = n // 2 + 1  # so many smallest distances reach the middle one
+    last = right + wanted - 1
+    least, most = max(0, last + 1 - n), min(right, wanted)
+    low = min(max(wanted // 2 if near is None else near, least), most)
+    while low < most and centre - ordered[right - 1 - low] < ordered[last - low] - centre:
+        low += 1
+    while low > least and centre - ordered[right - low] >= ordered[last + 1 - low] - centre:
+        low -= 1
+    below = centre - ordered[right - low] if low else -math.inf  # the largest of the chosen distances on each side
+    above = ordered[last - low] - centre if low < wanted else -math.inf
+    largest = below if below > above else above
+    if n % 2:
+        return largest, low
+    if below > above:
+        second = max(above, centre - ordered[right - low + 1]) if low > 1 else above
+    else:
+        second = max(below, ordered[last - low - 1] - centre) if wanted - low > 1 else below
+    return 0.5 * (second + largest), low

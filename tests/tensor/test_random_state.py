@@ -25,3 +25,19 @@ def test_numpy_is_captured_exactly_though_only_when_it_moved() -> None:
         captured = capture_random([])
         for mine, theirs in zip(captured["numpy"], numpy.random.get_state()):
             assert numpy.array_equal(mine, theirs)
+
+
+def test_pythons_generator_is_captured_exactly_though_only_when_it_moved() -> None:
+    captured = capture_random([])
+    moves: list[Callable[[], object]] = [
+        lambda: None,
+        random.random,
+        lambda: random.gauss(0.0, 1.0),  # holds a second number back
+        lambda: random.seed(3),
+        lambda: restore_random(captured),
+    ]
+    chosen = random.Random(0)
+    for _ in range(500):
+        chosen.choice(moves)()
+        captured = capture_random([])
+        assert captured["python"] == random.getstate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,15 @@ def test_it_restores_exactly_what_was_saved(tmp_path: Path) -> None:
     for parameter, state in training.optimizer.state.items():
         for key, value in state.items():
             assert torch.equal(value, moments[parameter][key]), key
+    training.guard.close()
+
+
+def test_it_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(tmp_path / "run")
+    training.train(1)
+    said = [record.getMessage() for record in caplog.records if "no snapshots" in record.getMessage()]
+    assert len(said) == 1
+    assert "A rollback goes to the newest good checkpoint" in said[0]
     training.guard.close()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadygrad.errors import ConfigError
-from steadygrad.stats import MAD_TO_SIGMA, Baseline
+from steadygrad.stats import MAD_TO_SIGMA, Baseline, median_deviation
 
 # Far from the largest double, where the sum of two middle values would overflow: no norm or loss comes near.
 VALUES = st.floats(min_value=-1e150, max_value=1e150, allow_nan=False)
@@ -268,3 +268,12 @@ def test_a_bad_argument_is_named_with_its_value_and_what_to_do(field: str, value
 def test_arguments_are_keyword_only() -> None:
     with pytest.raises(TypeError):
         Baseline(128)  # type: ignore[misc]
+
+
+@given(values=st.lists(VALUES, min_size=1, max_size=40), centre=VALUES, near=st.none() | st.integers(0, 50))
+def test_the_median_deviation_does_not_depend_on_where_the_search_begins(
+    values: list[float], centre: float, near: int | None
+) -> None:
+    ordered = sorted(values)
+    found, _ = median_deviation(ordered, centre, near)
+    assert found == float(np.median(np.abs(np.array(ordered) - centre)))

@@ -86,6 +86,8 @@ class BufferKeeper:
         self._copy()
 
     def _copy(self) -> None:
+        if self._has_none():
+            return
         self._modules, where, tensors, odd = walk(self._model, self._odd)
         is_same = where == self._where and all(map(operator.is_, tensors, self._tensors))
         if is_same and list(map(find_kind, tensors)) == self._kinds:
@@ -100,6 +102,15 @@ class BufferKeeper:
                 groups.setdefault((dtype, device), []).append(i)
             self._packs = [Pack([self._where[i] for i in g], [self._tensors[i] for i in g]) for g in groups.values()]
         self._singles = [Place.of(*at) for at, buffer in odd if self._tables.must_copy(at, buffer)]
+
+    def _has_none(self) -> bool:
+        """Whether the model has no buffer, and the same modules as when it was last walked; cheaper than a walk."""
+        if self._where or self._odd or self._singles or not self._modules:
+            return False
+        for module in self._modules:
+            if module._buffers or not self._modules.issuperset(filter(None, module._modules.values())):
+                return False
+        return True
 
     def _sort_out(self, where: list[Where], tensors: list[Tensor]) -> None:
         """Find the odd ones: if a few tensors are new, a forward replaced them; if all are, `.to()` did."""
@@ -189,7 +200,6 @@ class BufferKeeper:
             present.put_back()
             self._paused = paused
 
-    @torch.no_grad()
     def find_spoilt(self) -> dict[str, int]:
         """Return the buffers that were finite before this forward and no longer are, with their number of bad elements.
 
@@ -197,8 +207,11 @@ class BufferKeeper:
         buffers in host memory are checked: on a device this would cost a second host read per step, and the periodic
         scan finds them there.
         """
+        if not self._packs and not self._singles:
+            return {}
         suspects = list(self._singles)
-        for pack in self._packs:
-            if pack.saved.is_floating_point() and pack.saved.device.type == "cpu":
-                suspects += [] if pack.is_finite() else pack.places
-        return name_bad(self._model, suspects)
+        with torch.no_grad():
+            for pack in self._packs:
+                if pack.saved.is_floating_point() and pack.saved.device.type == "cpu":
+                    suspects += [] if pack.is_finite() else pack.places
+            return name_bad(self._model, suspects)

@@ -69,7 +69,7 @@ class MicrobatchGate:
             parameter.grad = None
         self._scaler.scale(loss).backward()
         m = self._meter.measure(loss, scale=self._scaler.factor, told_scale=self._scaler.now)
-        numbers = None if m is None else self._transfer.send(m.packed).wait()
+        numbers = None if m is None else m.take_to_host(self._transfer)
         if m is None or numbers is None or numbers[FOUND] == 0:
             _add_gradients(self._parameters, kept)
             self._buffers.begin(anew=True)  # a later bad microbatch returns to this state

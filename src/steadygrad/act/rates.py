@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,11 @@ class _Knob:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [group for group in groups if group.get(self.key) is not None]
 
+    @torch.no_grad()
     def hold(self) -> Iterator[_Held]:
         """Multiply the rates. Tensors are changed in place: captured graphs may use them, and groups may share them."""
         seen: set[int] = set()
-        for group in self.groups() if self.factor != 1.0 else ():
+        for group in self.groups():
             rate = group[self.key]
             if isinstance(rate, Tensor) and id(rate) in seen:
                 continue
@@ -99,6 +100,37 @@ class _Climb:
     def factor(self) -> float:
         """The current factor; exactly 1 at the end."""
         return 1.0 if self.done >= self.num_steps else self.start + (1.0 - self.start) * (self.done / self.num_steps)
+
+
+class _HeldRates:
+    """The time of one `optimizer.step()`. Not a generator: it is made at every step, and mostly holds nothing."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], knobs: Sequence[_Knob], owner: Rates) -> None:
+        self._optimizers, self._knobs, self._owner = optimizers, knobs, owner
+        self._held: list[_Held] = []
+        self._before: list[tuple[torch.optim.Optimizer, dict[str, Any], Any]] = []
+
+    def __enter__(self) -> None:
+        try:
+            for knob in self._knobs:
+                self._held.extend(knob.hold())
+        except BaseException:
+            self._put_back()
+            raise
+        self._before = [(o, group, group.get("lr")) for o in self._optimizers for group in o.param_groups]
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            writers = [optimizer for optimizer, group, rate in self._before if group.get("lr") is not rate]
+            if writers:
+                self._owner.note_writers(writers)
+        if self._held:
+            self._put_back()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for one in self._held:
+            one.put_back()
 
 
 class Rates:
@@ -145,25 +177,13 @@ class Rates:
         decays = [float(group.get("weight_decay") or 0.0) * self.weight_decay_factor for group in groups]
         return tuple((0.0 if math.isnan(rate) else rate, decay) for rate, decay in zip(self.learning_rates(), decays))
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> _HeldRates:
         """Wrap around `optimizer.step()`: inside, the groups hold the user's numbers times the factors."""
-        held: list[_Held] = []
-        try:
-            with torch.no_grad():
-                held.extend(self._lr.hold())
-                held.extend(self._decay.hold())
-            before = [
-                (optimizer, group, group.get("lr"))
-                for optimizer in self._optimizers
-                for group in optimizer.param_groups
-            ]
-            yield
-            self._own_writers |= {id(optimizer) for optimizer, group, rate in before if group.get("lr") is not rate}
-        finally:
-            with torch.no_grad():
-                for one in held:
-                    one.put_back()
+        return _HeldRates(self._optimizers, [knob for knob in (self._lr, self._decay) if knob.factor != 1.0], self)
+
+    def note_writers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Remember optimizers that were seen writing their own learning rate."""
+        self._own_writers.update(map(id, optimizers))
 
     def is_written_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer was seen writing its own learning rate, which is then part of its state."""

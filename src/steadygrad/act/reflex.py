@@ -54,17 +54,21 @@ class Reflex:
                 stacklevel=4,
             )
 
-    @torch.no_grad()
     def clip(self, m: Measurement, scale: Tensor | None) -> Tensor | None:
         """Write the coefficient into the header; return the loss scale that the gradients still carry."""
-        if self._clipper is None:
-            return scale
-        if self._clipper.edits_gradients and scale is not None:  # its thresholds are in units of the true gradient
+        clipper = self._clipper
+        if clipper is None or (clipper.constant_norm is not None and not clipper.edits_gradients):
+            return scale  # the measurement has the coefficient already
+        return self._clip(clipper, m, scale)
+
+    @torch.no_grad()
+    def _clip(self, clipper: Clipper, m: Measurement, scale: Tensor | None) -> Tensor | None:
+        if clipper.edits_gradients and scale is not None:  # its thresholds are in units of the true gradient
             inverse = scale.to(m.packed.device).double().reciprocal()
             scale_gradients(m.gradients, inverse.expand(len(m.gradients)), [1] * len(m.gradients))
             scale = None
-        if self._clipper.constant_norm is None:
-            m.set_coefficient(self._clipper.clip(m))
+        if clipper.constant_norm is None:
+            m.set_coefficient(clipper.clip(m))
         return scale
 
     @torch.no_grad()
@@ -101,7 +105,6 @@ class Reflex:
         is_better = self._folds_freely or self.expects_clipping or not m.plan.is_single_precision
         return self._folds_exactly and is_better
 
-    @torch.no_grad()
     def step_on_host(self, m: Measurement, factor: float) -> None:
         """Take a step known to be good: scale the gradients if that changes anything, and step."""
         if self._clipper is not None and self._clipper.edits_gradients:
@@ -125,11 +128,12 @@ class Reflex:
 def multiply(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply all gradients in place; dense ones take one launch per dtype and device."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        values = stored_values(gradient)
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    for group in groups.values():
-        torch._foreach_mul_(group, factor)
+    with torch.no_grad():
+        for gradient in gradients:
+            values = stored_values(gradient)
+            groups.setdefault((values.device, values.dtype), []).append(values)
+        for group in groups.values():
+            torch._foreach_mul_(group, factor)
 
 
 def _momentum_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

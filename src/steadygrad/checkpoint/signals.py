@@ -38,6 +38,8 @@ RETRY_SECONDS, MOST_RETRIES = 0.1, 100
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 DATA_LOADER = "torch.utils.data._utils.signal_handling"
 Answer = Callable[[signal.Signals], None]
+_read_handler: Callable[[int], Any] = signal._signal.getsignal  # type: ignore[attr-defined]
+"""`signal.getsignal` without its detour through an Enum, which takes longer than the rest of a step's check."""
 
 
 class SignalWatch:
@@ -71,11 +73,19 @@ class SignalWatch:
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """Wrap a call of the guard: inside, state is partly changed, so a signal waits until the call is over."""
-        self._depth += 1
+        self.begin()
         try:
             yield
         finally:
-            self._depth -= 1
+            self.end()
+
+    def begin(self) -> None:
+        """Begin what `busy` wraps."""
+        self._depth += 1
+
+    def end(self) -> None:
+        """End it."""
+        self._depth -= 1
 
     @property
     def is_busy(self) -> bool:
@@ -136,7 +146,7 @@ class _Switchboard:
 
     def keep_workers_quiet(self) -> None:
         """Wrap torch's handler for dead workers; torch installs it with the first DataLoader that has any."""
-        theirs = signal.getsignal(signal.SIGCHLD)
+        theirs = _read_handler(signal.SIGCHLD)
         if getattr(theirs, "__module__", None) == DATA_LOADER and callable(theirs):
             signal.signal(signal.SIGCHLD, functools.partial(_answer_dead_workers, theirs))
 

@@ -30,7 +30,7 @@ class FrequentClipping(Remembering):
         if not isinstance(fact, Reading) or fact.skipped:
             return
         self._recent.append(int(fact.clipped))
-        share = sum(self._recent) / len(self._recent)
+        share = self._recent.count(1) / len(self._recent)
         often = len(self._recent) == self._recent.maxlen and share > self._share
         if self._episode.tell(fact.step, often):
             yield Finding(

@@ -15,13 +15,13 @@ import bisect
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
 from steadygrad.config import LossThresholds
 from steadygrad.detect.memory import Remembering
-from steadygrad.stats import MAD_TO_SIGMA, median
+from steadygrad.stats import MAD_TO_SIGMA, median, median_deviation
 
 EARLY = 256
 """Values after which the limit comes near its final height; below, it grows with (EARLY / n) ** 1.5."""
@@ -83,6 +83,7 @@ class Forecast(Remembering):
         self._recent: deque[float] = deque(maxlen=config.level_window)
         self._distances: deque[float] = deque(maxlen=config.spread_window)
         self._sorted: list[float] = []  # the distances in order
+        self._split: int | None = None  # where the last spread was found
         self._tail = Tail()
         self._refused: deque[float] = deque(maxlen=PATIENCE)
         self._num_values = 0
@@ -113,16 +114,20 @@ class Forecast(Remembering):
         The mean is the larger one where most losses are the same, as with a margin loss; it holds no spike.
         """
         centre = median(self._sorted)
-        deviations = sorted([abs(d - centre) for d in self._sorted])
-        mean = math.fsum(deviations) / len(deviations)
         floor = self._config.spike_floor * abs(median(sorted(self._recent)))
-        return max(MAD_TO_SIGMA * median(deviations), mean, floor, 1e-300)
+        mad, self._split = median_deviation(self._sorted, centre, self._split)
+        return max(MAD_TO_SIGMA * mad, _mean_deviation(self._sorted, centre), floor, 1e-300)
 
     @property
     def limit(self) -> float:
         """Score above which a value is a spike."""
+        return max(self.least_limit, self._tail.reach())
+
+    @property
+    def least_limit(self) -> float:
+        """Score below which no value is a spike, whatever the tail of the noise."""
         early = min(EARLY_FACTOR, 1.0 + math.pow(EARLY / max(1, self._num_values), 1.5))
-        return max(self._config.spike_score * early, self._tail.reach())
+        return self._config.spike_score * early
 
     def score(self, value: float) -> float:
         """Return the spreads above the level; 0 below it and while warming up, inf when the value is not finite."""
@@ -177,3 +182,13 @@ class Forecast(Remembering):
         """Load what `state_dict()` returned."""
         super().load_state_dict(state)
         self._sorted = sorted(self._distances)
+
+
+def _mean_deviation(ordered: Sequence[float], centre: float) -> float:
+    """Return the mean of |v - centre| of sorted values: two sums in C instead of a loop."""
+    below = bisect.bisect_left(ordered, centre)
+    num_above = len(ordered) - below
+    total = sum(ordered[below:]) - sum(ordered[:below]) + centre * (below - num_above)
+    if math.isfinite(total):
+        return max(0.0, total) / len(ordered)
+    return math.fsum(abs(value - centre) / len(ordered) for value in ordered)  # the sums were too large for a float

@@ -7,7 +7,7 @@ parameter with what it used to be. Layers that start at zero pass nothing back f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from steadygrad.config import DetectConfig
 from steadygrad.detect.memory import Episode, Remembering, Streak
@@ -40,7 +40,8 @@ class VanishingGradient(Remembering):
         """Return an info for absolute thresholds, a warning when the first quarter of the model gets nothing."""
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.gradients.names:
             return
-        norm, first, last = fact.finite_grad_norm, *_ends(fact.gradients)
+        norms = fact.gradients.cells[0::NUM_COLUMNS]
+        norm, first, last = fact.finite_grad_norm, norms[0], max(norms[-2:])  # the larger of weight and bias
         if self._tiny.tell(fact.step, 0 < norm < self._config.vanishing_norm):
             yield self._make(Severity.INFO, fact.step, f"gradient norm {norm:.3g}", {"grad_norm": norm})
         ratio = first / last if last > 0 else 1.0
@@ -48,12 +49,10 @@ class VanishingGradient(Remembering):
         if self._faded.tell(fact.step, faded):
             message = f"the first parameter's gradient norm is {first:.3g}, the last one's {last:.3g}"
             yield self._make(Severity.INFO, fact.step, message, {"first": first, "last": last, "ratio": ratio})
-        yield from self._compare_quarters(fact)
+        if len(norms) >= FEWEST_ROWS:
+            yield from self._compare_quarters(fact, norms)
 
-    def _compare_quarters(self, reading: Reading) -> Iterable[Finding]:
-        norms = reading.gradients.cells[0::NUM_COLUMNS]
-        if len(norms) < FEWEST_ROWS:
-            return
+    def _compare_quarters(self, reading: Reading, norms: Sequence[float]) -> Iterable[Finding]:
         quarter = len(norms) // 4
         near, far, limit = norms[-quarter:], norms[:quarter], self._config.vanishing_depth_ratio
         first, last, faded = 0.0, 0.0, False
@@ -79,12 +78,6 @@ class VanishingGradient(Remembering):
         )
 
 
-def _ends(table: GradientTable) -> tuple[float, float]:
-    """Return the norms of the first and the last parameter; the last one is the larger of weight and bias."""
-    norms = table.cells[0::NUM_COLUMNS]
-    return norms[0], max(norms[-2:])
-
-
 class DeadGradient(Remembering):
     """Most of a parameter's gradient has become exactly zero and stays so: its units do not fire any more.
 
@@ -108,6 +101,8 @@ class DeadGradient(Remembering):
         self._num_steps += 1
         table, limit = fact.gradients, self._config.dead_share
         zeros = table.cells[NUM_COLUMNS - 1 :: NUM_COLUMNS]
+        if self._num_steps > SHORT_HISTORY and not self._doubts and not any(zeros):
+            return
         pairs = enumerate(zip(zeros, table.numels)) if any(zeros) else ()
         rows = [(i, z / n) for i, (z, n) in pairs if n and z >= limit * n]
         suspects = {table.names[i]: share for i, share in rows if self._is_unusual(table.names[i], share)}
@@ -202,6 +197,9 @@ class MissingGradient(Remembering):
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report when the same parameters were missing for `missing_patience` steps in a row."""
         if not isinstance(fact, Reading) or fact.is_nonfinite:
+            return
+        if not fact.missing and not self._streak.length:
+            self._always = []
             return
         here = set(fact.missing)
         self._always = [n for n in self._always if n in here] if self._streak.length else list(fact.missing)

@@ -48,10 +48,11 @@ class ExplodingGradient(Remembering):
         in_grace, norm = self._restarts.feed(fact), fact.finite_grad_norm
         if fact.is_nonfinite or not 0 < norm < math.inf:
             return
+        value = math.log(norm)
         middle = math.exp(self._baseline.median) if len(self._baseline) else math.nan
-        score = min(self._baseline.score(math.log(norm)), MOST)
+        score = min(self._baseline.score(value), MOST)
         far = self._is_far(norm, middle, score) and not in_grace
-        self._baseline.admit(math.log(norm))
+        self._baseline.admit(value)
         self._recent.append(norm)
         self._largest = max(self._largest, norm) if not far else self._largest
         if far and self._warning.tell(fact.step, True):
@@ -67,8 +68,9 @@ class ExplodingGradient(Remembering):
         if not self._baseline.is_warm:
             enough = len(self._baseline) >= EARLY_VALUES
             return enough and norm > self._config.exploding_early_ratio * self._largest
-        usual = max(middle, median(sorted(self._recent)))
-        return score > self._config.exploding_score and norm > self._config.exploding_ratio * usual
+        if score <= self._config.exploding_score:
+            return False
+        return norm > self._config.exploding_ratio * max(middle, median(sorted(self._recent)))
 
     def _make(self, severity: Severity, step: int, message: str, evidence: dict[str, float]) -> Finding:
         return Finding(

@@ -30,6 +30,11 @@ class Pairs(Remembering):
         self._waiting: dict[str, Any] | None = None
         self._waiting_step = -1
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a scan waits for the Reading of its step."""
+        return self._waiting is not None
+
     def feed(self, fact: Reading | InputScan, found: Mapping[str, Any] | None) -> tuple[bool, Mapping[str, Any]] | None:
         """Return (was the step bad, what the scan found) once both are known; `found` is what the rule saw."""
         if isinstance(fact, Reading):
@@ -59,8 +64,8 @@ class NonfiniteInput(Remembering):
         """Return an error when the step of this batch was not finite, else an info."""
         if not isinstance(fact, Reading | InputScan):
             return
-        scan = fact.tensors if isinstance(fact, InputScan) else {}
-        pair = self._pairs.feed(fact, {name: t.num_nonfinite for name, t in scan.items() if t.num_nonfinite})
+        scan = fact.tensors.items() if isinstance(fact, InputScan) else ()
+        pair = self._pairs.feed(fact, {name: t.num_nonfinite for name, t in scan if t.num_nonfinite} if scan else None)
         if pair is None:
             return
         bad, counts = pair
@@ -137,6 +142,9 @@ class AllLabelsMasked(Remembering):
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning that names the tensor."""
         if not isinstance(fact, Reading | InputScan):
+            return
+        if isinstance(fact, Reading) and not self._pairs.is_waiting:
+            self._pairs.feed(fact, None)
             return
         tensors = fact.tensors if isinstance(fact, InputScan) else {}
         labels = [name for name, t in tensors.items() if t.numel and t.num_ignored == t.numel]

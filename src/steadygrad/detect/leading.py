@@ -24,6 +24,7 @@ class AdamRms(Remembering):
     """The gradient of a tensor outgrew the second moment that should normalise it."""
 
     name = "adam_rms"
+    hears_plain = False
     memory = ("_baselines", "_info", "_warning")
 
     def __init__(self, config: DetectConfig) -> None:
@@ -65,6 +66,7 @@ class UpdateNorm(Remembering):
     """The optimizer's update is far larger than usual for this learning rate."""
 
     name = "update_norm"
+    hears_plain = False
     memory = ("_baseline", "_episode")
 
     def __init__(self, config: DetectConfig) -> None:

@@ -81,7 +81,7 @@ class LossSpike(Remembering):
             return
         forecast, loss = self._forecast, fact.loss
         score = forecast.score(loss)
-        limit = forecast.limit if score > 0 else math.inf
+        limit = forecast.limit if score > 0 and score > forecast.least_limit else math.inf
         spike = score > limit and forecast.log_score(loss) > LOG_SHARE * limit
         if spike and self._restarts.forgive(loss, in_grace):
             spike = False

@@ -72,6 +72,15 @@ class LossExplosion(Remembering):
         if isinstance(fact, EpochEnd):
             yield from self._observe_epoch(fact)
         elif isinstance(fact, Reading) and fact.loss is not None:
+            if (
+                fact.step >= START
+                and self._level is None
+                and len(self._first) == FIRST
+                and self._is_ordinary(fact.loss)
+            ):
+                self._restarts.feed(fact)
+                self._history.append(abs(fact.loss))
+                return
             if self._level is not None:
                 yield from self._watch_recovery(fact.step, fact.loss, self._level)
             rises = self._rises_from_the_start(fact.step, fact.loss)

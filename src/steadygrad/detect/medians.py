@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from steadygrad.detect.memory import Remembering
-from steadygrad.stats import MAD_TO_SIGMA, median
+from steadygrad.stats import MAD_TO_SIGMA, median, median_deviation
 
 
 class Blocks(Remembering):
@@ -33,6 +33,6 @@ class Blocks(Remembering):
             return None
         ordered, self._values = sorted(self._values), []
         self.start, middle = self._start, median(ordered)
-        mad = median(sorted(abs(v - middle) for v in ordered))
+        mad, _ = median_deviation(ordered, middle)
         self.noise = 1.2533 * MAD_TO_SIGMA * mad / math.sqrt(self._size)  # sqrt(pi / 2): a median's, not a mean's
         return middle

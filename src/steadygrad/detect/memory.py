@@ -25,6 +25,8 @@ class HasState(Protocol):
 
 
 T = TypeVar("T", bound=HasState)
+PLAIN = frozenset({float, int, bool, str, type(None)})
+"""What needs no conversion."""
 
 
 class Remembering:
@@ -33,6 +35,8 @@ class Remembering:
     memory: ClassVar[tuple[str, ...]] = ()
     hears: ClassVar[tuple[type, ...]] = ()
     """For a rule: the kinds of Fact that it takes; empty means all."""
+    hears_plain: ClassVar[bool] = True
+    """For a rule: whether a Reading that `is_plain` can matter to it. Nearly all are, so this is most of the cost."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the history, as plain numbers and lists."""
@@ -46,12 +50,15 @@ class Remembering:
 
 
 def _save(value: Any) -> Any:
+    if type(value) in PLAIN:
+        return value
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, set):
         return sorted(value)
     if isinstance(value, list | tuple | deque):
-        return [_save(item) for item in value]
+        # Most are thousands of numbers, and every snapshot saves them.
+        return list(value) if PLAIN.issuperset(map(type, value)) else [_save(item) for item in value]
     if isinstance(value, dict):
         return {key: _save(item) for key, item in value.items()}
     return value

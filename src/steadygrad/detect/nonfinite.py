@@ -26,6 +26,7 @@ class NonfiniteLoss(Remembering):
     """The loss is NaN or Inf: its gradient means nothing."""
 
     name = "nonfinite_loss"
+    hears_plain = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error when the loss is not finite."""
@@ -45,6 +46,7 @@ class NonfiniteGradient(Remembering):
     """A gradient holds a NaN or an Inf. Names the parameters; under a loss scaler an overflow is normal."""
 
     name = "nonfinite_gradient"
+    hears_plain = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error when a gradient is not finite; an info while a loss scale is searched."""
@@ -112,6 +114,7 @@ class NonfiniteBuffer(Remembering):
     """
 
     name = "nonfinite_buffer"
+    hears_plain = False
     hears = (ParameterScan, Reading)
     memory = ("_excused", "_known", "_seen")
 

@@ -93,6 +93,7 @@ class UpdateRatio(Remembering):
     """
 
     name = "update_ratio"
+    hears_plain = False
     memory = ("_baselines", "_large", "_small", "_warning")
 
     def __init__(self, config: DetectConfig) -> None:

@@ -17,6 +17,7 @@ class ScalerCollapse(Remembering):
     """
 
     name = "scaler_collapse"
+    hears_plain = False
     memory = ("_worked", "_streak", "_told")
 
     def __init__(self, config: DetectConfig) -> None:

@@ -35,6 +35,8 @@ class AutocastState:
     def take(cls) -> AutocastState:
         """Capture the current autocasts."""
         is_open = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+        if not is_open and torch.is_autocast_cache_enabled():
+            return CLOSED
         dtypes = tuple((device, torch.get_autocast_dtype(device)) for device in is_open)
         return cls(dtypes, torch.is_autocast_cache_enabled())
 
@@ -49,6 +51,10 @@ class AutocastState:
                         torch.autocast(device, wanted.get(device), enabled=device in wanted, cache_enabled=self.cache)
                     )
             yield
+
+
+CLOSED = AutocastState((), cache=True)
+"""No autocast is open: the same object at every step of most runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ RECIPES = os.path.join(OURS.rstrip(os.sep) + "_recipes", "")
 TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 LIBRARIES = tuple({os.path.join(path, "") for path in map(sysconfig.get_path, ("purelib", "platlib", "stdlib"))})
 """Where code lives that the user did not write."""
+NOT_USERS = (OURS, TORCH, *LIBRARIES, "<frozen")
 MAX_DEPTH = 400
 """Frames that are looked at for one op."""
 
@@ -176,7 +177,7 @@ def find_caller() -> tuple[CodeType, int] | None:
         if frame is None:
             return None
         path = frame.f_code.co_filename
-        if path.startswith(RECIPES) or not path.startswith((OURS, TORCH, *LIBRARIES, "<frozen")):
+        if not path.startswith(NOT_USERS) or path.startswith(RECIPES):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None

@@ -78,18 +78,25 @@ class Investigator:
     @contextlib.contextmanager
     def watch(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Around the forward of one microbatch, which `fn` runs: it can be replayed whole."""
-        if not self._notes or self._inside:
-            yield
-            return
-        if self._hears_inside:  # the function must not be run again, but what it gives to the model may
-            yield
-            return
-        self._note(fn, args, kwargs, is_model_call=False)
-        self._inside = True
+        is_noted = self.begin(fn, args, kwargs)
         try:
             yield
         finally:
-            self._inside = False
+            if is_noted:
+                self.end()
+
+    def begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Note a microbatch before its forward; return whether `end` must be called after it."""
+        # If it is heard inside, the function must not be run again, but what it gives to the model may.
+        if not self._notes or self._inside or self._hears_inside:
+            return False
+        self._note(fn, args, kwargs, is_model_call=False)
+        self._inside = True
+        return True
+
+    def end(self) -> None:
+        """The forward of a noted microbatch is over."""
+        self._inside = False
 
     def _watch_model(self) -> Any:
         """When a loss is given and no function, what went into the model is all that can be replayed."""
@@ -106,7 +113,9 @@ class Investigator:
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_model_call: bool
     ) -> None:
         capture = Capture.take(fn, args, kwargs, model=self._model, devices=self._devices, is_model_call=is_model_call)
-        self._captures = [*self._captures[-MOST_CAPTURES + 1 :], capture]
+        if len(self._captures) >= MOST_CAPTURES:
+            del self._captures[: 1 - MOST_CAPTURES]
+        self._captures.append(capture)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -114,25 +114,37 @@ class Reading:
     extra: Mapping[str, float] = field(default_factory=dict, repr=False)
     """What the program passed to `guard.log`, by name; empty with several ranks, whose values may differ."""
 
-    @property
-    def learning_rate(self) -> float | None:
-        """The largest learning rate of the step; None when there is none."""
-        return max(self.learning_rates, default=None)
+    # What follows from the numbers above. Not properties: thirty rules ask for it at every step.
+    learning_rate: float | None = field(init=False, repr=False, compare=False)
+    """The largest learning rate of the step; None when there is none."""
+    loss_is_nonfinite: bool = field(init=False, repr=False, compare=False)
+    """Whether a loss was given and is NaN or Inf."""
+    is_nonfinite: bool = field(init=False, repr=False, compare=False)
+    """Whether loss or gradients hold a NaN or an Inf."""
+    clipped: bool = field(init=False, repr=False, compare=False)
+    """Whether clipping engaged."""
+
+    def __post_init__(self) -> None:
+        """Work out what follows."""
+        derive = object.__setattr__
+        bad_loss = self.loss is not None and not math.isfinite(self.loss)
+        derive(self, "learning_rate", max(self.learning_rates, default=None))
+        derive(self, "loss_is_nonfinite", bad_loss)
+        derive(self, "is_nonfinite", bad_loss or self.num_nonfinite > 0)
+        derive(self, "clipped", not self.skipped and self.clip_coefficient < 1.0)
 
     @property
-    def loss_is_nonfinite(self) -> bool:
-        """Whether a loss was given and is NaN or Inf."""
-        return self.loss is not None and not math.isfinite(self.loss)
-
-    @property
-    def is_nonfinite(self) -> bool:
-        """Whether loss or gradients hold a NaN or an Inf."""
-        return self.num_nonfinite > 0 or self.loss_is_nonfinite
-
-    @property
-    def clipped(self) -> bool:
-        """Whether clipping engaged."""
-        return not self.skipped and self.clip_coefficient < 1.0
+    def is_plain(self) -> bool:
+        """Whether it is a finite step that was made, with the numbers of every step alone: nothing measured beside."""
+        return not (
+            self.skipped
+            or self.is_nonfinite
+            or self.spoilt_buffers
+            or self.loss_scale is not None
+            or self.adam_rms
+            or self.update_ratios
+            or self.update_norm
+        )
 
     @property
     def applied_norm(self) -> float:

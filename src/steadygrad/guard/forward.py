@@ -54,11 +54,30 @@ class ForwardPass:
 
     def run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the user's function and return its result."""
+        if self._config.autocast is None:
+            return self._run(function, args, kwargs)
         with open_autocast(self._config, self._watched):
-            if self._rollback.is_open:
-                return self._rollback.run_forward(function, args, kwargs)
+            return self._run(function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._rollback.is_open:
+            return self._rollback.run_forward(function, args, kwargs)
+        moment, scans = self._moment, self._watched.periodic_scans
+        if self._is_watching or scans.looks_at_forward(moment.next_step):
             with self._watch(args, kwargs), self.investigator.watch(function, args, kwargs):
                 return function(*args, **kwargs)
+        # The same for most steps, whose forward is not looked at, without the four contexts.
+        self._is_watching = True
+        is_noted = False
+        try:
+            scans.begin_forward(moment.next_step, moment.looks, args, kwargs)
+            is_noted = self.investigator.begin(function, args, kwargs)
+            return function(*args, **kwargs)
+        finally:
+            if is_noted:
+                self.investigator.end()
+            scans.end_forward()
+            self._is_watching = False
 
     @contextlib.contextmanager
     def watch_forward(self, replay: Callable[..., Any] | None, args: Any, kwargs: Any) -> Iterator[None]:

@@ -7,7 +7,6 @@ is. So the weights that produced a failure are still there. Afterwards a snapsho
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -95,8 +94,11 @@ class Judging:
         self._watched.hear(reading)
         if looks.rms is not None and not reading.skipped:
             reading = dataclasses.replace(reading, adam_rms=looks.rms.read())
-        with self._buffers.as_saved() if reading.is_nonfinite else contextlib.nullcontext():
-            facts = self._watched.periodic_scans.read(reading, looks)  # a late judgement runs after the next forward
+        if reading.is_nonfinite:
+            with self._buffers.as_saved():  # a late judgement runs after the next forward
+                facts = self._watched.periodic_scans.read(reading, looks)
+        else:
+            facts = self._watched.periodic_scans.read(reading, looks)
         logged = {} if looks.logged is None else looks.logged.read()
         if logged and not self._ranks.many:  # ranks must judge the same facts, and each logs its own
             reading = dataclasses.replace(reading, extra=logged)

@@ -144,6 +144,8 @@ class RunStart:
 
     def find_company(self) -> list[Any]:
         """Return the savers of the other guards in the same directory."""
+        if self._folder.is_alone:
+            return []
         owners = [folder.owner for folder in self._folder.siblings]
         return [saver for owner in owners if owner is not None and (saver := owner()) is not None]
 

@@ -13,8 +13,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.checkpoint.save import Save
@@ -51,11 +50,15 @@ class _Rounds:
         return [member for one in self.members if (member := one()) is not None]
 
     def note_begin(self, member: Shutdown) -> None:
+        if len(self.members) < 2:
+            return  # a round of one
         last = None if self._last is None else self._last()
         if last is not None and self.is_first(member):
             self._closers.add(last)
 
     def note_end(self, member: Shutdown) -> None:
+        if self._last is not None and self._last() is member:
+            return
         if member in self.list_members():
             self._last = weakref.ref(member)
 
@@ -66,7 +69,7 @@ class _Rounds:
 
     def ends_with(self, member: Shutdown) -> bool:
         """Return whether a round ends with the step of `member`."""
-        return len(self.list_members()) < 2 or member in self._closers
+        return len(self.members) < 2 or len(self.list_members()) < 2 or member in self._closers
 
     @property
     def is_known(self) -> bool:
@@ -77,11 +80,24 @@ class _Rounds:
 _rounds = _Rounds()
 
 
-@dataclass(slots=True)
 class _Step:
-    """The result of a call."""
+    """One call of the guard: forward, backward and step, or a part of them. Not a generator: made at every step."""
 
-    is_made: bool = False
+    __slots__ = ("_shutdown", "is_made")
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self._shutdown, self.is_made = shutdown, False
+
+    def __enter__(self) -> Self:
+        self._shutdown.watch.begin()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._shutdown.watch.end()
+        if isinstance(error, Exception):
+            self._shutdown.after_error(error)
+        elif error is None and self.is_made:
+            self._shutdown.after_step()
 
 
 class Shutdown:
@@ -120,18 +136,9 @@ class Shutdown:
         if self.watch.received is not None and not self._ranks.many:
             self.leave()
 
-    @contextlib.contextmanager
-    def around_step(self) -> Iterator[_Step]:
+    def around_step(self) -> _Step:
         """Wrap forward, backward and step; a signal is answered after the step, or when an error propagates."""
-        step = _Step()
-        try:
-            with self.watch.busy():
-                yield step
-        except Exception as error:
-            self.after_error(error)
-            raise
-        if step.is_made:
-            self._after_step()
+        return _Step(self)
 
     def before_step(self, *, has_gradients: bool) -> None:
         """Prepare for a step; leave instead if a signal came and another step might take too long."""
@@ -152,7 +159,8 @@ class Shutdown:
         """Pass a signal on to the other ranks, along with the losses of the next backward."""
         self._ranks.asks_to_stop = self.watch.received is not None
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
+        """Answer a signal that came during the step."""
         _rounds.note_end(self)
         self._step_seconds, self._has_batch = time.monotonic() - self._began, False
         if self._ranks.many:  # a signal reaches ranks at different steps: all stop after the step that shared it

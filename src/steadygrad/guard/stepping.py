@@ -97,7 +97,7 @@ class Stepper:
         if self._rollback.is_open:  # just rolled back: these gradients belong to discarded weights
             self._refuse(context.step)
             return
-        context = dataclasses.replace(context, learning_rates=self._prepare_optimizers())
+        context.learning_rates = self._prepare_optimizers()
         measure_updates = self._updates_are_due(context.step)
         if measure_updates:
             watched.updates.before()
@@ -118,17 +118,17 @@ class Stepper:
         """Every other optimizer: one host read, then the host decides."""
         watched, optimizers, looks = self._watched, self._optimizers, self._moment.looks
         self._judging.judge_pending()
-        context = dataclasses.replace(context, learning_rates=self._prepare_optimizers())
+        context.learning_rates = self._prepare_optimizers()
         repaired = self._sanitize_if_bad(m, scale) if self._config.on_nonfinite is Action.SANITIZE else None
         used = m if repaired is None else repaired
         carried = watched.reflex.clip(used, scale)
-        numbers = watched.transfer.send(used.packed).wait()  # the one host read of this path
+        numbers = used.take_to_host(watched.transfer)  # the one host read of this path
         spoilt = {} if numbers[FOUND] > 0 else self._buffers.find_spoilt()
         bad = numbers[FOUND] > 0 or bool(spoilt)
         reading = used.read(numbers, context, skipped=bad, spoilt_buffers=spoilt)
         told = watched.meter.read_told(used, numbers)
         if repaired is not None:  # report what was found, and how it was repaired
-            numbers_found = watched.transfer.send(m.packed).wait()
+            numbers_found = m.take_to_host(watched.transfer)
             told = watched.meter.read_told(m, numbers_found)
             reading = _as_repaired(m.read(numbers_found, context, skipped=False, spoilt_buffers=spoilt), reading)
         measure_updates = not bad and self._updates_are_due(reading.step)
@@ -184,7 +184,7 @@ class Stepper:
         if batches.overflowed:
             optimizers.scaler.update(bad_gradient=torch.ones(()), bad_loss=None)
         self._moment.take_step_number()
-        context = dataclasses.replace(context, learning_rates=optimizers.rates.learning_rates())
+        context.learning_rates = optimizers.rates.learning_rates()
         told = watched.meter.read_told(m, numbers)
         self._judging.judge(m.read(numbers, context, skipped=True), self._moment.looks, told)
 

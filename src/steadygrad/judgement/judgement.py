@@ -123,11 +123,12 @@ class Judgement:
         if origin is not None:
             findings = [_name_origin(finding, origin) for finding in findings]
         self._record_step(self.last, reading, findings)
-        notable = any(finding.severity is not Severity.INFO for finding in findings)
-        cause = find_cause(reading, findings) if notable and find_cause is not None else None
-        if cause is not None:
-            logger.warning("%s", cause)
-        self._answer(findings, reading, cause)
+        if findings:
+            notable = any(finding.severity is not Severity.INFO for finding in findings)
+            cause = find_cause(reading, findings) if notable and find_cause is not None else None
+            if cause is not None:
+                logger.warning("%s", cause)
+            self._answer(findings, reading, cause)
         healthy = tell_health(reading, findings)
         is_tested = self._prover is not None and self._prover.is_open
         if healthy is None or (healthy and is_tested):

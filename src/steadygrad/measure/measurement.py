@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from steadygrad.facts import NUM_COLUMNS, GradientTable, Reading
 from steadygrad.measure import gradients as _gradients
-from steadygrad.state.shards import take_local
+from steadygrad.measure.transfer import Transfer
+from steadygrad.state.shards import is_sharded, take_local
 
 if TYPE_CHECKING:
     from steadygrad.measure.kernels import triton as _triton
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 LOSS, NORM, NUM_NONFINITE, NUM_NAN, FOUND, COEFFICIENT, LOSS_SCALE = range(7)
 HEADER = 8
 """Numbers before the rows: those seven, and one that keeps the rows aligned."""
+SMALL = 1 << 18
+"""Elements up to which the work of a torch operation on the host is less than its call."""
 
 
 class Plan:
@@ -42,6 +46,10 @@ class Plan:
         self.triton: _triton.Plan | None = None
         self.absent: list[tuple[str, Tensor]] = []
         self.is_sharded = any(map(_gradients.is_dtensor, parameters))
+        self.starts = np.cumsum([0, *self.numels[:-1]])
+        """Where each gradient begins when they lie end to end."""
+        self.is_small = 0 < sum(self.numels) <= SMALL and all(self.numels) and not any(map(is_sharded, parameters))
+        """Whether the host measures all of them at once."""
 
     def find_missing(self) -> tuple[tuple[str, ...], float]:
         """Return the trainable parameters without a gradient, and their share of the elements; free if none."""
@@ -52,7 +60,7 @@ class Plan:
         return tuple(name for name, _ in missing), num_missing / max(1, num_missing + sum(self.numels))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepContext:
     """What the host knows about a step whose numbers are still on the device."""
 
@@ -64,16 +72,48 @@ class StepContext:
     """Parameters whose gradients were not cleared after the previous step."""
 
 
-@dataclass(slots=True, kw_only=True)
 class Measurement:
-    """One step's numbers, still on the device."""
+    """One step's numbers, still on the device; of gradients in host memory, plain numbers until a tensor is needed."""
 
-    packed: Tensor
-    """Header, then the rows: float64 [HEADER + 5 N]; after them the values exchanged between ranks."""
-    flags: Tensor
-    """Inputs of a fused optimizer: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
-    plan: Plan
-    has_loss: bool
+    __slots__ = ("_flags", "_numbers", "_packed", "has_loss", "plan")
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        has_loss: bool,
+        packed: Tensor | None = None,
+        flags: Tensor | None = None,
+        numbers: list[float] | None = None,
+    ) -> None:
+        """Either `packed` and `flags`, or the `numbers` of both on the host: those of `packed`."""
+        self.plan, self.has_loss = plan, has_loss
+        self._packed, self._flags, self._numbers = packed, flags, numbers
+
+    @property
+    def packed(self) -> Tensor:
+        """Header, then the rows: float64 [HEADER + 5 N]; after them the values exchanged between ranks."""
+        if self._packed is None:
+            self._packed = torch.tensor(self._numbers, dtype=torch.float64)
+            self._numbers = None  # the caller may write into the tensor
+        return self._packed
+
+    @packed.setter
+    def packed(self, packed: Tensor) -> None:
+        self._packed, self._numbers = packed, None
+
+    @property
+    def flags(self) -> Tensor:
+        """Inputs of a fused optimizer: bad step (1 or 0) and 1 / clip coefficient: float32 [2]."""
+        if self._flags is None:
+            numbers = self.packed.tolist() if self._numbers is None else self._numbers
+            bad, coefficient = numbers[FOUND], numbers[COEFFICIENT]
+            self._flags = torch.tensor([bad, 1.0 / coefficient if coefficient else math.inf], dtype=torch.float32)
+        return self._flags
+
+    def take_to_host(self, transfer: Transfer) -> Sequence[float]:
+        """Return the numbers of `packed` on the host; waits for the device if they are there."""
+        return transfer.send(self.packed).wait() if self._numbers is None else self._numbers
 
     @property
     def found(self) -> Tensor:

@@ -21,6 +21,7 @@ from steadygrad.facts import NUM_COLUMNS
 from steadygrad.measure import gradients as _gradients
 from steadygrad.measure.kernels import foreach, reference
 from steadygrad.measure.measurement import (
+    COEFFICIENT,
     FOUND,
     LOSS,
     LOSS_SCALE,
@@ -93,16 +94,47 @@ class Meter:
 
         `scale` is the loss scale that they still carry, `told_scale` the one to record.
         """
-        plan, addresses = self._find_plan()
-        if plan is None:
+        m = self._measure_small(loss) if scale is None and not self._ranks.many else None
+        if m is None:
+            plan, addresses = self._find_plan()
+            if plan is None:
+                return None
+            m = self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
+        if self._ranks.many:
+            self._join_ranks(m, loss)
+        if told_scale is not None:
+            m.packed[LOSS_SCALE] = told_scale.to(m.packed.device)
+        return m
+
+    def _measure_small(self, loss: Tensor | None) -> Measurement | None:
+        """Measure a few small gradients in host memory at once; return None for others, and for bad ones.
+
+        Only if all parameters have one, as at the step before.
+        """
+        plan = self._last
+        if plan is None or not plan.is_small or plan.absent or self._implementation is not Implementation.FOREACH:
             return None
+        grads: list[Tensor] = []
+        for parameter in plan.parameters:
+            gradient = parameter.grad
+            if type(gradient) is not Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
+                return None
+            grads.append(gradient)
+        cells = foreach.measure_together(grads, plan.starts)
+        if cells is None:
+            return None
+        header = _make_header(cells, 1.0 if loss is None else float(loss), self.max_norm)
+        return Measurement(plan=plan, has_loss=loss is not None, numbers=[*header, *cells])
+
+    def _measure(
+        self, plan: Plan, addresses: list[int], loss: Tensor | None, scale: Tensor | None, *, has_loss: bool
+    ) -> Measurement:
         m = Measurement(
             packed=torch.empty(plan.length, dtype=torch.float64, device=plan.device),
             flags=torch.empty(2, device=plan.device),
             plan=plan,
-            has_loss=loss is not None,
+            has_loss=has_loss,
         )
-        own_loss, loss = loss, self._ranks.spread(loss)
         loss = None if loss is None else loss.detach().to(plan.device)
         inverse = None if scale is None else scale.to(plan.device).double().reciprocal()
         if plan.triton is not None:
@@ -112,10 +144,6 @@ class Meter:
             )
         else:
             self._measure_any(m, loss, inverse)
-        if self._ranks.many:
-            self._join_ranks(m, own_loss)
-        if told_scale is not None:
-            m.packed[LOSS_SCALE] = told_scale.to(plan.device)
         return m
 
     def _join_ranks(self, m: Measurement, own_loss: Tensor | None) -> None:
@@ -207,17 +235,18 @@ def _measure_on_host(
         norm, max_abs, num_nonfinite, num_nan, num_zeros = foreach.measure_on_host(values)
         implicit = _gradients.count_implicit_zeros(gradient, values)
         cells += (norm * unscale, max_abs * unscale, num_nonfinite, num_nan, num_zeros + implicit)
-    value = 1.0 if loss is None else float(loss)
-    norm, num_nonfinite, num_nan = (
-        math.hypot(*cells[::NUM_COLUMNS]),
-        sum(cells[2::NUM_COLUMNS]),
-        sum(cells[3::NUM_COLUMNS]),
-    )
-    bad = float(num_nonfinite > 0 or not math.isfinite(value))
-    coefficient = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
-    header = (value, norm, num_nonfinite, num_nan, bad, coefficient, 0.0, 0.0)
+    header = _make_header(cells, 1.0 if loss is None else float(loss), max_norm)
     m.packed = torch.tensor([*header, *cells], dtype=torch.float64)
-    m.flags = torch.tensor([bad, 1.0 / coefficient if coefficient else math.inf], dtype=torch.float32)
+    m.flags[0], m.flags[1] = header[FOUND], 1.0 / header[COEFFICIENT] if header[COEFFICIENT] else math.inf
+
+
+def _make_header(cells: Sequence[float], loss: float, max_norm: float | None) -> tuple[float, ...]:
+    """Return the numbers before the rows."""
+    norm = math.hypot(*cells[::NUM_COLUMNS])
+    num_nonfinite, num_nan = sum(cells[2::NUM_COLUMNS]), sum(cells[3::NUM_COLUMNS])
+    bad = float(num_nonfinite > 0 or not math.isfinite(loss))
+    coefficient = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    return loss, norm, num_nonfinite, num_nan, bad, coefficient, 0.0, 0.0
 
 
 def _prepare_triton(plan: Plan, grads: list[Tensor]) -> None:

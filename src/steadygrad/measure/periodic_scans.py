@@ -147,19 +147,32 @@ class PeriodicScans:
     @contextlib.contextmanager
     def around_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Run the scans that belong around the user's function."""
-        looks.batch = (args, kwargs)
-        due = self._is_due(step) and looks.inputs is None
-        self._program.begin_function(step, args, kwargs)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._program.end_function)
-            if self._graph is not None:
-                stack.enter_context(self._graph)
+        self.begin_forward(step, looks, args, kwargs)
+        try:
+            if not self.looks_at_forward(step):
+                yield
+                return
+            due = self._is_due(step) and looks.inputs is None
+            with contextlib.ExitStack() as stack:
+                if self._graph is not None:
+                    stack.enter_context(self._graph)
+                if due:
+                    looks.inputs = scan_inputs(args, kwargs, transfer=self._transfer)
+                    stack.enter_context(self._activations)
+                yield
             if due:
-                looks.inputs = scan_inputs(args, kwargs, transfer=self._transfer)
-                stack.enter_context(self._activations)
-            yield
-        if due:
-            looks.activations = self._activations.pending
+                looks.activations = self._activations.pending
+        finally:
+            self.end_forward()
+
+    def begin_forward(self, step: int, looks: Looks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """All that `around_forward` does before a forward, unless `looks_at_forward`."""
+        looks.batch = (args, kwargs)
+        self._program.begin_function(step, args, kwargs)
+
+    def end_forward(self) -> None:
+        """All that it then does after it."""
+        self._program.end_function()
 
     def look_at_graph(self, step: int, looks: Looks, loss: Tensor) -> None:
         """Scan the graph once, before the first backward; the labels of the loss in the first steps and at scans."""

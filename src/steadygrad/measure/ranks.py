@@ -94,14 +94,14 @@ class Ranks:
 
     # --- the losses -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def start(self, losses: Sequence[Tensor]) -> None:
         """Start exchanging the losses before a backward in which DDP makes the gradients equal."""
         if self.ddp is None or not self.many:
             return
-        self._drop()
-        if self.ddp.require_backward_grad_sync and not self.is_joining:
-            self._send(self._fill(_add(losses)))
+        with torch.no_grad():
+            self._drop()
+            if self.ddp.require_backward_grad_sync and not self.is_joining:
+                self._send(self._fill(_add(losses)))
 
     def check_synchronised(self) -> None:
         """Raise an error if DDP is set not to synchronise the gradients of this backward."""
@@ -123,11 +123,12 @@ class Ranks:
         self._send(self._fill(None))
         self._drop()
 
-    @torch.no_grad()
     def spread(self, loss: Tensor | None) -> Tensor | None:
         """Return the mean loss of all ranks, non-finite if one is; or `loss` itself if tables are exchanged later."""
-        if not self.many or self.shares_tables:
-            return loss
+        return loss if not self.many or self.shares_tables else self._spread(loss)
+
+    @torch.no_grad()
+    def _spread(self, loss: Tensor | None) -> Tensor | None:
         if self._under_way is None:
             self._send(self._fill(loss))
         numbers = self._receive()

@@ -34,7 +34,7 @@ class RunDirectory(Sink):
     """A Sink that writes files."""
 
     FLUSH_EVERY = 50
-    """Most step lines to buffer; incidents are never buffered."""
+    """Most steps to hold back; incidents are never held back."""
     FLUSH_SECONDS = 1.0
     """Longest time that a line waits for the next step to be written: a slow run must not look stalled."""
 
@@ -53,7 +53,8 @@ class RunDirectory(Sink):
         self.run_id = run_id
         self._start = _describe_start(config, parameters, versions)
         self._process = os.getpid()
-        self._unflushed, self._flushed_at = 0, time.monotonic()
+        self._waiting: list[StepRecord] = []
+        self._flushed_at = time.monotonic()
         self._held: list[Callable[[], None]] | None = []
         self._problems: list[str] = []
         self._validations: TextIO | None = None
@@ -117,21 +118,20 @@ class RunDirectory(Sink):
         """Write a line to steps.jsonl and train.log."""
         if self._hold(lambda: self.write_step(record)):
             return
-        line = take_fields(record)
-        if not record.extra:
-            del line["extra"]
-        self._steps.write(self._sign(line))
-        loss = "-" if record.loss is None else f"{_spell(record.loss)}"
-        state = " skipped" if record.skipped else _tell_clipping(record)
-        rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
-        told = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
-        self._log.write(
-            f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{told}\n"
-        )
-        self._unflushed += 1
-        is_due = self._unflushed >= self.FLUSH_EVERY or time.monotonic() - self._flushed_at >= self.FLUSH_SECONDS
+        self._waiting.append(record)
+        is_due = len(self._waiting) >= self.FLUSH_EVERY or time.monotonic() - self._flushed_at >= self.FLUSH_SECONDS
         if record.skipped or is_due:
             self.flush()
+
+    def _format_waiting(self) -> None:
+        """Write the lines of the steps since the last flush: fifty in a row cost half of one after each step."""
+        waiting, self._waiting = self._waiting, []
+        for record in waiting:
+            line = take_fields(record)
+            if not record.extra:
+                del line["extra"]
+            self._steps.write(self._sign(line))
+            self._log.write(_spell_step(record))
 
     def write_layers(
         self, step: int, gradients: GradientTable, update_ratios: Mapping[str, float] | None = None
@@ -154,6 +154,7 @@ class RunDirectory(Sink):
         if self._hold(lambda: self.write_incident(incident)):
             return
         self._reopen_if_lost()
+        self._format_waiting()  # train.log is in the order of events
         self._incidents.write(self._sign(take_fields(incident)))
         finding, verdict = incident.finding, incident.verdict
         level = "ERROR" if finding.severity.rank >= Severity.ERROR.rank else finding.severity.value.upper()
@@ -172,6 +173,7 @@ class RunDirectory(Sink):
         if self._hold(lambda: self.write_validation(step, epoch, loss)):
             return
         self._reopen_if_lost()
+        self._format_waiting()
         if self._validations is None:
             self._validations = self._files.enter_context(open_to_append(self.path / "validations.jsonl"))
         self._validations.write(self._sign({"step": step, "epoch": epoch, "loss": loss}))
@@ -188,9 +190,10 @@ class RunDirectory(Sink):
         if self._held is not None or os.getpid() != self._process:
             return
         self._reopen_if_lost()
+        self._format_waiting()
         for file in (self._steps, self._layers, self._incidents, self._log):
             file.flush()
-        self._unflushed, self._flushed_at = 0, time.monotonic()
+        self._flushed_at = time.monotonic()
 
     def close(self) -> None:
         """Flush and close every file, even if one of them fails; raise that error afterwards."""
@@ -201,6 +204,8 @@ class RunDirectory(Sink):
         if is_open:
             with contextlib.suppress(OSError):  # what matters is in the other files
                 self._write_end()
+            with self._files:  # closed even if a write fails, for example on a full disk
+                self._format_waiting()
         self._files.close()
 
     def _write_end(self) -> None:
@@ -323,6 +328,15 @@ def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(size - 1)
         return file.read(1)
+
+
+def _spell_step(record: StepRecord) -> str:
+    """Return a step as a line of train.log."""
+    loss = "-" if record.loss is None else f"{_spell(record.loss)}"
+    state = " skipped" if record.skipped else _tell_clipping(record)
+    rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
+    told = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
+    return f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{told}\n"
 
 
 def _tell_clipping(record: StepRecord) -> str:

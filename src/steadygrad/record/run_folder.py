@@ -107,6 +107,11 @@ class RunFolder:
         return found
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other guard of this process has ever used the directory."""
+        return len(self._claim.folders) < 2
+
+    @property
     def siblings(self) -> list[RunFolder]:
         """The other guards of this process in the same directory."""
         return [folder for folder in self._claim.list_living() if folder is not self]

@@ -104,19 +104,23 @@ class Collector:
 
     def walk(self, value: Any, *, late: bool, name: str = "", must_be_finite: bool = True) -> Any:
         """Return `value` with slots for its tensors; dicts, lists and tuples are looked into."""
-        if type(value) in ATOMS:  # a detector's history is thousands of them, and deepcopy takes 1 µs for each
+        kind = type(value)
+        if kind in ATOMS:  # a detector's history is thousands of them, and deepcopy takes 1 µs for each
             return value
+        if (kind is dict and ATOMS.issuperset(map(type, value.values()))) or (
+            kind is list and ATOMS.issuperset(map(type, value))
+        ):
+            return value.copy()
         settings = {"late": late, "must_be_finite": must_be_finite}
         if isinstance(value, Tensor):
             return self.add(value, name=name, **settings)
         if isinstance(value, dict):
             made = copy.copy(value)  # keeps its kind, and the attributes that a module's state_dict carries
             for key, item in value.items():
-                made[key] = self.walk(item, name=name and f"{name}.{key}", **settings)
+                if type(item) not in ATOMS:
+                    made[key] = self.walk(item, name=name and f"{name}.{key}", **settings)
             return made
         if isinstance(value, list | tuple | deque):
-            if type(value) is list and ATOMS.issuperset(map(type, value)):
-                return value.copy()
             return remake(value, [self.walk(item, name=name, **settings) for item in value])
         try:
             return copy.deepcopy(value, self._memo)

@@ -259,7 +259,8 @@ class Watch:
             self._live = None
         if reading is None:
             return
-        reading = dataclasses.replace(reading, skipped=skipped)
+        if skipped != reading.skipped:
+            reading = dataclasses.replace(reading, skipped=skipped)
         if skipped and not _is_search(reading):
             self._buffers.restore()
         else:
@@ -274,7 +275,7 @@ class Watch:
         self._judgement.judge(reading, self._periodic_scans.read(reading, looks), find_cause=lambda *_: cause)
 
     def _read(self, m: Measurement, num_losses: int) -> Reading:
-        numbers = self._transfer.send(m.packed).wait()
+        numbers = m.take_to_host(self._transfer)
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
         stale = self._uncleared.take()
         context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses), stale=stale)
@@ -284,7 +285,7 @@ class Watch:
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
         """Report the numbers before clipping, which spreads a NaN to every gradient and makes all large norms equal."""
         m = clipped.measurement
-        before = m.read(self._transfer.send(m.packed).wait(), StepContext(step=reading.step), skipped=False)
+        before = m.read(m.take_to_host(self._transfer), StepContext(step=reading.step), skipped=False)
         if before.num_nonfinite == 0 < reading.num_nonfinite:
             return reading  # it went bad after the clipping
         return dataclasses.replace(

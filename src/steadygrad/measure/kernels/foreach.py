@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,30 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
     if not (ORDINARY[0] < squares < ORDINARY[1] or all_zero):  # NaN fails the comparison too
         return tuple(value.item() for value in reference.measure_one(flat))
     return math.sqrt(squares), max_abs, 0.0, 0.0, numel - num_nonzero
+
+
+def measure_together(gradients: list[Tensor], starts: np.ndarray) -> list[float] | None:
+    """Return the cells of small gradients in host memory, a row each, in four passes over all of them at once.
+
+    They must be strided, and none of them empty; `starts` says where each begins when they lie end to end. For a
+    handful of small tensors a torch operation costs more than its work, and a numpy one a fifth of that. Return None if
+    they are not fp32, or some number is not ordinary: the caller then measures one gradient after another.
+    """
+    together = torch._C._nn.flatten_dense_tensors(gradients)
+    if together.dtype is not torch.float32:
+        return None
+    flat = together.numpy()  # [sum of sizes], a copy
+    with np.errstate(all="ignore"):  # a program may have made numpy raise
+        squares = np.add.reduceat(flat * flat, starts).tolist()
+    zeros = np.add.reduceat((flat == 0).astype(np.float32), starts).tolist()  # exact up to 2**24 elements
+    np.abs(flat, out=flat)
+    largest = np.maximum.reduceat(flat, starts).tolist()
+    cells: list[float] = []
+    for square, max_abs, num_zeros in zip(squares, largest, zeros):
+        if not (ORDINARY[0] < square < ORDINARY[1] or max_abs == 0.0):  # NaN fails the comparisons too
+            return None
+        cells += (math.sqrt(square), max_abs, 0.0, 0.0, num_zeros)
+    return cells
 
 
 def _measure_on_device(gradient: Tensor) -> Tensor:

@@ -1,0 +1,128 @@
+"""The short ways that a small step takes: each gives what the long way gives, and gives up where it must."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad.act.buffers import BufferKeeper
+from steadygrad.config import DetectConfig
+from steadygrad.detect import standard_rules
+from steadygrad.facts import GradientTable, Reading
+from steadygrad.measure import Meter, StepContext, Transfer
+from steadygrad.measure.kernels import reference
+
+SHAPES = [(64, 4), (64,), (3, 5, 7), (1,), (2, 2)]
+
+
+def make_parameters(*, seed: int = 0) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    named = []
+    for i, shape in enumerate(SHAPES):
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.randn(shape, generator=generator)
+        parameter.grad[..., 0] = 0.0
+        named.append((f"p{i}", parameter))
+    return named
+
+
+def measure_twice(named: list[tuple[str, Tensor]], loss: Tensor | None = None) -> tuple[Any, list[float]]:
+    """Measure as the second step of a run does, which may go the short way."""
+    meter = Meter(named, max_norm=0.5)
+    meter.measure(loss)
+    m = meter.measure(loss)
+    assert m is not None
+    return m, list(m.take_to_host(Transfer()))
+
+
+# --- all gradients at once ------------------------------------------------------------------------------------------
+
+
+def test_small_gradients_measured_at_once_equal_the_specification() -> None:
+    named = make_parameters()
+    m, numbers = measure_twice(named, torch.tensor(2.5))
+    expected = torch.empty(len(named), 5, dtype=torch.float64)
+    reference.measure_table([p.grad for _, p in named if p.grad is not None], expected)
+    # fp32 sums of a few hundred squares against float64 ones
+    torch.testing.assert_close(torch.tensor(numbers[8:], dtype=torch.float64).view(-1, 5), expected, rtol=2e-6, atol=0)
+    norm = math.hypot(*expected[:, 0].tolist())
+    assert numbers[0] == 2.5
+    assert numbers[1] == pytest.approx(norm, rel=1e-6)
+    assert numbers[5] == pytest.approx(0.5 / (norm + 1e-6), rel=1e-6)
+    assert m.packed.tolist() == numbers
+    torch.testing.assert_close(m.flags, torch.tensor([0.0, 1.0 / numbers[5]]))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e25, 1e-25])
+def test_numbers_that_are_not_ordinary_go_the_long_way_and_are_exact(poison: float) -> None:
+    named = make_parameters()
+    for _, parameter in named[:1]:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+        parameter.grad[3, 2] = poison
+    m, numbers = measure_twice(named)
+    reading = m.read(numbers, StepContext(step=1), skipped=False)
+    first = reading.gradients["p0"]
+    assert (first.num_nan, first.num_nonfinite) == (int(math.isnan(poison)), int(not math.isfinite(poison)))
+    if math.isfinite(poison):
+        assert first.norm == pytest.approx(poison, rel=1e-6)
+    assert first.num_zeros == 64 * 4 - 1
+
+
+def test_a_gradient_that_goes_missing_or_changes_its_kind_is_seen() -> None:
+    named = make_parameters()
+    meter = Meter(named)
+    assert meter.measure() is not None
+    named[2][1].grad = None
+    m = meter.measure()
+    assert m is not None
+    assert m.names == ("p0", "p1", "p3", "p4")
+    sparse = nn.Parameter(torch.zeros(4, 2))
+    sparse.grad = torch.sparse_coo_tensor(
+        torch.tensor([[1]]), torch.tensor([[3.0, 4.0]]), (4, 2), check_invariants=True
+    )
+    named = [*make_parameters(), ("sparse", sparse)]
+    m, numbers = measure_twice(named)
+    assert m.read(numbers, StepContext(step=1), skipped=False).gradients["sparse"].norm == pytest.approx(5.0)
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_rules_that_leave_out_plain_readings_would_have_said_and_learnt_nothing() -> None:
+    table = GradientTable(("a", "b"), (4, 4), [1.0, 0.5, 0.0, 0.0, 0.0] * 2)
+    left_out = [rule for rule in standard_rules(DetectConfig()) if not getattr(rule, "hears_plain", True)]
+    assert len(left_out) >= 6
+    for rule in left_out:
+        before = rule.state_dict()
+        for step in range(50):
+            reading = Reading(
+                step=step, loss=1.0 + 0.1 * (step % 3), grad_norm=1.4, finite_grad_norm=1.4, num_nonfinite=0, num_nan=0,
+                clip_coefficient=1.0, skipped=False, learning_rates=(0.1,), gradients=table,
+            )  # fmt: skip
+            assert reading.is_plain
+            assert list(rule.observe(reading)) == [], rule.name
+        assert rule.state_dict() == before, rule.name
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_a_model_gets_later_is_kept_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    keeper = BufferKeeper(model)
+    keeper.begin(anew=True)
+    model.append(nn.BatchNorm1d(3))
+    keeper.begin(anew=True)
+    model(torch.randn(8, 3))
+    keeper.restore()
+    assert torch.equal(model[2].running_mean, torch.zeros(3))
+    model[0].register_buffer("extra", torch.ones(2))
+    keeper.begin(anew=True)
+    model[0].extra.mul_(3.0)
+    keeper.restore()
+    assert torch.equal(model[0].extra, torch.ones(2))
