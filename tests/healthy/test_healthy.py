@@ -54,7 +54,7 @@ def test_few_healthy_trainings_get_a_warning() -> None:
 
 
 def test_the_corpus_is_large_and_every_scenario_says_why_it_is_healthy() -> None:
-    assert len(SCENARIOS) >= 87
+    assert len(SCENARIOS) >= 145
     assert all(len(scenario.about) > 30 for scenario in SCENARIOS.values())
 
 

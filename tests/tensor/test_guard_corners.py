@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,3 +247,22 @@ def test_a_guard_that_is_switched_off_trains_on_where_a_rollback_left_batches_ou
     guard.step(lambda x: model(x).square().mean(), torch.ones(2, 4))
     assert not torch.equal(before, model.weight)
     assert list(guard.batches([1, 2])) == [1, 2]
+
+
+def test_a_long_run_holds_nothing_of_healthy_steps_and_little_of_bad_ones(tmp_path: Path) -> None:
+    model = make_model()
+    config = GuardConfig(policy=Policy(max_skips=10**9))
+    guard = Guard(model, sgd(model), config=config, run_dir=tmp_path)
+    counts = []
+    for number, batch in enumerate(make_batches(500)):
+        if number % 100 == 0:
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+        guard.step(loss_of(model), bad(batch) if number % 100 < 50 and number % 10 == 9 and number < 300 else batch)
+    gc.collect()
+    counts.append(len(gc.get_objects()))
+
+    bad_steps, healthy = counts[3] - counts[2], counts[5] - counts[4]
+    assert len(guard.incidents) >= 15
+    assert bad_steps < 5 * 100  # findings, incidents and causes, which people ask for
+    assert healthy < 20

@@ -121,6 +121,19 @@ def test_an_expert_that_is_not_chosen_now_and_then_is_not_dead() -> None:
     assert findings_of(rule_named("dead_units"), facts) == []
 
 
+@pytest.mark.parametrize(("bias_zeros", "num_found"), [(0.8, 1), (0.3, 0)])
+def test_zeros_in_a_matrix_are_dead_units_only_where_the_bias_gets_nothing_either(
+    bias_zeros: float, num_found: int
+) -> None:
+    """Pruning masks elements: most units still fire."""
+    usual, masked = [0.0] * 12, [0.8, bias_zeros] + [0.0] * 10
+    facts: list[Fact] = [reading(t, gradients=table([0.1] * 12, masked if t >= 50 else usual)) for t in range(90)]
+
+    said = findings_of(rule_named("dead_units"), facts)
+
+    assert [f.step for f in said] == [50] * num_found
+
+
 @pytest.mark.parametrize(("num_dead", "severity"), [(1, Severity.INFO), (10, Severity.WARNING)])
 def test_parameters_that_never_had_a_gradient_are_a_warning_when_they_are_most_of_the_model(
     num_dead: int, severity: Severity
@@ -154,6 +167,18 @@ def test_heads_that_take_turns_are_not_missing() -> None:
     ]
 
     assert findings_of(rule_named("missing_gradient"), facts) == []
+
+
+def test_blocks_left_out_by_chance_are_not_most_of_the_model() -> None:
+    """Only the block that was missing at every one of the steps counts, however many others miss the last."""
+    facts: list[Fact] = [
+        reading(t, missing=("a.w", "b.w", "c.w") if t % 2 else ("a.w",), missing_share=0.9 if t % 2 else 0.3)
+        for t in range(20)
+    ]
+
+    said = findings_of(rule_named("missing_gradient"), facts)
+
+    assert [(f.severity, f.evidence["share"]) for f in said] == [(Severity.INFO, 0.3)]
 
 
 def test_a_stale_gradient_is_told_once() -> None:

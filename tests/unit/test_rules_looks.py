@@ -65,12 +65,14 @@ def test_a_scan_is_not_paired_with_the_reading_of_another_step() -> None:
     assert findings_of(rule_named("nonfinite_input"), facts) == []
 
 
-@pytest.mark.parametrize("loss", [math.nan, 0.0])
-def test_a_mask_that_is_empty_for_once_is_found_when_the_loss_shows_it(loss: float) -> None:
+@pytest.mark.parametrize(("loss", "severity"), [(math.nan, Severity.WARNING), (0.0, Severity.INFO)])
+def test_a_mask_that_is_empty_for_once_is_found_when_the_loss_shows_it(loss: float, severity: Severity) -> None:
     facts: list[Fact] = [f for t in range(3) for f in (reading(t), batch(t, mask=FULL_MASK))]
     facts += [reading(3, loss), batch(3, mask=EMPTY_MASK)]
 
-    assert [f.step for f in findings_of(rule_named("all_labels_masked"), facts)] == [3]
+    said = findings_of(rule_named("all_labels_masked"), facts)
+
+    assert [(f.step, f.severity) for f in said] == [(3, severity)]
 
 
 def test_a_mask_that_is_empty_at_a_healthy_step_means_something_else() -> None:

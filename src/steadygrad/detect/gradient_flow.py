@@ -82,7 +82,8 @@ class DeadGradient(Remembering):
     """Most of a parameter's gradient has become exactly zero and stays so: its units do not fire any more.
 
     Compared with the parameter's own largest share of zeros before, because embeddings and experts are always sparse.
-    One that was zero from the first step on is a warning only when it is half of the model.
+    One that was zero from the first step on is a warning only when it is half of the model. A unit that does not fire
+    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros.
     """
 
     name = "dead_units"
@@ -105,7 +106,8 @@ class DeadGradient(Remembering):
             return
         pairs = enumerate(zip(zeros, table.numels)) if any(zeros) else ()
         rows = [(i, z / n) for i, (z, n) in pairs if n and z >= limit * n]
-        suspects = {table.names[i]: share for i, share in rows if self._is_unusual(table.names[i], share)}
+        unusual = ((table.names[i], share) for i, share in rows if self._is_unusual(table.names[i], share))
+        suspects = {name: share for name, share in unusual if share == 1.0 or not _has_live_bias(name, table, limit)}
         for name in [name for name in self._doubts if name not in suspects]:
             self._usual[name] = max(self._usual.get(name, 0.0), self._doubts.pop(name)[2])
         if self._num_steps <= SHORT_HISTORY:
@@ -140,6 +142,14 @@ class DeadGradient(Remembering):
             advice="Units died: lower the learning rate, use LeakyReLU or GELU, and check the biases.",
             evidence={"parameters": dead[:SHOWN], "zero_share": shares[:SHOWN]},
         )
+
+
+def _has_live_bias(name: str, table: GradientTable, limit: float) -> bool:
+    bias = ".".join([*name.split(".")[:-1], "bias"])
+    if bias == name or bias not in table.names:
+        return False
+    at = table.names.index(bias)
+    return table.cells[at * NUM_COLUMNS + NUM_COLUMNS - 1] < limit * table.numels[at]
 
 
 class ZeroGradient(Remembering):
@@ -185,12 +195,13 @@ class MissingGradient(Remembering):
     """
 
     name = "missing_gradient"
-    memory = ("_streak", "_always", "_info", "_warning")
+    memory = ("_streak", "_always", "_share", "_info", "_warning")
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.flow
         self._streak = Streak()
         self._always: list[str] = []
+        self._share = 0.0  # least share of one step: no more than this can have been missing throughout
         self._info = Episode(config.repeat_after, quiet=100)
         self._warning = Episode(config.repeat_after, quiet=100)
 
@@ -204,21 +215,22 @@ class MissingGradient(Remembering):
         here = set(fact.missing)
         self._always = [n for n in self._always if n in here] if self._streak.length else list(fact.missing)
         length = self._streak.feed(fact.step, bool(self._always))
+        self._share = min(self._share, fact.missing_share) if length > 1 else fact.missing_share
         long = length >= self._config.missing_patience
-        most = fact.missing_share >= self._config.missing_share
+        most = self._share >= self._config.missing_share
         if (self._warning if most else self._info).tell(fact.step, long):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING if most else Severity.INFO,
                 step=self._streak.start,
                 message=f"{len(self._always)} parameters of the optimizer got no gradient for {length} steps "
-                f"({fact.missing_share:.0%} of the trainable elements): {show(self._always)}",
+                f"({self._share:.0%} of the trainable elements): {show(self._always)}",
                 advice="Look for detach(), no_grad, or checkpoint(use_reentrant=True) on an input without a gradient; "
                 "freeze what is not meant to learn.",
                 evidence={
                     "parameters": self._always[:SHOWN],
                     "num_parameters": len(self._always),
-                    "share": fact.missing_share,
+                    "share": self._share,
                 },
             )
 

@@ -128,35 +128,39 @@ class AllLabelsMasked(Remembering):
     """Every label of the batch is ignored: the mean loss is 0/0, or 0.
 
     Seen as integer labels that are all -100, or as a mask of zeros and ones that is all zero although it never was
-    before; the latter only when the step went wrong.
+    before; the latter only when the step went wrong, and as an info when the program made a 0 of it, as it should.
     """
 
     name = "all_labels_masked"
-    memory = ("_pairs", "_masks", "_episode")
+    memory = ("_pairs", "_masks", "_episode", "_is_finite")
 
     def __init__(self, config: DetectConfig) -> None:
         self._pairs = Pairs(zero_is_bad=True)
         self._masks: set[str] = set()  # binary tensors that had a one in them before
+        self._is_finite = True  # the last step
         self._episode = Episode(config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
-        """Return a warning that names the tensor."""
+        """Return a finding that names the tensor."""
         if not isinstance(fact, Reading | InputScan):
             return
-        if isinstance(fact, Reading) and not self._pairs.is_waiting:
-            self._pairs.feed(fact, None)
-            return
+        if isinstance(fact, Reading):
+            self._is_finite = not fact.is_nonfinite
+            if not self._pairs.is_waiting:
+                self._pairs.feed(fact, None)
+                return
         tensors = fact.tensors if isinstance(fact, InputScan) else {}
         labels = [name for name, t in tensors.items() if t.numel and t.num_ignored == t.numel]
         empty = [name for name, t in tensors.items() if t.numel == t.num_zeros and name in self._masks]
         self._masks.update(name for name, t in tensors.items() if t.is_binary and t.num_zeros < t.numel)
         pair = self._pairs.feed(fact, dict.fromkeys(empty, 1))
+        is_zero = not labels and self._is_finite
         if pair is not None and pair[0]:
             labels = labels or list(pair[1])
         if labels and self._episode.tell(fact.step, True):
             yield Finding(
                 kind=self.name,
-                severity=Severity.WARNING,
+                severity=Severity.INFO if is_zero else Severity.WARNING,
                 step=fact.step,
                 message=f"every element of {show(labels)} is masked, so this batch has nothing to learn from",
                 advice="Drop samples without labels (a prompt beyond the maximal length), or divide by max(1, count).",
