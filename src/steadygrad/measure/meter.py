@@ -94,25 +94,27 @@ class Meter:
 
         `scale` is the loss scale that they still carry, `told_scale` the one to record.
         """
-        m = self._measure_small(loss) if scale is None and not self._ranks.many else None
+        last = self._last
+        may_be_small = scale is None and not self._ranks.many and self._implementation is Implementation.FOREACH
+        m = self._measure_small(last, loss) if may_be_small and last is not None and not last.absent else None
         if m is None:
             plan, addresses = self._find_plan()
             if plan is None:
                 return None
-            m = self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
+            m = self._measure_small(plan, loss) if may_be_small else None  # as if it had been the last one too
+            m = m or self._measure(plan, addresses, self._ranks.spread(loss), scale, has_loss=loss is not None)
         if self._ranks.many:
             self._join_ranks(m, loss)
         if told_scale is not None:
             m.packed[LOSS_SCALE] = told_scale.to(m.packed.device)
         return m
 
-    def _measure_small(self, loss: Tensor | None) -> Measurement | None:
+    def _measure_small(self, plan: Plan, loss: Tensor | None) -> Measurement | None:
         """Measure a few small gradients in host memory at once; return None for others, and for bad ones.
 
-        Only if all parameters have one, as at the step before.
+        What came before must not matter: the long way differs in the last bit, and a resumed run has no step before.
         """
-        plan = self._last
-        if plan is None or not plan.is_small or plan.absent or self._implementation is not Implementation.FOREACH:
+        if not plan.is_small:
             return None
         grads: list[Tensor] = []
         for parameter in plan.parameters:
