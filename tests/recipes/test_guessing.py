@@ -23,6 +23,9 @@ from steadygrad.view.headline import judge_run
 from steadygrad.view.read.run import open_run
 from steadygrad_recipes.clip6d.evaluate import guess_loss as guess_clip6d
 from steadygrad_recipes.clip6d.fit import build_module, fit
+from steadygrad_recipes.cod.config import CodConfig
+from steadygrad_recipes.cod.data import open_datasets, open_loaders
+from steadygrad_recipes.cod.trainer import CodTrainer, structure_loss
 from steadygrad_recipes.seo.config import UltraOptimizedConfig
 from steadygrad_recipes.seo.program import train_seo
 from steadygrad_recipes.sft.fine_tune import train_model
@@ -147,3 +150,18 @@ def test_an_sft_run_that_learned_nothing_is_not_called_healthy(tmp_path: Path, r
     assert {"loss", "grad_norm", "learning_rate", "epoch", "seconds_left"} <= console.log[0].keys()
     if rate == 1e-9:
         assert word(tmp_path) != "Healthy"
+
+
+def test_the_guess_of_cod_is_the_best_answer_that_is_the_same_everywhere() -> None:
+    config = CodConfig(device="cpu", model_size="tiny", image_size=64, batch_size=2, num_made=16)
+    trainer = CodTrainer(config, tell=lambda _: None)
+    train_set, test_set, _ = open_datasets(config)
+    _, val_loader = open_loaders(config, train_set, test_set)
+    masks = torch.cat([batch["mask"] for batch in val_loader])
+
+    guess = trainer.guess_loss(val_loader)
+
+    for logit in (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0):
+        same = float(structure_loss(torch.full_like(masks, logit), masks))
+        assert guess <= same * 1.01  # answers are tried in steps
+    assert trainer.evaluate(val_loader)["loss"] > 0.95 * guess  # of a network that has learned nothing

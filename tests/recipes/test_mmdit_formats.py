@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from steadygrad.cli import main
 from steadygrad.errors import UsageError
 from steadygrad_recipes.mmdit.config import DataConfig
-from steadygrad_recipes.mmdit.data import read_corpus
+from steadygrad_recipes.mmdit.data import Rows, measure_rows, read_corpus
+from steadygrad_recipes.mmdit.texts import MappedRows
 
 TEXTS = ["a red circle", "a blue square", "a red square with a circle", "blue"] * 5
 
@@ -36,19 +38,59 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def test_npy_arrays_are_memory_mapped(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    np.save(tmp_path / "a_tokens.npy", generator.integers(0, 9, (10, 5)))
-    np.save(tmp_path / "a_latents.npy", generator.standard_normal((10, 3, 4)).astype(np.float32))
+def write_pair(folder: Path, name: str, num: int, seed: int) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    np.save(folder / f"{name}_tokens.npy", generator.integers(0, 9, (num, 5)))
+    latents = generator.standard_normal((num, 3, 4)).astype(np.float32)
+    np.save(folder / f"{name}_latents.npy", latents)
+    return latents
+
+
+def read_latents(rows: Rows) -> np.ndarray:
+    return np.stack([rows[index]["latents"].numpy() for index in range(len(rows))])
+
+
+@pytest.mark.parametrize("names", ["a", "ab"], ids=["one file", "two files"])
+def test_npy_arrays_stay_on_the_disk(tmp_path: Path, names: str) -> None:
+    latents = np.concatenate([write_pair(tmp_path, name, 10, seed) for seed, name in enumerate(names)])
 
     corpus = read_corpus(DataConfig(path=str(tmp_path)))
 
-    assert corpus.train.latents.shape == (9, 3, 4)
-    written = np.load(tmp_path / "a_latents.npy", mmap_mode="r+")
-    assert np.array_equal(corpus.train.latents.numpy(), written[:9])
+    assert corpus.train.latents.shape == (9 * len(names), 3, 4)
+    assert np.array_equal(np.concatenate([read_latents(corpus.train), read_latents(corpus.val)]), latents)
+    written = np.load(tmp_path / f"{names[-1]}_latents.npy", mmap_mode="r+")
     written[0] = 7.0  # what changes on the disk is seen: nothing was copied
     written.flush()
-    assert bool((corpus.train.latents[0] == 7.0).all())
+    assert bool((corpus.train[10 * len(names) - 10]["latents"] == 7.0).all())
+
+
+def test_bad_rows_of_mapped_files_are_left_out_without_reading_the_others(tmp_path: Path) -> None:
+    latents = np.concatenate([write_pair(tmp_path, name, 10, seed) for seed, name in enumerate("ab")])
+    written = np.load(tmp_path / "b_latents.npy", mmap_mode="r+")
+    written[3, 1, 2] = np.nan
+    written.flush()
+
+    corpus = read_corpus(DataConfig(path=str(tmp_path), skip_bad_rows=True))
+
+    assert corpus.left_out == ("b_latents.npy row 3: a latent that is NaN or Inf",)
+    good = np.delete(latents, 13, axis=0)
+    assert np.array_equal(np.concatenate([read_latents(corpus.train), read_latents(corpus.val)]), good)
+    assert isinstance(corpus.train.latents, MappedRows)
+
+
+def test_rows_are_measured_block_by_block_like_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, name in enumerate("ab"):
+        write_pair(tmp_path, name, 10, seed)
+    rows = read_corpus(DataConfig(path=str(tmp_path))).train
+    monkeypatch.setattr("steadygrad_recipes.mmdit.data.BLOCK", 4)  # 18 rows: the last block is short
+
+    found = measure_rows(rows)
+
+    flat = torch.from_numpy(read_latents(rows)).double().flatten(0, 1)
+    scaled = (flat - flat.mean(0)) / flat.std(0, correction=0)
+    torch.testing.assert_close(found["latent_mean"].double(), flat.mean(0), rtol=1e-6, atol=1e-7)  # stored as float32
+    torch.testing.assert_close(found["latent_std"].double(), flat.std(0, correction=0), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found["latent_norm"].double(), scaled.norm(dim=-1).mean(), rtol=1e-6, atol=1e-7)
 
 
 def test_texts_with_a_tokenizer_train_and_sample_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,5 +129,5 @@ def test_what_cannot_be_read_is_named_with_file_and_row(tmp_path: Path) -> None:
     (folder / "a.jsonl").unlink()
     np.save(folder / "b_latents.npy", np.array([{"code": 1}], dtype=object), allow_pickle=True)
     (folder / "b_tokens.npy").write_bytes(b"no array")
-    with pytest.raises(UsageError, match=r"b_tokens\.npy is no \.npy file of plain numbers"):
+    with pytest.raises(UsageError, match=r"b_tokens\.npy is not an \.npy file of plain numbers"):
         read_corpus(DataConfig(path=str(folder)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from typing import Any
 
@@ -87,3 +88,32 @@ def test_the_constructors_take_the_keywords_of_the_trainings_they_follow() -> No
     Clip6dConfig(use_stable_loss=True, stable_loss_version=1, gradient_clip_value=1.0, log_frequency=100, batch_size=4)
     SftConfig(learning_rate=2e-4, max_grad_norm=1.0, warmup_steps=50, accumulation_steps=2, weight_decay=0.0, seed=3)
     TrainingConfig(warmup_steps=2000, dtype="bf16", gradient_accumulation_steps=2, train_batch_size=4, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        ("seo", ["UltraOptimizedConfig", "UltraOptimizedSEOMetricsModule", "UltraOptimizedSEOTrainer"]),
+        (
+            "clip6d",
+            [
+                *(
+                    "EnhancedLightningCLIPModule",
+                    "EnhancedTrainingMixin",
+                    "GradientHealthMonitor",
+                    "ImprovedActivations",
+                ),
+                *("StableLossFunctions", "add_gradient_checkpointing", "get_stable_loss_function"),
+            ],
+        ),
+        ("cod", ["CamouflageNet", "CodConfig", "CodTrainer"]),
+        ("mmdit", ["MMDiT", "MMDiTConfig", "MMDiTTrainer"]),
+        ("sft", ["GradientMonitoringCallback", "SftConfig", "safe_compute_loss", "train_model"]),
+    ],
+)
+def test_the_names_of_a_document_are_importable_from_its_recipe(recipe: str, names: list[str]) -> None:
+    module = importlib.import_module(f"steadygrad_recipes.{recipe}")
+
+    assert [name for name in names if not callable(getattr(module, name, None))] == []
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        _ = module.Nonsense

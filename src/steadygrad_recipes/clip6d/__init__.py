@@ -14,7 +14,15 @@ from steadygrad_recipes.clip6d.config import Clip6dConfig
 
 Config = Clip6dConfig
 SUMMARY = "contrastive learning over two to six modalities, by Lightning"
-_CLASSES = {"EnhancedLightningCLIPModule": "module"}
+_CLASSES = {
+    "EnhancedLightningCLIPModule": "steadygrad_recipes.clip6d.module",
+    "EnhancedTrainingMixin": "steadygrad.adapters.enhanced",
+    "GradientHealthMonitor": "steadygrad.monitor",
+    "ImprovedActivations": "steadygrad.nn",
+    "StableLossFunctions": "steadygrad.losses",
+    "add_gradient_checkpointing": "steadygrad.nn",
+    "get_stable_loss_function": "steadygrad.losses",
+}
 """Name -> module, for `__getattr__`."""
 LOOP = "Lightning"
 ALIASES = {"lr": "learning_rate"}
@@ -60,4 +68,4 @@ def __getattr__(name: str) -> Any:
     """Import a class of this recipe when it is asked for: the command line needs none of them."""
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)
+    return getattr(importlib.import_module(_CLASSES[name]), name)

@@ -2,13 +2,14 @@
 
 Every row is checked once, when it is read: ids inside the vocabulary, at least one word, finite latents. A row that
 fails is named with its file and number, never lost silently. Files are read as tensors only: nothing in them is run.
-Rows are held in memory, in the dtype they were stored in; latents of a single pair of .npy files stay on the disk.
+Rows are held in memory, in the dtype they were stored in; latents of .npy files stay on the disk, and are checked and
+measured block by block.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,14 @@ from steadygrad.errors import UsageError
 from steadygrad.extras import import_extra
 from steadygrad_recipes.mmdit.config import DataConfig
 from steadygrad_recipes.mmdit.model import Shapes
-from steadygrad_recipes.mmdit.texts import LATENTS, list_words, open_tokenizer, read_pair, read_texts
+from steadygrad_recipes.mmdit.texts import LATENTS, MappedRows, list_words, open_tokenizer, read_pair, read_texts
 
-ENDINGS = (".safetensors", ".npz", LATENTS, ".jsonl")
+MAPPED = (LATENTS, ".jsonl")
+"""Endings of files whose latents are memory-mapped."""
+ENDINGS = (".safetensors", ".npz", *MAPPED)
 FORMAT = "tokens [N, L] of whole numbers, latents [N, D] or [N, T, D], and perhaps mask [N, L]"
+BLOCK = 4096
+"""Number of rows whose latents are looked at together."""
 MAX_TOLD = 5
 """Number of bad rows that are named; the others are counted."""
 
@@ -38,7 +43,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     """[N, L]"""
     mask: Tensor
     """[N, L], True where there is text."""
-    latents: Tensor
+    latents: Tensor | MappedRows
     """[N, T, D]"""
 
     def __len__(self) -> int:
@@ -53,7 +58,18 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def take(self, index: Tensor | slice) -> Rows:
         """Return some of the rows."""
-        return Rows(self.tokens[index], self.mask[index], self.latents[index])
+        latents = self.latents
+        taken = latents.take(index) if isinstance(latents, MappedRows) else latents[index]
+        return Rows(self.tokens[index], self.mask[index], taken)
+
+    def iterate_latents(self) -> Iterator[Tensor]:
+        """Yield all latents, a block at a time: those on the disk may be more than the memory holds."""
+        for start in range(0, len(self), BLOCK):
+            end = min(start + BLOCK, len(self))
+            if isinstance(self.latents, MappedRows):
+                yield torch.stack([self.latents[row] for row in range(start, end)])
+            else:
+                yield self.latents[start:end]
 
 
 @dataclass(frozen=True)
@@ -203,8 +219,8 @@ def _count_ids(parts: Iterable[Rows]) -> int:
 FAULTS: tuple[tuple[str, Callable[[Rows, int], Tensor]], ...] = (
     ("no word", lambda rows, _: ~rows.mask.any(1)),
     ("a token outside of the vocabulary", lambda rows, size: _is_outside(rows, size).any(1)),
-    ("a latent that is NaN or Inf", lambda rows, _: ~rows.latents.float().isfinite().flatten(1).all(1)),
-    ("a latent that is all zero", lambda rows, _: (rows.latents == 0).flatten(1).all(1)),
+    ("a latent that is NaN or Inf", lambda rows, _: _find_latents(rows, lambda x: ~x.float().isfinite().all(1))),
+    ("a latent that is all zero", lambda rows, _: _find_latents(rows, lambda x: (x == 0).all(1))),
 )
 """What makes a row unusable: the fault's name, and a function that finds the rows that have it."""
 
@@ -213,18 +229,23 @@ def _is_outside(rows: Rows, vocab_size: int) -> Tensor:
     return ((rows.tokens < 0) | (rows.tokens >= vocab_size)) & rows.mask
 
 
+def _find_latents(rows: Rows, is_bad: Callable[[Tensor], Tensor]) -> Tensor:
+    found = [is_bad(block.flatten(1)) for block in rows.iterate_latents()]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
+
+
 def _check_rows(
     parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list[str], left_out: list[str], *, skip: bool
 ) -> Rows:
     """Return all rows that can be learned from; the others raise an error, or with `skip` are noted and listed."""
-    kept, told = [], []
+    good, told = [], []
     for path, rows in parts:
         bad = torch.zeros(len(rows), dtype=torch.bool)
         for what, find in FAULTS:
             found = find(rows, vocab_size) & ~bad
             told += [f"{path.name} row {int(i)}: {what}" for i in found.nonzero()]
             bad |= found
-        kept.append(rows.take(~bad) if bool(bad.any()) else rows)
+        good.append(~bad)
     if told:
         text = "; ".join(told[:MAX_TOLD]) + (f"; and {len(told) - MAX_TOLD} more" if len(told) > MAX_TOLD else "")
         count = f"{len(told)} of {sum(len(rows) for _, rows in parts)} rows in {parts[0][0].parent}"
@@ -234,11 +255,19 @@ def _check_rows(
             )
         notes.append(f"left out {count}: {text}")
         left_out += told
-    rows = kept[0]
-    if len(kept) > 1:
-        rows = Rows(*(torch.cat(column) for column in zip(*((r.tokens, r.mask, r.latents) for r in kept))))
+    rows = _join(parts)
+    rows = rows.take(torch.cat(good)) if told else rows
     tokens = torch.where(rows.mask, rows.tokens, 0)  # padding positions may hold any number, such as -100
     return Rows(tokens, rows.mask, rows.latents)
+
+
+def _join(parts: Sequence[tuple[Path, Rows]]) -> Rows:
+    """Return the rows of all files; latents that are memory-mapped in one of them stay where they are."""
+    tokens, mask = (torch.cat([getattr(rows, name) for _, rows in parts]) for name in ("tokens", "mask"))
+    latents: list[Any] = [rows.latents for _, rows in parts]
+    if any(path.name.endswith(MAPPED) for path, _ in parts):
+        return Rows(tokens, mask, MappedRows(latents))
+    return Rows(tokens, mask, latents[0] if len(latents) == 1 else torch.cat(latents))
 
 
 def _split(rows: Rows, fraction: float, folder: Path) -> tuple[Rows, Rows]:
@@ -253,13 +282,20 @@ def measure_rows(rows: Rows) -> dict[str, Tensor]:
 
     A dimension that never changes gets spread 1, so that nothing is divided by 0.
     """
-    flat = rows.latents.double().flatten(0, 1)  # [N T, D]
-    mean, std = flat.mean(0), flat.std(0, correction=0)
+    num = rows.latents.shape[0] * rows.latents.shape[1]
+
+    def average(measure: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the mean of `measure` over all vectors; float64, block by block."""
+        blocks = rows.iterate_latents()
+        return torch.stack([measure(block.double().flatten(0, 1)).sum(0) for block in blocks]).sum(0) / num
+
+    mean = average(lambda flat: flat)
+    std = average(lambda flat: (flat - mean).square()).sqrt()
     std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, torch.ones_like(std))
     found = {
         "latent_mean": mean,
         "latent_std": std,
-        "latent_norm": ((flat - mean) / std).norm(dim=-1).mean(),
+        "latent_norm": average(lambda flat: ((flat - mean) / std).norm(dim=-1)),
         "length_counts": torch.bincount(rows.mask.sum(1), minlength=rows.tokens.shape[1] + 1),
     }
     return {name: value.float() for name, value in found.items()}
@@ -270,7 +306,7 @@ def write_rows(path: Path, rows: Rows) -> None:
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {"tokens": rows.tokens, "mask": rows.mask, "latents": rows.latents}
+    tensors = {"tokens": rows.tokens, "mask": rows.mask, "latents": torch.cat(list(rows.iterate_latents()))}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 

@@ -26,7 +26,35 @@ def map_array(path: Path) -> Tensor:
     try:
         return torch.from_numpy(numpy.load(path, mmap_mode="c", allow_pickle=False))
     except (ValueError, OSError, TypeError, EOFError) as error:
-        raise UsageError(f"{path} is not an .npy file of plain numbers: {error}. Write it with numpy.save.") from None
+        reason = str(error).partition(". ")[0]  # after that numpy advises to run the file's code
+        raise UsageError(f"{path} is not an .npy file of plain numbers: {reason}. Write it with numpy.save.") from None
+
+
+class MappedRows:
+    """Rows of several arrays [N, T, D], seen as one; each is read from its file when it is asked for."""
+
+    def __init__(self, parts: Sequence[Tensor], index: Tensor | None = None) -> None:
+        """`index`: which rows, counted through all parts; None: all."""
+        self._parts = tuple(parts)
+        self._ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+        self._index = torch.arange(int(self._ends[-1])) if index is None else index
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, T, D]."""
+        return torch.Size([len(self), *self._parts[0].shape[1:]])
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, row: int) -> Tensor:
+        where = int(self._index[row])
+        part = int(torch.searchsorted(self._ends, where, right=True))
+        return self._parts[part][where - int(self._ends[part])]  # from the part's end, so negative
+
+    def take(self, index: Tensor | slice) -> MappedRows:
+        """Return some of the rows; none is read."""
+        return MappedRows(self._parts, self._index[index])
 
 
 def read_pair(latents: Path) -> dict[str, Tensor]:

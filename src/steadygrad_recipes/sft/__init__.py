@@ -22,7 +22,11 @@ __all__ = ["LOOP", "QUICK", "SUMMARY", "Config", "predict", "train"]
 
 Config = SftConfig
 SUMMARY = "supervised fine-tuning with LoRA, by transformers' Trainer"
-_CLASSES = {"train_model": "fine_tune"}
+_CLASSES = {
+    "GradientMonitoringCallback": "steadygrad.adapters.transformers",
+    "safe_compute_loss": "steadygrad.adapters.transformers",
+    "train_model": "steadygrad_recipes.sft.fine_tune",
+}
 """Name -> module, for `__getattr__`."""
 LOOP = "transformers' Trainer"
 
@@ -83,4 +87,4 @@ def __getattr__(name: str) -> Any:
     """Import a class of this recipe when it is asked for: the command line needs none of them."""
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_CLASSES[name]}"), name)
+    return getattr(importlib.import_module(_CLASSES[name]), name)
