@@ -96,6 +96,23 @@ def test_no_list_has_fallen_into_a_paragraph(site: Path) -> None:
     assert fallen == {}
 
 
+def test_every_scene_is_shown_at_every_width_in_both_themes_and_the_pictures_stay_small() -> None:
+    program = load("screenshots")
+    text = (DOCS / "screenshots.md").read_text(encoding="utf-8")
+    scenes = ("healthy", "survived", "lost", "running", "compared", "incidents", "million")
+    pictures = [
+        DOCS / "assets" / f"report-{scene}-{width}-{theme}.webp"
+        for scene in scenes
+        for width in program.WIDTHS
+        for theme in program.THEMES
+    ]
+    assert len(pictures) == 42
+    for picture in pictures:
+        assert f"(assets/{picture.name}#only-" in text
+        assert picture.read_bytes()[8:12] == b"WEBP"
+    assert sum(picture.stat().st_size for picture in pictures) < 1_500_000
+
+
 def test_the_reference_has_every_exported_name(site: Path) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
     headings = {name.rpartition(".")[2] for name in re.findall(r'id="(steadygrad\.[\w.]+)"', text)}

@@ -44,6 +44,7 @@ def test_a_diagnosis_suggests_what_can_be_pasted_into_the_line() -> None:
     assert cause is not None
     assert cause.source == "return spread.sqrt().sum() + x"
     assert any("spread" in fix for fix in cause.fixes)
+    assert "1 of 4 elements of spread are 0" in cause.explanation
     assert not any(fix.startswith("x") for fix in cause.fixes)
 
 

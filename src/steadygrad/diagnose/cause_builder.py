@@ -138,7 +138,7 @@ class CauseBuilder:
             op="aten.lift_fresh" if self.culprit.is_given else self.culprit.name,
             node=self.origin.event.node,
             inputs=self.spell_operands(place, situation),
-            explanation=why.text,
+            explanation=self.spell_explanation(why.text, place, situation),
             fixes=use_own_names(why.fixes, self.name_operands(place, situation), self.culprit.name),
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
@@ -190,6 +190,17 @@ class CauseBuilder:
     def name_operands(place: Place, situation: Situation) -> tuple[str, ...]:
         """Return the texts of the operands on the user's line; empty where it does not spell the op."""
         return name_operands(place.code, place.instruction, situation.op) if place.code is not None else ()
+
+    @staticmethod
+    def spell_explanation(text: str, place: Place, situation: Situation) -> str:
+        """Return an explanation that counts the elements of what the user's line names, not of 'self' and 'other'."""
+        names = CauseBuilder.name_operands(place, situation)
+        if len(names) < len(situation.operands):
+            return text
+        for operand, name in zip(situation.operands, names):
+            if name:
+                text = text.replace(f"elements of {operand.name} are", f"elements of {name} are")
+        return text
 
     @staticmethod
     def spell_operands(place: Place, situation: Situation) -> tuple[str, ...]:
