@@ -23,6 +23,7 @@ from tables import (
     render_guarded_step,
     render_long_run,
     render_peer_table,
+    render_peers_harm,
     render_table,
     render_whole_step,
     show_cost,
@@ -414,6 +415,12 @@ def show_recipe(found: Results) -> list[str]:
     return [found["about"], *numbers, memory, f"{fault}; {found['fault_seconds']} s"]
 
 
+def render_beside_harm(results: Results) -> str:
+    """The peers on the healthy corpus, with the Guard's row from its own results."""
+    own = read(RESULTS, "harm")
+    return render_peers_harm(results, own and own["results"])
+
+
 Render = Callable[[Results], str]
 SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "A whole run": ("long_run.py", {f"long_run_{device}": render_long_run for device in ("cuda", "cpu")}),
@@ -426,6 +433,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
         {f"guarded_step_{device}": lambda r, d=device: render_guarded_step(r, d) for device in ("cuda", "cpu")},
     ),
     "Beside the peers": ("peers/compare.py", {"peers": render_more_of_peers}),
+    "Healthy trainings, with the peers": ("peers/harm.py", {"peers_harm": render_beside_harm}),
     "Naming the culprit": ("zoo.py", {"zoo": render_zoo}),
     "Errors that never crash": ("silent.py", {"silent": render_silent}),
     "Any script": ("any_script.py", {"any_script": render_any_script}),

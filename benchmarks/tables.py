@@ -72,6 +72,30 @@ def render_peer_table(results: Results) -> str:
     return f"{render_table(header, rows, left=(0, 1))}\n\n{note}"
 
 
+HARMS_OF_PEERS = ("stopped", "withheld", "changed", "missed", "warned")
+
+
+def render_peers_harm(results: Results, own: Results | None) -> str:
+    """What each peer did to healthy trainings, and a Guard to all of them."""
+    header = ["", "from", "runs", "stopped", "steps withheld", "weights changed", "missed", "warned"]
+    rows = [
+        [name, one["source"], str(results["num_runs"]), *(str(one[f"num_{key}"]) for key in HARMS_OF_PEERS)]
+        for name, one in results["peers"].items()
+    ]
+    if own is not None:
+        told = own["on_proof"]["summary"]
+        counts = [told[key] for key in ("num_halted", "num_acted_on", "num_harmed", "num_harmed", "num_warned")]
+        rows.append(
+            ["**steadygrad Guard, clip=None**", "`benchmarks/harm.py`", str(told["num_runs"]), *map(str, counts)]
+        )
+    note = (
+        ""
+        if results["every"] == 1
+        else f"\n\nThe peers ran every {results['every']}th scenario, the Guard all of them."
+    )
+    return f"{render_table(header, rows, left=(0, 1))}{note}"
+
+
 # --- one row a claim -------------------------------------------------------------------------------------------------
 
 
@@ -407,5 +431,10 @@ def find_command(name: str, results: Results) -> str:
         return f"python benchmarks/{program}.py --device {device}"
     if name == "scan":
         return f"python benchmarks/scan.py --gib {next(iter(results)).split()[0]}"
-    special = {"distributed_cpu": "distributed.py", "peers": "peers/environment.py", "forecast": "forecast/compare.py"}
+    special = {
+        "distributed_cpu": "distributed.py",
+        "peers": "peers/environment.py",
+        "peers_harm": "peers/environment.py --harm",
+        "forecast": "forecast/compare.py",
+    }
     return f"python benchmarks/{special.get(name, f'{name}.py')}"

@@ -1,6 +1,6 @@
 """The wheel with nothing but its hard dependencies, and with each extra: what a new user tries first works.
 
-The environments are real ones, made by venv, but their packages are links to those installed here: what is shown is that
+The environments are real ones, made by venv, but their packages are links to those installed here. So this shows that
 the wheel and the dependencies it declares are enough, not that an index can resolve them.
 """
 
@@ -54,11 +54,8 @@ def find_dependencies(extra: str | None = None) -> set[str]:
         if not is_installed(name) or (name in found and not requirement.extras):
             continue
         found.add(name)
-        for line in importlib.metadata.requires(name) or []:
-            inner = Requirement(line)
-            if inner.marker is None or any(inner.marker.evaluate(one) for one in wanted):
-                if canonicalize_name(inner.name) not in found:
-                    left.append(inner)
+        inner = [Requirement(line) for line in importlib.metadata.requires(name) or []]
+        left += [one for one in inner if one.marker is None or any(one.marker.evaluate(way) for way in wanted)]
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,6 +67,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in it survive a power cut, where the system can guarantee that."""
+    if sys.platform == "win32":  # a folder cannot be opened there
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot
@@ -100,6 +103,8 @@ def remove_leftovers(parent: Path) -> None:
 
 def is_alive(process: int) -> bool:
     """Whether a process with this id exists on this machine, under any user."""
+    if sys.platform == "win32":  # signal 0 is Ctrl+C there; better to leave a dead process's files than to send it
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:

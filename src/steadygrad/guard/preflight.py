@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -74,6 +74,15 @@ def _report_left_out(step: int, where: str, what: Sequence[str]) -> Finding:
         message=f"left out of {where}: {', '.join(what)}",
         advice="Leave it out of the object's state_dict(), and create it again where it is needed.",
     )
+
+
+def refuse_devices(kinds: Collection[str]) -> None:
+    """Raise an error if parameters are on a kind of device that has no float64: what is measured is added up in it."""
+    if "mps" in kinds:
+        raise UnsupportedError(
+            "the parameters are on 'mps', which has no float64, and a Guard adds up its numbers in float64. "
+            "Train on 'cpu' or 'cuda', or set STEADYGRAD=off to run the plain loop."
+        )
 
 
 def refuse_shards(trained: TrainedParameters, clip: ClipStrategy | None) -> None:

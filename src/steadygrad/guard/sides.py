@@ -27,7 +27,7 @@ from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.rank_rules import split_rules
 from steadygrad.diagnose.investigator import Investigator
 from steadygrad.guard.optimizers import Optimizers
-from steadygrad.guard.preflight import refuse_shards
+from steadygrad.guard.preflight import refuse_devices, refuse_shards
 from steadygrad.guard.proving import is_proving, make_prover
 from steadygrad.guard.rehearsal import MakeGuard
 from steadygrad.guard.run_start import RunStart, make_files
@@ -61,6 +61,7 @@ def build_device_side(
     ranks = find_ranks(model, trained.named, process_group=process_group)
     if not training.off:
         ranks.check_alike(repr(config.to_dict()))
+        refuse_devices({parameter.device.type for _, parameter in trained.named})
         refuse_shards(trained, config.clip)
     clipper = None if config.clip is None else build_clipper(config.clip)
     buffers = make_buffers(training, model)

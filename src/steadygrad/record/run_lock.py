@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,8 @@ def _is_held(lock: dict[str, Any]) -> bool:
 def _is_alive(lock: dict[str, Any]) -> bool:
     """Return whether the process of a lock of this host still runs."""
     process = lock["process"]
+    if sys.platform == "win32":  # signal 0 is Ctrl+C there
+        return True
     try:
         os.kill(process, 0)
     except ProcessLookupError:
