@@ -73,6 +73,14 @@ def test_numbers_that_are_not_ordinary_go_the_long_way_and_are_exact(poison: flo
     assert first.num_zeros == 64 * 4 - 1
 
 
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_measuring_changes_no_gradient(num: int) -> None:
+    named = make_parameters()[:num]
+    before = [p.grad.clone() for _, p in named if p.grad is not None]
+    measure_twice(named)
+    assert all(torch.equal(p.grad, kept) for (_, p), kept in zip(named, before) if p.grad is not None)
+
+
 def test_a_gradient_that_goes_missing_or_changes_its_kind_is_seen() -> None:
     named = make_parameters()
     meter = Meter(named)

@@ -7,6 +7,7 @@ change.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
@@ -144,7 +145,8 @@ class Pack:
         if not self.is_whole:
             return False
         self.read(self.fresh_views)
-        return bool(self.fresh.isfinite().all())
+        # One NaN or Inf makes the sum one; a sum that is too large for its dtype may do so without.
+        return math.isfinite(self.fresh.sum().item()) or bool(self.fresh.isfinite().all())
 
     def write(self, values: list[Tensor]) -> None:
         """Write these values into the buffers."""

@@ -226,7 +226,11 @@ class Snapshots:
     def _switch_off(self, reason: str) -> None:
         """Do without snapshots, for lack of memory."""
         self.off, self.is_too_large = reason, True
-        logger.warning("no snapshots: %s. A rollback goes to the newest good checkpoint, if there is one.", reason)
+        logger.warning(
+            "no snapshots: %s. A rollback goes to the newest good checkpoint: give the Guard a run_dir, and call "
+            "guard.save() or set CheckpointConfig.every, so that there is one.",
+            reason,
+        )
         self.before_optimizer()  # copies that are under way must be over before their memory is freed
         self._ring.clear()
 

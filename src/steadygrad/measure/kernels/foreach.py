@@ -69,12 +69,11 @@ def measure_together(gradients: list[Tensor], starts: np.ndarray) -> list[float]
     together = torch._C._nn.flatten_dense_tensors(gradients)
     if together.dtype is not torch.float32:
         return None
-    flat = together.numpy()  # [sum of sizes], a copy
+    flat = together.numpy()  # [sum of sizes]; a copy, but of a single gradient the gradient itself: never write into it
     with np.errstate(all="ignore"):  # a program may have made numpy raise
         squares = np.add.reduceat(flat * flat, starts).tolist()
     zeros = np.add.reduceat((flat == 0).astype(np.float32), starts).tolist()  # exact up to 2**24 elements
-    np.abs(flat, out=flat)
-    largest = np.maximum.reduceat(flat, starts).tolist()
+    largest = np.maximum.reduceat(np.abs(flat), starts).tolist()
     cells: list[float] = []
     for square, max_abs, num_zeros in zip(squares, largest, zeros):
         if not (ORDINARY[0] < square < ORDINARY[1] or max_abs == 0.0):  # NaN fails the comparisons too
