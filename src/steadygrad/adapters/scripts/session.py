@@ -33,7 +33,7 @@ from steadygrad.adapters.scripts.calls import hear_calls
 from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
-from steadygrad.adapters.scripts.places import Places
+from steadygrad.adapters.scripts.places import Places, spell_folder
 
 if TYPE_CHECKING:
     from steadygrad.adapters.scripts.watch import Circumstances, Watch
@@ -90,7 +90,18 @@ class Session:
         """Close every record, then report the totals when not every optimizer had a line of its own."""
         if os.getpid() == self._process:
             self.close()
-            self.terminal.report_totals()
+            self._report_unseen()
+            folder = self._options.run_dir
+            self.terminal.report_totals("" if folder is None else f"; steadygrad report {spell_folder(folder)}")
+
+    def _report_unseen(self) -> None:
+        """Report optimizers that keep a state, as after training, though no step of theirs was seen."""
+        if self.num_guarded == 0:
+            return  # reported for the whole run
+        for optimizer in [watch.optimizer for watch in self._watches if not watch.has_stepped]:
+            if optimizer.state:
+                name = type(optimizer).__name__
+                self.terminal.say_once(f"no step of {name} was seen: if it has trained, it was NOT guarded")
 
     def close(self) -> None:
         """Close every record now; without it they are closed when the process ends."""
