@@ -55,11 +55,8 @@ PACKAGES = {
         ("trl", "transformers"),
         material=("rows", "rows", "model", "model"),
     ),
-    "trl.scripts.grpo": Program(
-        (
-            *("-m", "trl.scripts.grpo", *SMALL_TRL, "--max_steps", "10", "--per_device_train_batch_size", "4"),
-            *("--num_generations", "4", "--max_completion_length", "8", "--reward_funcs", "think_format_reward"),
-        ),
+    "GRPOTrainer": Program(
+        (str(OWN / "trl_grpo.py"),),
         ("trl", "transformers"),
         bad_call=5,
         material=("prompts", "rows", "model", "model"),
