@@ -3,80 +3,67 @@
 Plainly and guarded, healthy: equal bits means that the weights of all optimizers are the same at the end, to the bit;
 the cost is the CPU time of the mean step, guarded over plain. Then both again with a NaN in the output of the first
 layer at one call: plainly the weights end as NaN; the fault is survived if the guarded ones are finite, and the line is
-named if the diagnosis gives the very line that made the NaN. `--program` adds programs of yours, such as those of a
-cloned repository.
+named if the diagnosis gives the very line that made the NaN. Programs of public repositories are found in a folder that
+holds clones of them; a program whose package or clone is missing is left out. `--program` adds one of yours.
 
-    python benchmarks/any_script.py [--quick] [--only NAME] [--program "NAME = script.py arguments"]
+    python benchmarks/any_script.py [--repositories FOLDER] [--quick] [--only NAME] [--program "NAME = script.py ..."]
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import write_results
+from machine import RESULTS, write_results
+from script_programs import OWN, PACKAGES, QUICK, REPOSITORIES, Program
 
-HERE = Path(__file__).parent
-OWN, STORIES = HERE / "scripts", HERE.parent / "tests" / "stories" / "scripts"
-PROBE = OWN / "probe.py"
-TWO_RANKS = ("torchrun", "--nproc-per-node", "2", "--standalone")
+PROBE, MATERIAL = OWN / "probe.py", OWN / "material.py"
 SECONDS = 600
 """After which a program is given up."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """A script with its arguments, the packages it is about, and the launcher that starts it."""
-
-    command: tuple[str, ...]
-    packages: tuple[str, ...] = ("torch",)
-    launcher: tuple[str, ...] = ()
-    bad_call: int = 12
-
-
-PROGRAMS = {
-    "plain loop": Program((str(STORIES / "plain_loop.py"), "--out", "w.pt")),
-    "GradScaler": Program((str(STORIES / "amp_scaler.py"), "--out", "w.pt")),
-    "two optimizers (GAN)": Program((str(STORIES / "gan.py"), "--out", "w.pt"), bad_call=5),
-    "LBFGS with a closure": Program((str(STORIES / "lbfgs.py"), "--out", "w.pt")),
-    "Optuna sweep": Program((str(OWN / "optuna_sweep.py"),), ("optuna",)),
-    "Trainer": Program((str(STORIES / "hf_trainer.py"), "--out", "w.pt"), ("transformers",), bad_call=3),
-    "Trainer with LoRA": Program((str(OWN / "peft_lora.py"),), ("peft", "transformers")),
-    "SFTTrainer": Program((str(OWN / "trl_sft.py"),), ("trl", "transformers")),
-    "Accelerator": Program((str(OWN / "accelerate_loop.py"),), ("accelerate",)),
-    "Accelerator, accelerate launch": Program(
-        (str(OWN / "accelerate_loop.py"),), ("accelerate",), ("accelerate", "launch", "--cpu")
-    ),
-    "Lightning": Program((str(STORIES / "lightning_mnist.py"), "--out", "w.pt"), ("lightning",), bad_call=3),
-    "DistributedDataParallel": Program((str(STORIES / "ddp.py"), "--out", "w.pt"), ("torch",), TWO_RANKS, bad_call=4),
-    "FSDP2": Program((str(OWN / "fsdp2.py"),), ("torch",), TWO_RANKS),
-    "averaged inside step()": Program((str(OWN / "average_in_step.py"),), ("torch",), TWO_RANKS),
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
-QUICK = ("plain loop", "Optuna sweep")
+
+
+def furnish(program: Program, folder: Path, clones: Path | None) -> None:
+    """Put what the program needs into a new folder: its files and its data."""
+    if program.repository:
+        assert clones is not None
+        copied = shutil.ignore_patterns(".git")
+        shutil.copytree(clones / program.repository.split("/")[1] / program.part, folder, ignore=copied)
+    else:
+        folder.mkdir(parents=True)
+    for script in ((str(MATERIAL), *program.material) if program.material else (), program.setup):
+        if script:
+            subprocess.run([sys.executable, *script], cwd=folder, env=ENVIRONMENT, check=True, capture_output=True)
 
 
 def start(program: Program, folder: Path, *, guarded: bool, bad_call: int) -> dict[str, Any] | None:
     """Run it once; return what the probe wrote down, None if it came to nothing."""
-    folder.mkdir(parents=True)
     run = ["-m", "steadygrad", "run", "--run-dir", "run"] if guarded else []
     launcher = list(program.launcher)
     if launcher and not guarded:
         launcher[0] = str(Path(sys.executable).parent / launcher[0])
     command = [sys.executable, *run, *launcher, str(PROBE), "told.json", str(bad_call), *program.command]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with open(folder / "output.txt", "w") as output:
         try:
             done = subprocess.run(
-                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=SECONDS
+                command, cwd=folder, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, timeout=SECONDS
             )
         except subprocess.TimeoutExpired:
             return None
@@ -95,18 +82,32 @@ def is_line_named(folder: Path) -> bool:
     return False
 
 
-def examine(program: Program) -> dict[str, Any]:
+def examine(program: Program, clones: Path | None) -> dict[str, Any]:
     """All that the table says about one program."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        plain = start(program, folder / "plain", guarded=False, bad_call=0)
-        ours = start(program, folder / "ours", guarded=True, bad_call=0)
-        dying = start(program, folder / "dying", guarded=False, bad_call=program.bad_call)
-        saved = start(program, folder / "saved", guarded=True, bad_call=program.bad_call)
-        guarded = any((folder / "ours").rglob("steps.jsonl"))
-        named = is_line_named(folder / "saved")
+    with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor() as pool:
+        inside = Path("1", "2", "3", "program")  # deep: a program may read what lies beside its folder
+        furnish(program, Path(place) / "new" / inside, clones)
+        folders = {name: Path(place) / name / inside for name in ("plain", "ours", "dying", "saved")}
+        for name in folders:
+            shutil.copytree(Path(place) / "new", Path(place) / name)
+        waiting = {
+            name: pool.submit(
+                start,
+                program,
+                folder,
+                guarded=name in ("ours", "saved"),
+                bad_call=program.bad_call if name in ("dying", "saved") else 0,
+            )
+            for name, folder in folders.items()
+        }  # at once: what else the machine does then slows all of them
+        plain, ours, dying, saved = (waiting[name].result() for name in folders)
+        guarded = any((folders["ours"] / "run").rglob("steps.jsonl"))
+        named = is_line_named(folders["saved"] / "run")
+        if None in (plain, ours, dying, saved):
+            for name, folder in folders.items():
+                print(name, "...", (folder / "output.txt").read_text()[-1500:], file=sys.stderr)
     found: dict[str, Any] = {
-        "versions": {name: importlib.metadata.version(name) for name in program.packages},
+        "versions": read_versions(program, clones),
         "started": " ".join(program.launcher[:2] if program.launcher[:1] == ("accelerate",) else program.launcher[:1]),
         "guarded": guarded,
         "equal_bits": None if plain is None or ours is None else plain["digest"] == ours["digest"],
@@ -118,6 +119,26 @@ def examine(program: Program) -> dict[str, Any]:
         found["plain_ms"], found["guarded_ms"] = plain["step_seconds"] * 1e3, ours["step_seconds"] * 1e3
         found["cost"] = ours["step_seconds"] / plain["step_seconds"]
     return found
+
+
+def read_versions(program: Program, clones: Path | None) -> dict[str, str]:
+    """Versions of the packages, and the commit of the repository."""
+    versions = {name: importlib.metadata.version(name) for name in program.packages}
+    if program.repository and clones is not None:
+        clone = clones / program.repository.split("/")[1]
+        told = subprocess.run(["git", "-C", str(clone), "log", "-1", "--format=%h"], capture_output=True, text=True)
+        versions = {program.repository: told.stdout.strip(), **versions}
+    return versions
+
+
+def is_here(program: Program, clones: Path | None) -> bool:
+    """Whether its packages are installed and its repository is cloned."""
+    if program.repository and (clones is None or not (clones / program.repository.split("/")[1]).is_dir()):
+        return False
+    try:
+        return bool([importlib.metadata.version(name) for name in program.packages])
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def read_program(text: str) -> tuple[str, Program]:
@@ -132,15 +153,24 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two small programs; nothing is overwritten")
     parser.add_argument("--only", action="append", default=[], metavar="NAME")
     parser.add_argument("--program", action="append", default=[], metavar='"NAME = script.py arguments"')
+    parser.add_argument(
+        "--repositories", type=Path, metavar="FOLDER", help="a folder that holds clones, each by its name"
+    )
     arguments = parser.parse_args()
-    programs = {**PROGRAMS, **dict(map(read_program, arguments.program))}
+    clones = arguments.repositories and arguments.repositories.resolve()
+    programs = {**PACKAGES, **REPOSITORIES, **dict(map(read_program, arguments.program))}
     chosen = arguments.only or (QUICK if arguments.quick else tuple(programs))
-    results = {}
+    results: dict[str, Any] = {}
+    if arguments.only and (RESULTS / "any_script.json").exists():  # measure these rows again, keep the others
+        results = json.loads((RESULTS / "any_script.json").read_text())["results"]
     for name in chosen:
-        results[name] = examine(programs[name])
+        if not is_here(programs[name], clones):
+            print(f"{name}: left out, its packages or its clone are missing", flush=True)
+            continue
+        results[name] = examine(programs[name], clones)
         print(f"{name}: {json.dumps(results[name])}", flush=True)
-        if not arguments.only:
-            write_results("any_script", results, quick=arguments.quick)  # after each: all of them take a while
+        ordered = {name: results[name] for name in [*programs, *results] if name in results}
+        write_results("any_script", ordered, quick=arguments.quick)  # after each: all of them take a while
     return 0
 
 

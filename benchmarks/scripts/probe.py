@@ -3,12 +3,15 @@
     python probe.py TOLD.json BAD_CALL script.py [arguments...]        (or -m package.module)
 
 BAD_CALL: which call of the first layer in training gives NaN (0: none). The fault is of the data: whenever the same
-input comes again, as in a replay, the same NaN comes out. The script itself is not edited.
+input comes again, as in a replay, the same NaN comes out. The script itself is not edited; random numbers are seeded
+before it begins. A worker that does not inherit this process calls `begin` and `tell` by itself, with what is in the
+environment.
 """
 
 import hashlib
 import json
 import os
+import random
 import runpy
 import sys
 import time
@@ -17,6 +20,8 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+TOLD, BAD_CALL = "PROBE_TOLD", "PROBE_BAD_CALL"
+"""Variables that hold the arguments, for workers."""
 seen = {"optimizers": {}, "times": []}
 fault = {"at": 0, "layer": None, "calls": 0, "input": None}
 
@@ -45,7 +50,18 @@ def spoil(module, args, output):
     return output + (output.detach().flatten()[:1] * 0 - 1).sqrt()  # HERE
 
 
-def tell(path):
+def begin():
+    """Listen to every optimizer, and spoil a call of the first layer if one is to be bad."""
+    fault["at"] = int(os.environ[BAD_CALL])
+    register_optimizer_step_post_hook(note_step)
+    if fault["at"]:
+        torch.nn.modules.module.register_module_forward_hook(spoil)
+
+
+def tell():
+    """Write down what was seen, on the first rank."""
+    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0" or not seen["times"]:
+        return
     digest, finite = hashlib.sha256(), True
     for optimizer in seen["optimizers"].values():
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -56,16 +72,24 @@ def tell(path):
     times = seen["times"][3:]
     cost = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
     told = {"digest": digest.hexdigest(), "finite": finite, "steps": len(seen["times"]), "step_seconds": cost}
-    Path(path).write_text(json.dumps(told))
+    Path(os.environ[TOLD]).write_text(json.dumps(told))
+
+
+def leave(code, exit=os._exit):
+    tell()
+    exit(code)
 
 
 if __name__ == "__main__":
-    path, fault["at"], (target, *arguments) = os.path.abspath(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    register_optimizer_step_post_hook(note_step)
-    if fault["at"]:
-        torch.nn.modules.module.register_module_forward_hook(spoil)
+    os.environ[TOLD], os.environ[BAD_CALL] = os.path.abspath(sys.argv[1]), sys.argv[2]
+    target, *arguments = sys.argv[3:]
+    begin()
+    random.seed(0)
+    torch.manual_seed(0)
+    os._exit = leave  # a program may end without its last lines
     try:
         if target == "-m":
+            sys.path[0] = os.getcwd()
             sys.argv[:] = arguments
             runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         else:
@@ -73,5 +97,4 @@ if __name__ == "__main__":
             sys.argv[:] = [target, *arguments]
             runpy.run_path(target, run_name="__main__")
     finally:
-        if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
-            tell(path)
+        tell()

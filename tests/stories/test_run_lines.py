@@ -111,4 +111,28 @@ def test_every_trial_of_a_sweep_is_guarded_and_has_a_record_of_its_own(tmp_path:
     assert (done.code, done.out) == (0, "trials with bad weights: 0\n")
     folders = [tmp_path / "run", *(tmp_path / "run" / f"trial-{number}" for number in range(2, 21))]
     assert all(len((folder / "steps.jsonl").read_text().splitlines()) == 10 for folder in folders)
-    assert done.err.splitlines()[-1] == "steadygrad: 20 optimizers in all: 200 steps, 20 skipped"
+    last = done.err.splitlines()[-1]
+    assert last.startswith("steadygrad: 20 optimizers in all: 200 steps, 20 skipped; step ")
+    assert "(train.py:" in last
+    assert last.endswith("; steadygrad report run")
+
+
+UNSEEN = """
+import torch
+
+seen, unseen = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+optimizers = [torch.optim.SGD(seen.parameters(), lr=0.1), torch.optim.Adam(unseen.parameters())]
+steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend="eager")]
+for _ in range(3):
+    for model, step in zip((seen, unseen), steps):
+        model(torch.randn(8, 4)).square().mean().backward()
+        step()
+"""
+
+
+def test_an_optimizer_whose_steps_are_not_seen_is_named_beside_one_that_is_guarded(tmp_path: Path) -> None:
+    done = run(tmp_path, UNSEEN)
+
+    assert done.code == 0
+    assert "guarding SGD" in done.err
+    assert "steadygrad: no step of Adam was seen: if it has trained, it was NOT guarded" in done.err.splitlines()

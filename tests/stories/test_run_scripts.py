@@ -219,6 +219,21 @@ def test_odd_corners_work_and_are_guarded(tmp_path: Path) -> None:
     } <= set(told)
 
 
+def test_trainings_in_several_threads_keep_apart(tmp_path: Path) -> None:
+    plain = run_plainly(tmp_path / "plain", "threads.py", "--out", "w.pt")
+    healthy = run_guarded(tmp_path / "healthy", "threads.py", "--out", "w.pt")
+    bad = run_guarded(tmp_path / "bad", "threads.py", "--out", "w.pt", "--poison")
+
+    assert (plain.code, healthy.code, bad.code) == (0, 0, 0), healthy.err + bad.err
+    assert_same_bits(load(tmp_path / "healthy"), load(tmp_path / "plain"))
+    assert all_finite(load(tmp_path / "bad"))
+    records = [path.parent for path in (tmp_path / "bad" / "run").rglob("steps.jsonl")]
+    assert sorted(skipped_steps(record) for record in records) == [[10], [11], [12]]
+    for record in records:  # none reports the loss of another
+        found = [line["finding"] for line in read(record / "incidents.jsonl")]
+        assert [one["step"] for one in found if one["kind"].startswith("nonfinite")] == skipped_steps(record)
+
+
 def test_a_script_with_a_guard_of_its_own_is_left_to_it(tmp_path: Path) -> None:
     done = run_guarded(tmp_path, "own_guard.py", "--out", "w.pt", "--poison", "3")
 

@@ -115,6 +115,7 @@ class CallOrderWatch:
         if not self._steps_left:
             return None
         self._steps_left -= 1
+        listen(self)  # in the thread that trains, which need not be the one that made the guard
         rows = {f"factors{i}": _pack_factors(call) for i, call in enumerate(self._backwards)}
         rows |= {name: norm for name, norm in (("after", self._after), ("clip", self._at_clip)) if norm is not None}
         last = self._backwards[-1] if self._backwards else None

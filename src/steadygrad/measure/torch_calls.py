@@ -4,7 +4,8 @@ A guard sees the gradients, not what the program did to them. So a few functions
 process: `torch.autograd.backward`, `clip_grad_norm_` and `clip_grad_value_`, `torch.save`, `AveragedModel.forward` and
 `Module.load_state_dict`. Each passes its arguments on unchanged. With no listener a wrapper costs under a microsecond;
 a listener that fails is dropped and the call goes on. Nothing happens inside a compiled graph, inside another backward,
-or while a step is replayed.
+or while a step is replayed. Backward and clipping are heard in the listener's own thread only: another thread may be
+inside its backward, which changes gradients without holding the interpreter's lock, and reading them would crash.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -73,22 +75,23 @@ class Listener(Protocol):
     def before_average(self, average: AveragedModel) -> None: ...
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_listeners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Each with the thread whose calls it hears."""
 _to_saves: weakref.WeakSet[Any] = weakref.WeakSet()
 _num_muted = 0
 _is_installed = False
 
 
 def listen(listener: Listener) -> None:
-    """Let `listener`, which is held weakly, hear calls from now on."""
+    """Let `listener`, which is held weakly, hear calls of this thread from now on; no longer those of another."""
     install()
-    _listeners.add(listener)
+    _listeners[listener] = threading.get_ident()
     _to_saves.add(listener)
 
 
 def stop_listening(listener: Listener, *, to_saves: bool = False) -> None:
     """Leave `listener` out; without `to_saves` it still hears of saves and averages, which are rare."""
-    _listeners.discard(listener)
+    _listeners.pop(listener, None)
     if to_saves:
         _to_saves.discard(listener)
 
@@ -138,7 +141,7 @@ def _around_backward(run: Callable[..., None], tensors: Any, *args: Any, **kwarg
             call = _describe_backward(tensors)
     run(tensors, *args, **kwargs)
     if call is not None:
-        _tell(_listeners, lambda one: one.after_backward(call))
+        _tell(_list_here(), lambda one: one.after_backward(call))
 
 
 def _around_clip(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +151,7 @@ def _around_clip(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs
     found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
     name = clip.__name__
     call = ClipCall(name=name, parameters=found, is_spent=is_iterator and not found, where=find_caller())
-    _tell(_listeners, lambda one: one.before_clip(call))
+    _tell(_list_here(), lambda one: one.before_clip(call))
     if not is_iterator:
         return clip(parameters, *args, **kwargs)
     return clip((p for p in found), *args, **kwargs)  # a generator again: torch warns of an empty one
@@ -165,6 +168,12 @@ def _around_save(save: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) 
 def _around_average(forward: Callable[..., Any], average: AveragedModel, *args: Any, **kwargs: Any) -> Any:
     _tell(_to_saves, lambda one: one.before_average(average))
     return forward(average, *args, **kwargs)
+
+
+def _list_here() -> list[Any]:
+    here = threading.get_ident()
+    alive = (reference() for reference in _listeners.keyrefs())  # a copy: other threads may begin to listen meanwhile
+    return [listener for listener in alive if listener is not None and _listeners.get(listener) == here]
 
 
 def _tell(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:

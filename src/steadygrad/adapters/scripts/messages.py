@@ -29,6 +29,7 @@ class Terminal(Sink):
         self._told: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._cause: Cause | None = None
+        self._first_cause = ""
         self.worst: Severity | None = None
         """The worst severity of all incidents."""
 
@@ -60,16 +61,18 @@ class Terminal(Sink):
         if self._told[kind] == SHOWN + 1:
             self.say(f"  (further lines of this kind are left out: {kind})")
 
-    def add_totals(self, num_steps: int, num_skipped: int) -> None:
-        """Count what one optimizer did."""
+    def add_totals(self, num_steps: int, num_skipped: int, cause: str) -> None:
+        """Count what one optimizer did; keep the first `cause` of a skipped step."""
         self._totals.update(optimizers=1, steps=num_steps, skipped=num_skipped)
+        self._first_cause = self._first_cause or cause
 
-    def report_totals(self) -> None:
-        """Print the totals if the lines of some optimizers were left out."""
+    def report_totals(self, opened: str) -> None:
+        """Print the totals if the lines of some optimizers were left out. `opened`: how to open the report, or ''."""
         total = self._totals
         if total["optimizers"] > SHOWN:
             steps = spell_count(total["steps"], "step")
-            self.say_loudly(f"{total['optimizers']} optimizers in all: {steps}, {total['skipped']} skipped")
+            what = f"{total['optimizers']} optimizers in all: {steps}, {total['skipped']} skipped"
+            self.say_loudly(f"{what}{self._first_cause}{opened}")
 
     def _name_process(self) -> str:
         rank = find_rank()

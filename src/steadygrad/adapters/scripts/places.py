@@ -48,6 +48,14 @@ class Places:
         return _claim(run_dir) if self._is_child else run_dir
 
 
+def spell_folder(folder: Path) -> str:
+    """Return the folder relative to the working directory, where it lies inside."""
+    try:
+        return str(folder.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(folder)
+
+
 def find_rank() -> int | None:
     """Return the number of this rank; None when it trains alone. Launchers' variables count before a group is made."""
     distributed = torch.distributed

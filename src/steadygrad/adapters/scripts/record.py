@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from steadygrad.adapters.scripts.messages import Terminal
+from steadygrad.adapters.scripts.places import spell_folder
 from steadygrad.config import GuardConfig
 from steadygrad.errors import ConfigError
 from steadygrad.facts import Cause, Incident
@@ -70,7 +71,7 @@ class Record:
         """Print what is guarded and where the record is."""
         size = spell_size(sum(p.numel() for p in parameters))
         whose = "" if type(owner) is nn.Module else f" of {type(owner).__name__}"
-        where = "nothing is recorded" if self.folder is None else f"record in {self._spell_folder()}"
+        where = "nothing is recorded" if self.folder is None else f"record in {spell_folder(self.folder)}"
         tensors = spell_count(len(parameters), "tensor")
         self._terminal.say_few("an optimizer begins", f"guarding {self._name} ({tensors}, {size}){whose}; {where}")
 
@@ -81,20 +82,12 @@ class Record:
         if self._held is not None:
             self._held.release()
         tally, incidents = self._ledger
-        self._terminal.add_totals(tally.num_steps, tally.num_skipped)
         steps, found = spell_count(tally.num_steps, "step"), spell_count(len(incidents), "incident")
         cause = spell_cause(incidents)
-        opened = "" if self.folder is None else f"; steadygrad report {self._spell_folder()}"
+        self._terminal.add_totals(tally.num_steps, tally.num_skipped, cause)
+        opened = "" if self.folder is None else f"; steadygrad report {spell_folder(self.folder)}"
         what = f"{self._name}: {steps}, {tally.num_skipped} skipped, {found}"
         self._terminal.say_few("an optimizer ends", f"{what}{cause}{opened}")
-
-    def _spell_folder(self) -> str:
-        """Return the folder relative to the working directory, where that is shorter."""
-        assert self.folder is not None
-        try:
-            return str(self.folder.relative_to(Path.cwd()))
-        except (ValueError, OSError):
-            return str(self.folder)
 
 
 def spell_cause(incidents: Sequence[Incident]) -> str:

@@ -33,7 +33,7 @@ from steadygrad.adapters.scripts.calls import hear_calls
 from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
-from steadygrad.adapters.scripts.places import Places
+from steadygrad.adapters.scripts.places import Places, spell_folder
 
 if TYPE_CHECKING:
     from steadygrad.adapters.scripts.watch import Circumstances, Watch
@@ -59,11 +59,14 @@ class Session:
         self.terminal = Terminal(sys.stderr, is_child=is_child)
         self._places = Places(options.run_dir, is_child=is_child)
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        """Held while another thread must not add to them."""
         self.num_made = self.num_guarded = 0
         """Optimizers that were made, and those that took a step under guard."""
         self.has_own_guard = False
         """Whether the script has a Guard of its own, to which its optimizer is left."""
         self._losses = Losses()
+        """Of the thread that called backward last; each thread has its own."""
         self._thread = threading.local()
 
     # --- hooks ------------------------------------------------------------------------------------------------------
@@ -87,7 +90,18 @@ class Session:
         """Close every record, then report the totals when not every optimizer had a line of its own."""
         if os.getpid() == self._process:
             self.close()
-            self.terminal.report_totals()
+            self._report_unseen()
+            folder = self._options.run_dir
+            self.terminal.report_totals("" if folder is None else f"; steadygrad report {spell_folder(folder)}")
+
+    def _report_unseen(self) -> None:
+        """Report optimizers that keep a state, as after training, though no step of theirs was seen."""
+        if self.num_guarded == 0:
+            return  # reported for the whole run
+        for optimizer in [watch.optimizer for watch in self._watches if not watch.has_stepped]:
+            if optimizer.state:
+                name = type(optimizer).__name__
+                self.terminal.say_once(f"no step of {name} was seen: if it has trained, it was NOT guarded")
 
     def close(self) -> None:
         """Close every record now; without it they are closed when the process ends."""
@@ -152,7 +166,8 @@ class Session:
             list_optimizers=lambda: [watch.optimizer for watch in self._watches],
         )
         vars(optimizer)[KEY] = watch  # lives as long as the optimizer; its state_dict and pickles leave it out
-        self._watches.add(watch)
+        with self._lock:
+            self._watches.add(watch)
         listener = _Listener(weakref.ref(watch), self)
         for part in list_parts(watch.owner):
             hear_calls(part, listener)
@@ -178,8 +193,9 @@ class Session:
         is_loss = grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1
         is_inside = torch._C._current_graph_task_id() != -1  # inside another backward, as with activation checkpointing
         if is_loss and not is_inside and self._is_here:
+            self._losses = vars(self._thread).setdefault("losses", Losses())
             self._losses.note(tensors)
-            for watch in list(self._watches):
+            for watch in self._list_watches_here():
                 self._ours(watch.note_backward, tensors)
         run(tensors, grad_tensors, *args, **kwargs)
 
@@ -197,13 +213,24 @@ class Session:
             return clip(parameters, max_norm, *args, **kwargs)
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipped = {id(p) for p in parameters}
-        watches = [watch for watch in self._watches if watch.is_about(clipped)]
+        watches = [watch for watch in self._list_watches_here() if watch.is_about(clipped)]
         for watch in watches:
             self._ours(watch.note_clipping)
         norm = clip(parameters, max_norm, *args, **kwargs)
         for watch in watches:
             self._ours(watch.note_clipped, norm, max_norm)
         return norm
+
+    def _list_watches_here(self) -> list[Watch]:
+        """Return those of this thread: the gradients of another one may be changing, inside its backward."""
+        here = threading.get_ident()
+        with self._lock:
+            return [watch for watch in self._watches if watch.thread == here]
+
+    def _find_losses(self) -> Losses:
+        """Return this thread's losses. A thread of the autograd engine calls no backward, and steps for another."""
+        losses: Losses = vars(self._thread).get("losses", self._losses)
+        return losses
 
     def _around_step(self, make: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self.move_in()
@@ -216,11 +243,13 @@ class Session:
         if watch is None:
             return make(optimizer, *args, **kwargs)
         self._thread.is_stepping = self._thread.has_stepped = True
+        if "losses" in vars(self._thread):
+            watch.thread = threading.get_ident()
         try:
             return self._step(watch, functools.partial(make, optimizer), optimizer, args, kwargs)
         finally:
             self._thread.is_stepping = False
-            self._losses.spend()
+            self._find_losses().spend()
 
     def _find_watch(self, optimizer: Optimizer) -> Watch | None:
         """Return its watch. A copy has none yet: its constructor never ran; nor has one made before a fork."""
@@ -259,7 +288,7 @@ class Session:
             if not self._thread.has_stepped:  # the scaler found an overflow and skipped the step
                 self._ours(watch.measure, self._look_around(optimizer))
                 self._ours(watch.conclude, skipped=True)
-                self._losses.spend()
+                self._find_losses().spend()
             return result
         finally:
             self._thread.scaler = None
@@ -269,7 +298,7 @@ class Session:
 
         scaler = getattr(self._thread, "scaler", None)
         return Circumstances(
-            losses=tuple(self._losses.list()),
+            losses=tuple(self._find_losses().list()),
             loss_counts=len(self._watches) == 1,  # with several optimizers it is unknown whose loss it is
             has_many_ranks=count_ranks() > 1,
             carried_scale=getattr(optimizer, "grad_scale", None),

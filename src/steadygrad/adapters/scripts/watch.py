@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -119,6 +120,8 @@ class Watch:
         """
         self.optimizer, self._observe, self._terminal = optimizer, options.observe, terminal
         self._choose_folder, self.process = choose_folder, os.getpid()
+        self.thread = threading.get_ident()
+        """The thread whose backwards and clips are this optimizer's: where it was made, then where it steps."""
         self._list_optimizers = list_optimizers
         # Anything beyond skipping a step needs a loop that knows about it.
         self._config = dataclasses.replace(options.config, clip=None, on_nonfinite=Action.SKIP, policy=Policy.observe())
