@@ -108,7 +108,8 @@ def show_family(cases: list[Any]) -> list[str]:
     faulty = [case for case in cases if case["kind"]]
     named = f"{sum(case['named'] for case in faulty)} of {len(faulty)}"
     steps = show_steps([case["steps"] for case in faulty])
-    return [named, steps, f"{sum(bool(case['alarms']) for case in cases)} of {len(cases)}"]
+    healthy = [case["alarms"] for case in cases if case["alarms"] is not None]
+    return [named, steps, f"{sum(map(bool, healthy))} of {len(healthy)}"]
 
 
 def show_steps(steps: list[int | None]) -> str:

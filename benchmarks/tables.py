@@ -330,7 +330,10 @@ def summarise_silent(results: Results) -> list[Row]:
     cases, theirs = results["cases"].values(), results["traincheck"].values()
     faulty = [case for case in cases if case["kind"]]
     num_alarms = sum(bool(case["alarms"]) for case in cases)
-    ours = f"{sum(case['named'] for case in faulty)} of {len(faulty)}; {num_alarms} alarms on {len(cases)} healthy ones"
+    num_healthy = sum(case["alarms"] is not None for case in cases)
+    ours = (
+        f"{sum(case['named'] for case in faulty)} of {len(faulty)}; {num_alarms} alarms on {num_healthy} healthy ones"
+    )
     both = (
         f"of TrainCheck's {len(theirs)} errors, rebuilt, {sum(bool(one['kind']) for one in theirs)}; TrainCheck "
         f"reports {sum(one['traincheck'] for one in theirs)}, with invariants learnt from good runs"

@@ -161,7 +161,8 @@ def find(name: str, bug: bool) -> list[tuple[str, int]]:
     guard.flush()
     dist.barrier()
     found = [finding for finding in guard.findings if finding.severity.value != "info"]
-    return [(finding.kind, finding.noticed_at or 0) for finding in found]
+    assert all(finding.noticed_at is not None for finding in found)
+    return [(finding.kind, finding.noticed_at) for finding in found]
 
 
 def train(name: str, bug: bool) -> list[str]:

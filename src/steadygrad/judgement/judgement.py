@@ -142,6 +142,7 @@ class Judgement:
         if self._own is None:
             return []
         findings = [finding for fact in (*facts, reading) for finding in self._own.observe(fact)]
+        findings = [_note_when(finding, reading.step) for finding in findings]
         verdicts = [decide(finding, reading, self._config.on_nonfinite) for finding in findings]
         self.conclude([Event(f, v, tell_reflex(v.action, reading)) for f, v in zip(findings, verdicts)])
         return findings
