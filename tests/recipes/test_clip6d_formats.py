@@ -99,7 +99,7 @@ def test_what_cannot_be_used_is_named_with_file_and_row(tmp_path: Path) -> None:
     assert ("001.tar", "x", "it has no image") in [(one.file, one.row, one.reason) for one in left_out]
     assert any(one.row == "y" and "its .json cannot be read" in one.reason for one in left_out)
     (tmp_path / "002.tar").write_text(json.dumps({"no": "tar"}))
-    with pytest.raises(UsageError, match=r"002\.tar is no \.tar file"):
+    with pytest.raises(UsageError, match=r"002\.tar is not a \.tar file"):
         read_corpus(config, tmp_path)
 
 

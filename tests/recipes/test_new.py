@@ -59,7 +59,12 @@ def test_its_own_tests_pass(project: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("my-training", "Use letters, digits and _: my_training"), ("torch", "exists"), ("class", "cannot be the name")],
+    [
+        ("my-training", "Use letters, digits and _: my_training"),
+        ("torch", "exists"),
+        ("class", "train_class"),
+        ("3d", "train_3d"),
+    ],
 )
 def test_a_name_that_no_package_can_have_is_refused(
     name: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

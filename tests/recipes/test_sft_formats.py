@@ -72,7 +72,7 @@ def test_parquet_and_a_folder_of_datasets(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.json", "[1, 2]", r"a\.json: row 1: a JSON object is needed, found int"),
-        ("a.json", "{", r"a\.json is no JSON"),
+        ("a.json", "{", r"a\.json is not JSON"),
         ("a.csv", "x,y\n1,2\n", r"a\.csv:2: no `prompt` and `completion`.*it has x, y"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "?"}]}\n', r"a\.jsonl:1: a chat is a list of two"),
         (

@@ -53,6 +53,7 @@ def check_name(name: str) -> None:
     """Raise UsageError for a name that no Python package can have, or that another one has."""
     if not name.isidentifier() or keyword.iskeyword(name):
         wanted = "".join(c if c.isalnum() else "_" for c in name).strip("_") or NAME
+        wanted = wanted if wanted.isidentifier() and not keyword.iskeyword(wanted) else f"train_{wanted}"
         raise UsageError(f"{name!r} cannot be the name of a Python package. Use letters, digits and _: {wanted}.")
     if name in TAKEN or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise UsageError(f"{name!r} is the name of a package that exists, which it would hide. Choose another.")
