@@ -1,10 +1,11 @@
 """How long a report of a long run takes, how large it is, and how soon the live page shows something.
 
 The run is made up: a million steps of a falling, noisy loss with a few spikes, NaNs and skips, the norms of 150
-parameters every hundredth step, and 2,000 incidents. The targets are 5 s on two free cores, 1 MB, 2 s for the page's
-first paint and a frame of 17 ms while zooming, which are taken with Chromium where there is one. Then the live page
-lists 100 runs of 100,000 steps, of which ten are being written: how long the list takes, and what memory the server
-needs. CPU seconds are those of all processes: on a busy machine they say more than the clock.
+parameters every hundredth step, and incidents. The targets are 5 s on two free cores, 1 MB, 2 s for the page's first
+paint and a frame of 17 ms while zooming, which are taken with Chromium where there is one. Then the live page lists 100
+runs of 100,000 steps, of which ten are being written, for twelve viewers: how long the list takes, how long after a
+step was written its page has it, and what memory the server needs. CPU seconds are those of all processes: on a busy
+machine they say more than the clock.
 
     python benchmarks/report.py [--steps 1000000] [--folder DIR] [--quick]
 """
@@ -12,17 +13,22 @@ needs. CPU seconds are those of all processes: on a busy machine they say more t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import json
 import math
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,12 @@ from machine import describe_machine, write_results
 
 NUM_PARAMETERS = 150
 SPIKES = 40
+FIRST_BAD, BAD_EVERY = 17, 9973
+"""Steps whose loss is NaN."""
+GROWING = 10
+"""Runs that are written to while the live page is looked at."""
+NUM_ROUNDS = 30
+LAST_STEP = re.compile(rb'"chart:run0:last_step":(\d+)')
 
 
 def write_long_run(path: Path, num_steps: int) -> None:
@@ -47,8 +59,8 @@ def write_long_run(path: Path, num_steps: int) -> None:
                 rows = ",".join(f'"{name}":[{10 ** noise.gauss(-2, 0.3)!r},{noise.random()!r},0,0.0]' for name in names)
                 layers.write(f'{{"step":{step},"gradients":{{{rows}}}}}\n')
     with (path / "incidents.jsonl").open("w") as incidents:
-        for i in range(2000):
-            incidents.write(json.dumps(make_incident(i * num_steps // 2000)) + "\n")
+        for step in range(FIRST_BAD, num_steps, BAD_EVERY):
+            incidents.write(json.dumps(make_incident(step)) + "\n")
     (path / "train.log").touch()
 
 
@@ -56,7 +68,7 @@ def make_step(step: int, num_steps: int, noise: random.Random, *, spike: bool) -
     """One line of steps.jsonl."""
     loss = 2 + 8 * math.exp(-8 * step / num_steps) + noise.gauss(0, 0.1) + 5 * spike
     norm = 10 ** noise.gauss(-0.1, 0.2) * (50 if spike else 1)
-    bad = step % 9973 == 17
+    bad = step % BAD_EVERY == FIRST_BAD
     coefficient = 1.0 if bad else min(1.0, 1 / norm)
     rate = 3e-4 * (1 - step / num_steps)
     return (
@@ -69,7 +81,7 @@ def make_step(step: int, num_steps: int, noise: random.Random, *, spike: bool) -
 
 def make_incident(step: int) -> dict[str, Any]:
     """One line of incidents.jsonl."""
-    finding = {"kind": "nonfinite_loss", "severity": "error", "step": step, "message": "the loss is nan"}
+    finding = {"kind": "nonfinite_loss", "severity": "error", "step": step, "message": "the loss is NaN"}
     return {
         "step": step,
         "finding": {**finding, "advice": "Look for log(0).", "evidence": {"loss": "nan"}},
@@ -108,37 +120,46 @@ def time_first_paint(runs: Path, name: str) -> dict[str, float]:
         page = browser.new_page()
         start = time.perf_counter()
         page.goto(f"{address}/runs/{name}", wait_until="commit")
-        page.wait_for_selector("[data-chart='loss'] .plot > svg", timeout=60_000)
+        page.wait_for_selector("[data-chart='loss'] .plot > svg", timeout=300_000)
         first_points = time.perf_counter() - start
         paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000")
-        page.wait_for_selector("body[data-progress='1']", timeout=120_000)
+        page.wait_for_selector("body[data-progress='1']", timeout=600_000)
         whole = time.perf_counter() - start
         browser.close()
     return {"first_paint_seconds": paint, "first_points_seconds": first_points, "whole_run_seconds": whole}
 
 
-ZOOM = """() => new Promise((done) => {
+ZOOM_FRAMES = 60
+PREPARE = """() => {
+    const { spec } = document.querySelector("[data-chart='loss'] .plot").state;
+    const n = 1_000_000, x = new Float64Array(n), y = new Float64Array(n);
+    for (let i = 0; i < n; i++) {
+        x[i] = spec.range[1] * i / n; y[i] = 2 + Math.sin(i / 5e4) + ((i * 7919) % 1000) / 5000;
+    }
+    window.million = { ...spec.lines[0], series: Series.make(x, y) };
+}"""
+ZOOM = """(frames) => new Promise((done) => {
     const plot = document.querySelector("[data-chart='loss'] .plot");
     const { range } = plot.state.spec;
-    const n = 1_000_000, x = new Float64Array(n), y = new Float64Array(n);
-    for (let i = 0; i < n; i++) { x[i] = range[1] * i / n; y[i] = 2 + Math.sin(i / 5e4) + ((i * 7919) % 1000) / 5000; }
-    const line = { ...plot.state.spec.lines[0], series: Series.make(x, y) };
     const times = [];
     const frame = (i) => {
-        if (i === 60) { done(times.sort((a, b) => a - b)[30]); return; }
-        const start = performance.now(), by = (range[1] * i) / 150;
-        Chart.draw(plot, { ...plot.state.spec, lines: [line], range: [range[0] + by, range[1] - by] });
+        if (i === frames) { done(times.sort((a, b) => a - b)[frames >> 1]); return; }
+        const start = performance.now(), by = (range[1] * i) / (2.5 * frames);
+        Chart.draw(plot, { ...plot.state.spec, lines: [window.million], range: [range[0] + by, range[1] - by] });
         plot.getBoundingClientRect();
         times.push(performance.now() - start);
         requestAnimationFrame(() => frame(i + 1));
     };
     frame(0);
 })"""
-"""Draws a curve of a million points 60 times, each time a little closer; returns the median in milliseconds."""
+"""Draws a curve of a million points again and again, each time closer; returns the median in milliseconds."""
 
 
 def time_zoom(report: Path) -> dict[str, float]:
-    """Milliseconds to draw a million points once more while zooming; nothing without a browser."""
+    """Milliseconds to draw a million points once more while zooming; nothing without a browser.
+
+    By the clock, and of CPU on the page's main thread with everything that the browser does there for a frame.
+    """
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser_path is None:
         return {}
@@ -148,46 +169,113 @@ def time_zoom(report: Path) -> dict[str, float]:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         page.goto(report.as_uri())
-        page.wait_for_selector("[data-chart='loss'] .plot > svg", timeout=60_000)
-        median = page.evaluate(ZOOM)
+        page.wait_for_selector("[data-chart='loss'] .plot > svg", timeout=300_000)
+        page.evaluate(PREPARE)
+        watch = page.context.new_cdp_session(page)
+        watch.send("Performance.enable", {"timeDomain": "threadTicks"})
+        before = _read_busy_seconds(watch)
+        median = page.evaluate(ZOOM, ZOOM_FRAMES)
+        busy = _read_busy_seconds(watch) - before
         browser.close()
-    return {"zoom_frame_milliseconds": median}
+    return {"zoom_frame_milliseconds": median, "zoom_frame_cpu_milliseconds": 1000 * busy / ZOOM_FRAMES}
 
 
-def time_many_runs(folder: Path, num_runs: int, num_steps: int) -> dict[str, float]:
-    """Seconds until the live list of many runs is there, its median while ten of them grow, and the server's memory."""
-    first = folder / "many" / "run-000"
+def _read_busy_seconds(watch: Any) -> float:
+    """Seconds of CPU that the page's main thread has used."""
+    metrics = {one["name"]: one["value"] for one in watch.send("Performance.getMetrics")["metrics"]}
+    return float(metrics["TaskDuration"])
+
+
+def make_many_runs(folder: Path, num_runs: int, num_steps: int) -> Path:
+    """Write the runs: those that grow are files of their own, the others links to the first."""
+    many = folder / f"many-{num_runs}-{num_steps}"
+    first = many / "run-000"
     if not first.exists():
         write_long_run(first, num_steps)
     for i in range(1, num_runs):
-        run = folder / "many" / f"run-{i:03d}"
+        run = many / f"run-{i:03d}"
         if not run.exists():
             run.mkdir()
             for path in first.iterdir():
-                (run / path.name).symlink_to(path) if i >= 10 else shutil.copy(path, run / path.name)
-    command = [sys.executable, "-m", "steadygrad", "view", str(folder / "many"), "--port", "0"]
+                shutil.copy(path, run / path.name) if i < GROWING else (run / path.name).symlink_to(path)
+    return many
+
+
+class Viewer(threading.Thread):
+    """Someone who has a page open: reads its stream of events, and notes when each step of a run arrived."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self._answer = urllib.request.urlopen(address)
+        self.arrived: dict[int, float] = {}
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):  # the server has ended
+            for line in self._answer:
+                if (found := LAST_STEP.search(line)) is not None:
+                    self.arrived.setdefault(int(found[1]), time.perf_counter())
+
+
+def time_many_runs(folder: Path, num_runs: int, num_steps: int) -> dict[str, float]:
+    """Latency and memory of the live page while ten of many runs are written to and twelve viewers look on."""
+    many = make_many_runs(folder, num_runs, num_steps)
+    command = [sys.executable, "-m", "steadygrad", "view", str(many), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     address = server.stdout.readline().split()[1]
     try:
-        times = []
+        results = {"list_first_seconds": _time_list(address, num_runs)}
+        viewers = [Viewer(f"{address}/events/run-{n:03d}") for n in range(4)]
+        viewers += [Viewer(f"{address}/events") for _ in range(8)]
+        next_step = _read_last_step(many / "run-000") + 1  # a folder that is used again has grown
+        _wait_for(lambda: all(next_step - 1 in viewer.arrived for viewer in viewers[:4]), seconds=600)
+        lists, updates = [], []
         noise = random.Random(1)
-        for i in range(20):
-            for n in range(10):
-                with (folder / "many" / f"run-{n:03d}" / "steps.jsonl").open("a") as steps:
-                    steps.write(make_step(num_steps + i, num_steps * 2, noise, spike=False))
-            start = time.perf_counter()
-            with urllib.request.urlopen(address) as answer:
-                assert answer.read().count(b"<tr>") == num_runs + 1
-            times.append(time.perf_counter() - start)
+        for step in range(next_step, next_step + NUM_ROUNDS):
+            line = make_step(step, num_steps * 2, noise, spike=False)
+            for n in range(GROWING):
+                with (many / f"run-{n:03d}" / "steps.jsonl").open("a") as steps:
+                    steps.write(line)
+            written = time.perf_counter()
+            lists.append(_time_list(address, num_runs))
+            _wait_for(lambda step=step: step in viewers[0].arrived)
+            updates.append(viewers[0].arrived[step] - written)
+        start = time.perf_counter()
         with urllib.request.urlopen(f"{address}/compare?" + "&".join(f"run=run-{n:03d}" for n in range(10))) as answer:
             answer.read()
+        results["compare_ten_seconds"] = time.perf_counter() - start
         status = Path(f"/proc/{server.pid}/status").read_text()
     finally:
         server.terminate()
         server.wait()
-    megabytes = int(status.split("VmHWM:")[1].split()[0]) / 1000
-    return {"list_seconds": times[0], "list_median_seconds": statistics.median(times), "server_megabytes": megabytes}
+    return results | {
+        "list_median_seconds": statistics.median(lists),
+        "list_worst_seconds": max(lists),
+        "update_median_seconds": statistics.median(updates),
+        "update_worst_seconds": max(updates),
+        "server_megabytes": int(status.split("VmHWM:")[1].split()[0]) / 1000,
+    }
+
+
+def _read_last_step(run: Path) -> int:
+    with (run / "steps.jsonl").open("rb") as steps:
+        steps.seek(-2000, os.SEEK_END)
+        return int(json.loads(steps.readlines()[-1])["step"])
+
+
+def _time_list(address: str, num_runs: int) -> float:
+    start = time.perf_counter()
+    with urllib.request.urlopen(address) as answer:
+        assert answer.read().count(b"<tr>") == num_runs + 1
+    return time.perf_counter() - start
+
+
+def _wait_for(holds: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.perf_counter() + seconds
+    while not holds():
+        assert time.perf_counter() < deadline, "the live page did not show a step within two minutes"
+        time.sleep(0.01)
 
 
 def main() -> None:
