@@ -1,10 +1,11 @@
 """Which programs does `steadygrad run` guard, and at what price? Real programs, unedited, each run four times.
 
 Plainly and guarded, healthy: equal bits means that the weights of all optimizers are the same at the end, to the bit;
-the cost is the CPU time of the mean step, guarded over plain. Then both again with a NaN in the output of the first
-layer at one call: plainly the weights end as NaN; the fault is survived if the guarded ones are finite, and the line is
-named if the diagnosis gives the very line that made the NaN. Programs of public repositories are found in a folder that
-holds clones of them; a program whose package or clone is missing is left out. `--program` adds one of yours.
+the cost is the CPU time of the mean step, guarded over plain, where a difference of a tenth is noise. Then both again
+with a NaN in the output of the first layer at one call: plainly the weights end as NaN ("plain too" where they do not,
+since the program skips such a step or stops by itself); the fault is survived if the guarded ones are finite, and the
+line is named if the diagnosis gives the very line that made the NaN. Programs of public repositories are found in a
+folder that holds clones of them; one whose package or clone is missing is left out. `--program` adds one of yours.
 
     python benchmarks/any_script.py [--repositories FOLDER] [--quick] [--only NAME] [--program "NAME = script.py ..."]
 """

@@ -177,7 +177,8 @@ def render_any_script(results: Results) -> str:
             told["started"] or "python",
             *(show_answer(told[key]) for key in ("guarded", "equal_bits")),
             f"{told['plain_ms']:.2f} → {told['guarded_ms']:.2f} ms" if "cost" in told else "",
-            *(show_answer(told[key]) for key in ("survived", "line_named")),
+            show_answer(told["survived"]) if told["plain_dies"] else "plain too",
+            show_answer(told["line_named"]),
         ]
         for name, told in results.items()
     ]
