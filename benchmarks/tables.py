@@ -405,5 +405,10 @@ def find_command(name: str, results: Results) -> str:
         return f"python benchmarks/{program}.py --device {device}"
     if name == "scan":
         return f"python benchmarks/scan.py --gib {next(iter(results)).split()[0]}"
-    special = {"distributed_cpu": "distributed.py", "peers": "peers/environment.py", "forecast": "forecast/compare.py"}
+    special = {
+        "distributed_cpu": "distributed.py",
+        "peers": "peers/environment.py",
+        "forecast": "forecast/compare.py",
+        "report_live": "report.py --live",
+    }
     return f"python benchmarks/{special.get(name, f'{name}.py')}"
