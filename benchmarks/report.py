@@ -7,7 +7,7 @@ runs of 100,000 steps, of which ten are being written, for twelve viewers: how l
 step was written its page has it, and what memory the server needs. CPU seconds are those of all processes: on a busy
 machine they say more than the clock.
 
-    python benchmarks/report.py [--steps 1000000] [--folder DIR] [--quick]
+    python benchmarks/report.py [--steps 1000000] [--folder DIR] [--quick] [--live]
 """
 
 from __future__ import annotations
@@ -279,29 +279,36 @@ def _wait_for(holds: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def main() -> None:
-    """Write the run, measure, print, and keep the numbers."""
+    """Write the runs, measure, print, and keep the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="where the made-up run is kept; made when it is not there")
+    parser.add_argument("--folder", type=Path, help="where the made-up runs are kept; made when they are not there")
     parser.add_argument("--quick", action="store_true", help="20,000 steps and no browser; nothing is written")
+    parser.add_argument("--live", action="store_true", help="only zooming and the live page with many runs")
     arguments = parser.parse_args()
-    arguments.steps = 20_000 if arguments.quick else arguments.steps
+    num_steps = 20_000 if arguments.quick else arguments.steps
     with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.folder or Path(scratch)
-        run = folder / f"long-{arguments.steps}"
-        if not run.exists():
-            write_long_run(run, arguments.steps)
-        report = Path(scratch) / "report.html"
-        results = time_report(run, report)
+        folder, report = arguments.folder or Path(scratch), Path(scratch) / "report.html"
+        if not arguments.live:
+            run = folder / f"long-{num_steps}"
+            if not run.exists():
+                write_long_run(run, num_steps)
+            results = time_report(run, report) | ({} if arguments.quick else time_first_paint(folder, run.name))
+            keep("report", results | {"num_steps": num_steps}, quick=arguments.quick)
         if not arguments.quick:
-            results |= time_zoom(report)
-            results |= time_first_paint(folder, run.name)
-            results |= time_many_runs(folder, 100, 100_000)
-    results |= {"num_steps": arguments.steps, "load_average": os.getloadavg()[0]}
-    for name, value in results.items():
-        print(f"{name:<22} {value:.4g}")
+            num_runs, num_steps = 100, 100_000
+            time_report(make_many_runs(folder, num_runs, num_steps) / "run-000", report)
+            results = time_zoom(report) | time_many_runs(folder, num_runs, num_steps)
+            keep("report_live", results | {"num_runs": num_runs, "num_steps": num_steps}, quick=False)
     print(describe_machine())
-    print("written:", write_results("report", results, quick=arguments.quick))
+
+
+def keep(name: str, results: dict[str, float], *, quick: bool) -> None:
+    """Print the numbers and write them, with how busy the machine was."""
+    results |= {"load_average": os.getloadavg()[0]}
+    for key, value in results.items():
+        print(f"{key:<27} {value:.4g}")
+    print("written:", write_results(name, results, quick=quick))
 
 
 if __name__ == "__main__":

@@ -457,7 +457,7 @@ SECTIONS: dict[str, tuple[str, dict[str, Render]]] = {
     "The multiway loss": ("multiway.py", {"multiway_cuda": render_multiway}),
     "The recipes at a real size": ("recipes_gpu.py", {"recipes_gpu": render_recipes}),
     "Two ranks": ("distributed.py", {"distributed_cpu": render_distributed}),
-    "Reports": ("report.py", {"report": render_facts}),
+    "Reports": ("report.py", {"report": render_facts, "report_live": render_facts}),
 }
 """Title: the program, and its results files with what renders each."""
 UNPUBLISHED = {
