@@ -104,7 +104,7 @@ def run(bare: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[s
     hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     return subprocess.run(
-        [str(bare), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300
+        [str(bare), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
 
 
