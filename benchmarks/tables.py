@@ -135,20 +135,15 @@ def summarise_whole_step(results: Results) -> list[Row]:
 def summarise_long_run(results: Results) -> list[Row]:
     """Means of whole runs, with every look, snapshot and record in them."""
     on_cpu = any(RUN in one["ways"] for one in results.values())
-    ways = (EVERYTHING, "clip_grad_norm_", RUN)
-    ours, stock, run = (
-        "; ".join(_show_long(name, one, way, on_cpu=on_cpu) for name, one in results.items() if way in one["ways"])
-        for way in ways
-    )
-    what = "on the CPU, more than the plain one" if on_cpu else "on a GPU, against the plain one"
-    title = f"A step on average over a whole run, {what} (defaults, run directory, first snapshot)"
-    return [(title, ours, f"clip_grad_norm_ {stock}" + (f"; `steadygrad run` {run}" if run else ""))]
+    what = "CPU, more than plain" if on_cpu else "GPU, against plain"
+    names = ", ".join(name.split(",")[0] for name in results)
+    ours, stock = (_show_means(results, way, on_cpu=on_cpu) for way in (EVERYTHING, "clip_grad_norm_"))
+    return [(f"Mean step of a whole run ({what}: {names})", ours, f"clip_grad_norm_ {stock}")]
 
 
-def _show_long(name: str, one: Results, way: str, *, on_cpu: bool) -> str:
-    found = one["ways"][way]
-    ratio = f"{found['mean_ratio']:.2f}x"
-    return f"{name} {found['more_ms']:+.2f} ms ({ratio})" if on_cpu else f"{name} {ratio}"
+def _show_means(results: Results, way: str, *, on_cpu: bool) -> str:
+    means = [one["ways"][way] for one in results.values()]
+    return ", ".join(f"{one['more_ms']:+.2f} ms" if on_cpu else f"{one['mean_ratio']:.2f}x" for one in means)
 
 
 def render_long_run(results: Results) -> str:

@@ -207,7 +207,7 @@ class GradientHealthMonitor:
         measurement = self._meter.measure(scale=_scale_of(scaler))
         if measurement is None:
             return _NO_GRADIENT
-        numbers = measurement.take_to_host(Transfer(slots=1))
+        numbers = Transfer(slots=1).send(measurement.packed).wait()
         return measurement.read(numbers, StepContext(step=self.num_checks), skipped=False)
 
     def _judge(self, reading: Reading) -> GradientHealth:
