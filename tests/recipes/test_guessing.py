@@ -58,16 +58,17 @@ class Regression(Trainer):
         return sum(float(y.square().mean()) for _, y in val_loader)
 
 
-def train_regression(run_dir: Path, rate: float, *, broken: bool = False) -> list[str]:
+def train_regression(run_dir: Path, rate: float, *, broken: bool = False, epochs: int = 2) -> list[str]:
     torch.manual_seed(0)
     x = torch.randn(64, 1)
     batches = list(zip(x.split(8), (2 * x).split(8), strict=True))
     model = nn.Linear(1, 1)
     nn.init.zeros_(model.weight)
     lines: list[str] = []
-    config = TrainerConfig(epochs=2, device="cpu", learning_rate=rate)
+    config = TrainerConfig(epochs=epochs, device="cpu", learning_rate=rate)
     trainer = Regression(model, config, loss_fn=nn.functional.mse_loss, run_dir=run_dir, tell=lines.append)
     trainer.broken = broken
+    trainer.resume()
     trainer.train(batches, batches[:2])
     return lines
 
@@ -76,8 +77,18 @@ def test_a_trainer_that_learned_nothing_says_so_once(tmp_path: Path) -> None:
     lines = train_regression(tmp_path, 1e-9)
 
     assert kinds(tmp_path)[GUESSING] == 1
-    assert word(tmp_path) != "Healthy"
+    verdict = judge_run(open_run(tmp_path).read_all())
+    assert verdict.word == "Unwell"
+    assert "and a guess without looking at the input gets" in verdict.text
     assert not [line for line in lines if "guess" in line]  # the guard has printed it
+
+
+def test_a_run_that_learns_after_all_is_not_reproached_for_its_past(tmp_path: Path) -> None:
+    train_regression(tmp_path, 1e-9)
+    train_regression(tmp_path, 0.3, epochs=4)
+
+    assert kinds(tmp_path)[GUESSING] == 1
+    assert word(tmp_path) != "Unwell"
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["whole", "one validation is NaN"])
@@ -127,7 +138,7 @@ def test_a_clip6d_run_that_learned_nothing_is_not_called_healthy(tmp_path: Path,
 
     assert (GUESSING in kinds(tmp_path)) is not stable
     if not stable:
-        assert word(tmp_path) != "Healthy"
+        assert word(tmp_path) == "Unwell"
 
 
 def test_the_guess_of_sft_knows_places_and_not_prompts() -> None:
@@ -149,7 +160,7 @@ def test_an_sft_run_that_learned_nothing_is_not_called_healthy(tmp_path: Path, r
     assert (GUESSING in kinds(tmp_path)) is (rate == 1e-9)
     assert {"loss", "grad_norm", "learning_rate", "epoch", "seconds_left"} <= console.log[0].keys()
     if rate == 1e-9:
-        assert word(tmp_path) != "Healthy"
+        assert word(tmp_path) == "Unwell"
 
 
 def test_the_guess_of_cod_is_the_best_answer_that_is_the_same_everywhere() -> None:

@@ -21,6 +21,8 @@ from steadygrad.words import spell_count, spell_number, spell_seconds, spell_sha
 
 MANY = 0.05
 """From this share of skipped steps, a run is unwell: one that leaves out a twentieth of its data hides a defect."""
+GUESSING = "no_better_than_guessing"
+"""Kind of the finding that a run has learned nothing, made at its last step."""
 LOST = 10
 """Number of consecutive non-finite losses at the end; as many make the policy roll back."""
 
@@ -72,8 +74,9 @@ def _judge_health(run: RunReader) -> Headline:
     told = skipped if steps.num_steps else "No step was written"
     num_rollbacks = incidents.num_actions("rollback")
     back = f", {spell_count(num_rollbacks, 'rollback')}" if num_rollbacks else ""
-    text = f"{told}{back}, {spell_count(serious, 'incident')}.{_tell_loss(run)}{_tell_cause(run)}"
-    if steps.num_skipped > MANY * steps.num_steps or _loss_rose(run):
+    guess = _tell_guess(run)
+    text = f"{told}{back}, {spell_count(serious, 'incident')}.{_tell_loss(run)}{guess}{_tell_cause(run)}"
+    if guess or steps.num_skipped > MANY * steps.num_steps or _loss_rose(run):
         return Headline(tone=Tone.BAD, word="Unwell", text=text)
     return Headline(tone=Tone.WARNING, word="Survived", text=text)
 
@@ -144,6 +147,14 @@ def _tell_loss(run: RunReader) -> str:
         return f" The loss stayed at {spell_number(first)}."
     way = "fell" if last < first else "rose"
     return f" The loss {way} from {spell_number(first)} to {spell_number(last)}."
+
+
+def _tell_guess(run: RunReader) -> str:
+    """Return what the run has not learned; nothing if it went on after that was found."""
+    found = run.incidents.kinds.get(GUESSING)
+    if found is None or found.last_step < run.steps.last_step:
+        return ""
+    return f" But {look((found.last or found.first)[-1], 'finding', 'message')}."
 
 
 def _loss_rose(run: RunReader) -> bool:
