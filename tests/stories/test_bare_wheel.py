@@ -120,7 +120,7 @@ def test_the_readme_runs(bare: Path, tmp_path: Path) -> None:
     (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
     ran = run(bare, "readme.py", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert "born by aten.div" in ran.stdout
+    assert "born in aten.div" in ran.stdout
     assert list((tmp_path / "runs" / "first" / "batches").iterdir()), "the bad batch is kept"
 
 

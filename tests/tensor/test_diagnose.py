@@ -302,7 +302,7 @@ def test_the_text_has_everything_that_a_person_needs() -> None:
     cause = diagnose(step, bad_batch())
 
     lines = str(cause).splitlines()
-    assert lines[0] == "NaN gradient, born in backward of aten.sqrt"
+    assert lines[0] == "NaN gradient, born in the backward of aten.sqrt"
     told = {line[2:10].strip(): line[11:] for line in lines[1:]}
     assert told["line"].startswith("test_diagnose.py:")
     assert told["line"].endswith("   return torch.sqrt(length).mean()")

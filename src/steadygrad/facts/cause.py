@@ -91,14 +91,8 @@ class Cause:
             return f"{step}{rank}{what}, already in the {self.phase} {self.name}"
         if self.op is None:
             return f"{step}{rank}{what}"
-        where = (
-            f"in {self.phase} of"
-            if self.phase == "backward"
-            else "in the optimizer's"
-            if self.phase == "optimizer"
-            else "by"
-        )
-        return f"{step}{rank}{what}, born {where} {self.op}"
+        where = {"backward": "the backward of ", "optimizer": "the optimizer's "}.get(self.phase, "")
+        return f"{step}{rank}{what}, born in {where}{self.op}"
 
     def _spell_line(self) -> str | None:
         if self.file is None:
