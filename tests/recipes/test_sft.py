@@ -83,7 +83,8 @@ def test_it_learns_far_more_than_the_commonest_answer(learned: tuple[Path, str])
 
 
 def test_every_line_of_the_log_has_a_positive_loss_and_a_finite_norm(learned: tuple[Path, str]) -> None:
-    line = re.compile(r"^\{'loss': (\S+), 'grad_norm': (\S+), 'learning_rate': (\S+), 'epoch': (\S+)\}$", re.MULTILINE)
+    numbers = ", ".join(rf"'{name}': (\S+)" for name in ("loss", "grad_norm", "learning_rate", "epoch"))
+    line = re.compile(rf"^\{{{numbers}, 'seconds_left': \d+\}}$", re.MULTILINE)
     found = [tuple(map(float, match)) for match in line.findall(learned[1])]
     assert len(found) == 20
     assert all(loss > 0 and math.isfinite(norm) for loss, norm, _, _ in found)

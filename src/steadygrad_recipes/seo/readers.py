@@ -136,7 +136,7 @@ def _read_lines(table: Path) -> Iterator[tuple[str, Any]]:
     reader = readers.get(table.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"{table} ends in {table.suffix!r}, which is no table of pages. Use .csv or .jsonl, or a folder."
+            f"{table} ends in {table.suffix!r}, which is not a table of pages. Use .csv or .jsonl, or a folder."
         )
     yield from reader(table)
 
