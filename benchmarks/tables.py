@@ -27,7 +27,7 @@ Row = tuple[str, str, str]
 
 
 def render_headline(results: Path = RESULTS) -> str:
-    """The README's table: seven claims at most, means where a cost is meant."""
+    """The README's table: six claims at most, means where a cost is meant."""
     rows = []
     for names in HEADLINE:
         told = [(name, found) for name in names if (found := read(results, name)) is not None]
@@ -372,7 +372,7 @@ SUMMARIES: dict[str, Callable[[Results], list[Row]]] = {
 }
 
 
-HEADLINE = (("long_run_cuda", "long_run_cpu"), ("harm",), ("zoo",), ("silent",), ("peers",), ("rescue",), ("crash",))
+HEADLINE = (("long_run_cuda", "long_run_cpu"), ("harm",), ("zoo",), ("silent",), ("rescue",), ("crash",))
 """For each claim of the README the files that can show it, the better one first."""
 
 
