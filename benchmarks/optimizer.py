@@ -3,11 +3,12 @@
 Plain, with a `grad_scale` (what clipping and a loss scale need), and in bfloat16, rounded to the nearest and at random.
 The floor is the bytes that must move over the memory bandwidth of the device. Milliseconds of device time.
 
-    python benchmarks/optimizer.py
+    python benchmarks/optimizer.py [--quick]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -75,10 +76,14 @@ def measure(name: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the smaller model alone; nothing is written")
+    quick = parser.parse_args().quick
     if not torch.cuda.is_available():
         raise SystemExit("This compares CUDA kernels: run it on a machine with a GPU.")
-    results = [measure(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in SIZES]
-    write_results("optimizer_cuda", results)
+    names = list(SIZES)[:1] if quick else list(SIZES)
+    results = [measure(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in names]
+    write_results("optimizer_cuda", results, quick=quick)
 
 
 if __name__ == "__main__":
