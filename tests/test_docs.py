@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-WITHOUT_CODE = ("docs/api/", "docs/recipes/")
+WITHOUT_CODE = ("docs/api/", "docs/recipes/", "docs/screenshots.md")
 """Pages that may have none: what they show comes from docstrings, or is typed at a prompt."""
 NEEDS = {"docs/deepspeed.md": "deepspeed"}
 """Pages whose code needs a library that is not installed everywhere."""
@@ -34,7 +36,17 @@ def find_blocks(text: str) -> list[str]:
     return ["\n" * text.count("\n", 0, match.start(2)) + textwrap.dedent(match[2]) for match in found]
 
 
+@pytest.fixture
+def _same_log_level() -> Iterator[None]:
+    """A page may show how to quiet the log; the next test must hear it again."""
+    logger = logging.getLogger("steadygrad")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
 @pages
+@pytest.mark.usefixtures("_same_log_level")
 def test_every_python_block_runs_and_prints_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -296,7 +296,9 @@ def forget_the_start_on_one_rank(kind: str) -> dict[str, Any]:
 
     def run(number: int) -> None:
         if number == HARM and dist.get_rank() == 1:
-            loop.guard._rollback.snapshots.initial = None  # as where a shard's host memory was needed for newer ones
+            loop.guard._rollback.snapshots._ring.initial = (
+                None  # as where a shard's host memory was needed for newer ones
+            )
         loop.guard.step(loop.loss, *loop.make_batch(number))
 
     return loop.train(run)

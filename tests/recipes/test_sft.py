@@ -367,7 +367,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(
     with contextlib.redirect_stdout(printed):
         assert main(["train", "sft", "--run-dir", str(run_dir), "--resume", "latest"]) == 0
 
-    assert f"Goes on from {run_dir / 'checkpoints' / told}." in printed.getvalue()
+    assert f"Resuming from {run_dir / 'checkpoints' / told}." in printed.getvalue()
     assert ("is passed over: it was never finished." in printed.getvalue()) == (at_save > 0)
     assert_same_weights(run_dir, uninterrupted)
 

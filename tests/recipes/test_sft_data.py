@@ -92,7 +92,7 @@ def test_a_prompt_may_be_messages_and_a_completion_one_message() -> None:
 
 
 BAD = {
-    b"{": "no JSON",
+    b"{": "not JSON",
     b"[1]": "a JSON object is needed, found list",
     b'{"prompt": "a"}': "no `completion`; it has prompt",
     b'{"question": "a"}': "no `prompt` and `completion`, `messages`, ",

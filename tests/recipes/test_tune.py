@@ -431,7 +431,7 @@ def test_wrong_input_is_told_with_where_and_what_to_do(
         (["clip6d"], ("Lightning runs its loop", "script.py:function")),
         (["seo", "--search", "lr,momentum"], ("momentum", "Use some of: lr,warmup")),
         (["seo", "--quick", "--search", "betas"], ("betas", "Leave it out")),
-        (["seo", "--set", "learning_rte=1"], ("no field of the recipe seo", "Did you mean --learning-rate?")),
+        (["seo", "--set", "learning_rte=1"], ("is not a field of the recipe seo", "Did you mean --learning-rate?")),
         (["seo", "--set", "epochs"], ("--set got 'epochs'", "Write --set FIELD=VALUE")),
         ([f"{script}:make", "--quick"], ("are for recipes", "Set it up inside")),
         ([f"{script}:make", "--steps", "3"], ("at least 12", "got 3")),

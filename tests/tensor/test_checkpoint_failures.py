@@ -174,7 +174,9 @@ def test_a_vanished_run_directory_is_made_again_and_reported(tmp_path: Path) -> 
     assert kinds.count("run_directory_lost") == 1
     assert [info.step for info in guard.checkpoints.list()] == [2, 3, 4]
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
-    assert steps == [2, 3, 4, 5]
+    assert steps == [1, 2, 3, 4, 5], (
+        "step 0 was on the disk that is gone; lines held back since are written to the new one"
+    )
 
 
 def test_a_folder_is_not_made_again_where_its_disk_was_unmounted(tmp_path: Path) -> None:

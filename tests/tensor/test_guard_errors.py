@@ -361,7 +361,7 @@ def test_a_closed_guard_refuses_to_go_on(call: Any) -> None:
     before = snapshot(model, optimizer)
     with pytest.raises(UsageError) as caught:
         call(guard, model)
-    assert_told(caught.value, "this guard is closed", "Make a new one")
+    assert_told(caught.value, "this guard is closed", "Create a new one")
     assert_same(before, snapshot(model, optimizer))
 
 
@@ -380,13 +380,13 @@ def test_a_closed_guard_still_answers_and_can_be_closed_again() -> None:
 
 def test_a_state_of_an_unknown_version_is_refused() -> None:
     _, _, guard = make_guard()
-    with pytest.raises(UsageError, match=r"known here: version 99"):
+    with pytest.raises(UsageError, match=r"this version knows: version 99"):
         guard.load_state_dict({**guard.state_dict(), "version": 99})
 
 
 def test_what_is_no_state_or_no_number_is_refused_by_name() -> None:
     _, _, guard = make_guard()
-    with pytest.raises(UsageError, match=r"known here: int"):
+    with pytest.raises(UsageError, match=r"this version knows: int"):
         guard.load_state_dict(3)  # type: ignore[arg-type]
     for loss in ("x", None, torch.zeros(2)):
         with pytest.raises(UsageError, match=r"guard.validate\(loss\) was given"):

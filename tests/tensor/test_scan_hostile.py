@@ -179,9 +179,9 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         (struct.pack("<Q", 1 << 62) + b"{}", "header claims"),
         (struct.pack("<Q", 99_000_000) + b"{}", "header claims"),
-        (header(b"{not json"), "no JSON"),
-        (header(b"[" * 100_000), "no JSON"),
-        (header([1, 2]), "no JSON object"),
+        (header(b"{not json"), "not JSON"),
+        (header(b"[" * 100_000), "not JSON"),
+        (header([1, 2]), "not a JSON object"),
         (header({"a": 3}), "no dtype, shape or place"),
         (header({"a": {**GOOD, "shape": [-2]}}, bytes(8)), "no dtype, shape or place"),
         (header({"a": {**GOOD, "shape": [True]}}, bytes(8)), "no dtype, shape or place"),
@@ -315,7 +315,7 @@ def test_a_folder_linked_into_itself_is_searched_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in its file system")
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"no plain file"):
+    with pytest.raises(CheckpointError, match=r"is not a regular file"):
         scan_checkpoint(tmp_path / "x.pt")
 
 

@@ -113,7 +113,9 @@ class ClearedGradient(CallRule):
 
     def describe(self, scan: CallScan) -> str:
         """Compare the norm that backward left with the one at the step; see whether microbatches were added up."""
-        if _is_accumulated(scan) and scan.num_cleared == scan.num_backwards - 1:
+        # A program may take each microbatch's gradients aside and combine them: then the step gets more than the last.
+        is_last = _are_same(scan.norm_at_step, scan.norm_after_backward, scan.scale)
+        if _is_accumulated(scan) and scan.num_cleared == scan.num_backwards - 1 and is_last:
             return (
                 f"the loss is divided by {scan.num_backwards}, the number of microbatches{at(scan.where_backward)}, "
                 "and the gradients are cleared between them: only the last one counts"
@@ -150,6 +152,6 @@ def _is_accumulated(scan: CallScan) -> bool:
     return num > 1 and all(float(num) in divisors for divisors in scan.divisors)
 
 
-def _are_same(one: float | None, other: float | None, factor: int = 1) -> bool:
+def _are_same(one: float | None, other: float | None, factor: float = 1.0) -> bool:
     """Return whether the first norm is the second one, divided by `factor`."""
     return one is not None and other is not None and other > 0 and abs(factor * one - other) <= SAME * other

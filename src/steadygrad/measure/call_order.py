@@ -60,7 +60,7 @@ class CallOrderWatch:
     def __init__(self, parameters: Sequence[Tensor], *, transfer: Transfer, see_loss: Callable[[Tensor], None]) -> None:
         """`see_loss` is called with each loss, while its graph is there."""
         self._parameters, self._own = parameters, {id(p) for p in parameters}
-        self._smallest = sorted(parameters, key=Tensor.numel)[:NUM_KEPT]
+        self._smallest = sorted(parameters, key=lambda p: p.numel())[:NUM_KEPT]
         self._transfer, self._see_loss = transfer, see_loss
         self._num_averaging, self._steps_left = 0, 0
         self._start_step()

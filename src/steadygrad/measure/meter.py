@@ -117,9 +117,11 @@ class Meter:
         if not plan.is_small:
             return None
         grads: list[Tensor] = []
-        for parameter in plan.parameters:
+        for parameter, numel in zip(plan.parameters, plan.numels):
             gradient = parameter.grad
             if type(gradient) is not Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
+                return None
+            if gradient.dtype is not torch.float32 or gradient.numel() != numel:  # resized: the plan is out of date
                 return None
             grads.append(gradient)
         cells = foreach.measure_together(grads, plan.starts)

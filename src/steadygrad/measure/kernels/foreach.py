@@ -62,14 +62,12 @@ def measure_on_host(gradient: Tensor) -> tuple[float, ...]:
 def measure_together(gradients: list[Tensor], starts: np.ndarray) -> list[float] | None:
     """Return the cells of small gradients in host memory, a row each, in four passes over all of them at once.
 
-    They must be strided, and none of them empty; `starts` says where each begins when they lie end to end. For a
+    They must be strided, fp32, and none of them empty; `starts` says where each begins when they lie end to end. For a
     handful of small tensors a torch operation costs more than its work, and a numpy one a fifth of that. Return None if
-    they are not fp32, or some number is not ordinary: the caller then measures one gradient after another.
+    some number is not ordinary: the caller then measures one gradient after another.
     """
-    together = torch._C._nn.flatten_dense_tensors(gradients)
-    if together.dtype is not torch.float32:
-        return None
-    flat = together.numpy()  # [sum of sizes]; a copy, but of a single gradient the gradient itself: never write into it
+    # [sum of sizes]; a copy, but of a single gradient the gradient itself: never write into it
+    flat = torch._C._nn.flatten_dense_tensors(gradients).detach().numpy()
     with np.errstate(all="ignore"):  # a program may have made numpy raise
         squares = np.add.reduceat(flat * flat, starts).tolist()
     zeros = np.add.reduceat((flat == 0).astype(np.float32), starts).tolist()  # exact up to 2**24 elements
