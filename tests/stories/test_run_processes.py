@@ -26,7 +26,7 @@ def train(number=0):
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
-    print("finite:", bool(model.weight.isfinite().all()), flush=True)
+    print(f"finite: {bool(model.weight.isfinite().all())}\\n", end="", flush=True)
 """
 STARTED = {
     "subprocess": "import subprocess, sys\nsubprocess.run([sys.executable, 'train.py'], check=True)\n",
@@ -147,7 +147,7 @@ for step in range(8):
     (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-print("weights", model.weight.data.tolist(), flush=True)
+print(f"weights {model.weight.data.tolist()}\\n", end="", flush=True)  # at once: the ranks share one pipe
 del optimizer
 gc.collect()  # its record is complete now
 dist.barrier()
@@ -198,7 +198,7 @@ mesh = init_device_mesh("cpu", (2,))
 expected = train(-1, 5, lambda optimizer: type(optimizer).step.__wrapped__(optimizer))  # past the guard
 gc.collect()
 guarded = train(5, -1, lambda optimizer: optimizer.step())
-print("equal:", all(map(torch.equal, expected, guarded)), flush=True)
+print(f"equal: {all(map(torch.equal, expected, guarded))}\\n", end="", flush=True)
 gc.collect()  # the record is complete now
 dist.barrier()
 dist.destroy_process_group()
