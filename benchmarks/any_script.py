@@ -7,6 +7,9 @@ since the program skips such a step or stops by itself); the fault is survived i
 line is named if the diagnosis gives the very line that made the NaN. Programs of public repositories are found in a
 folder that holds clones of them; one whose package or clone is missing is left out. `--program` adds one of yours.
 
+The rows shown were measured at different times, with `--only`, on a machine busy with other work, twelve of them with
+an earlier version: equal bits and survival are what they show, the costs are rough.
+
     python benchmarks/any_script.py [--repositories FOLDER] [--quick] [--only NAME] [--program "NAME = script.py ..."]
 """
 

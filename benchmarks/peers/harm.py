@@ -5,6 +5,10 @@ changed: the last weights are not the plain run's to the bit; clipping does that
 came to what it was written to show, such as a reward that rises or a loss that falls. Warned: it said that something is
 wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms. What
 a Guard does to the same runs is measured by benchmarks/harm.py.
+
+The peers' rows shown are from every eighth scenario (`--every 8`, 19 of them). The Guard's row is from the 145 runs of
+benchmarks/harm.py without a clip, measured with an earlier version, so the rows do not compare like with like.
+
 TrainCheck is not among them: it acts on nothing, and needs a trace of a good run of the same program to begin with.
 
     python benchmarks/peers/environment.py --harm
