@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +180,23 @@ def test_ranks_whose_steps_have_different_forms_train_on_together() -> None:
     assert [result["skipped"] for result in results] == [1, 1]
     weights = [{n: t for n, t in result["state"].items() if "running" not in n} for result in results]
     assert_same(*weights)
+
+
+def find_watched_model(run_dir: Path) -> bool:
+    """Whether the thread that watches the ranks of a guarded model holds on to it."""
+    training = Training(run_dir=run_dir)
+    training.guard.step(training.loss, make_batches(1)[0])
+    (watching,) = (thread for thread in threading.enumerate() if thread.name == "steadygrad-ranks")
+    seen: set[int] = set()
+    held: list[Any] = list(watching._args)  # type: ignore[attr-defined]
+    while held:
+        one = held.pop()
+        if id(one) in seen or isinstance(one, (type, types.ModuleType)):
+            continue
+        seen.add(id(one))
+        held += one.__closure__ or () if isinstance(one, types.FunctionType) else gc.get_referents(one)
+    return id(training.ddp) in seen
+
+
+def test_the_thread_that_watches_the_ranks_does_not_keep_the_model(tmp_path: Path) -> None:
+    assert run_ranks(find_watched_model, 2, tmp_path / "run") == [False, False]

@@ -41,7 +41,7 @@ from steadygrad.guard.stepping import Stepper
 from steadygrad.guard.summary import Summary
 from steadygrad.guard.training import Training, adapt_to_fragments, check_given
 from steadygrad.judgement import Judgement
-from steadygrad.measure.rank_waits import RankWaits, watch_ranks
+from steadygrad.measure.rank_waits import RankWaits, call_weakly, watch_ranks
 from steadygrad.measure.ranks import Ranks
 from steadygrad.record import Sink
 from steadygrad.state.trained_parameters import find_trained_parameters
@@ -153,7 +153,11 @@ def _assemble(
     passes, stepper = make_loop(device, host, moment, rollback, judging)
     waits = None
     if ranks.many and not training.off:
-        waits = watch_ranks(ranks.group, lambda: moment.next_step, lambda wait: judgement.note(describe_wait(wait)))
+        waits = watch_ranks(
+            ranks.group,
+            call_weakly(moment, lambda moment: moment.next_step, 0),
+            call_weakly(judgement, lambda judgement, wait: judgement.note(describe_wait(wait))),
+        )
     return Pieces(
         training=training,
         moment=moment,

@@ -13,7 +13,7 @@ from steadygrad.measure.loss import read_number
 from steadygrad.measure.periodic_scans import Looks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Moment:
     """The current step and epoch, and what the step under way has gathered so far."""
 

@@ -46,9 +46,11 @@ class RankWaits:
         *,
         after_seconds: float | None = None,
     ) -> None:
-        """`find_step` returns the number of the step under way; neither callable may keep the owner alive.
+        """`find_step` returns the number of the step under way; a wait is reported `after_seconds`.
 
-        A wait is reported `after_seconds`; None means half of the shortest timeout.
+        With None, that is half of the shortest timeout. Neither callable may keep a model alive (see `call_weakly`): if
+        this thread were the last to drop one, it would end the model's process group too, and a gloo group that
+        ends while its own threads still clear up a collective may deadlock with them.
         """
         self._stop = threading.Event()
         arguments = (self._stop, threading.get_ident(), board, find_step, report, after_seconds)
@@ -58,6 +60,17 @@ class RankWaits:
     def close(self) -> None:
         """End the thread."""
         self._stop.set()
+
+
+def call_weakly(owner: Any, function: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
+    """Return a function that calls `function(owner, ...)` while `owner` lives, and returns `otherwise` later."""
+    here = weakref.ref(owner)
+
+    def call(*args: Any) -> Any:
+        held = here()
+        return otherwise if held is None else function(held, *args)
+
+    return call
 
 
 def watch_ranks(group: Any, find_step: Callable[[], int], report: Callable[[RankWait], None]) -> RankWaits | None:

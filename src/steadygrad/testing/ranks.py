@@ -33,7 +33,7 @@ PRELOADED = [
     "steadygrad.guard",
 ]
 """What the server that ranks are forked from imports once for all."""
-MARGIN_SECONDS = 0.5
+MARGIN_SECONDS = 2.0
 """Before the end of the time limit, in which the ranks write down where they stand."""
 PATIENCE_SECONDS = 5.0
 """For the other ranks' words after one has failed."""
@@ -58,7 +58,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on each rank, inside a process group; what it returned, by rank."""
     context = _choose_context()
-    deadline = time.time() + time_limit_seconds  # the clock that the ranks see too
+    deadline = time.monotonic() + time_limit_seconds  # no correction of the date moves this clock
     with tempfile.TemporaryDirectory(prefix="steadygrad-ranks-") as folder:
         call = (function, args, kwargs, num_ranks, folder, deadline)
         ranks = [_start(context, number, call) for number in range(num_ranks)]
@@ -95,7 +95,7 @@ def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
     failures: dict[int, str] = {}
     while len(results) + len(failures) < len(ranks):
         waiting = [rank for rank in ranks if rank.number not in {**results, **failures}]
-        ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, deadline - time.time()))
+        ready = wait([rank.pipe for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for rank in waiting:
@@ -103,7 +103,7 @@ def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
                 returned, value = _receive(rank)
                 (results if returned else failures)[rank.number] = value
         if failures:  # those who have lost their peer say so in a moment; the first cause may be among them
-            deadline = min(deadline, time.time() + PATIENCE_SECONDS)
+            deadline = min(deadline, time.monotonic() + PATIENCE_SECONDS)
     if failures:
         raise RanksFailed("\n".join(f"rank {number} {failures[number]}" for number in sorted(failures)))
     if len(results) < len(ranks):
@@ -151,7 +151,7 @@ def _become_rank(
     folder: str,
     deadline: float,
 ) -> None:
-    limit = max(1.0, deadline - time.time())
+    limit = max(1.0, deadline - time.monotonic())
     with stack.open("w") as file:
         faulthandler.dump_traceback_later(max(0.1, limit - MARGIN_SECONDS), file=file)
         try:

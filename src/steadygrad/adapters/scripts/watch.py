@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
 from steadygrad.measure.program import ProgramWatch
-from steadygrad.measure.rank_waits import RankWaits, watch_ranks
+from steadygrad.measure.rank_waits import RankWaits, call_weakly, watch_ranks
 from steadygrad.measure.uncleared_gradients import UnclearedGradientsWatch
 
 LIVE_STEPS = 32
@@ -370,12 +369,11 @@ class Watch:
         self._forward_scans = ForwardScans(self._periodic_scans)
         self._uncleared = UnclearedGradientsWatch(named)
         if self._judgement is None:
-            self._judgement = judgement = self._open_judgement([name for name, _ in named])
-            here = weakref.ref(self)
+            self._judgement = self._open_judgement([name for name, _ in named])
             self._waits = watch_ranks(
                 None,
-                lambda: getattr(here(), "_step", 0),
-                lambda wait: judgement.note(describe_wait(wait)),
+                call_weakly(self, lambda watch: watch._step, 0),
+                call_weakly(self._judgement, lambda judgement, wait: judgement.note(describe_wait(wait))),
             )
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
