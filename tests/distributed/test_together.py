@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,18 @@ def find_watched_model(run_dir: Path) -> bool:
 
 def test_the_thread_that_watches_the_ranks_does_not_keep_the_model(tmp_path: Path) -> None:
     assert run_ranks(find_watched_model, 2, tmp_path / "run") == [False, False]
+
+
+def drop_guarded_model(run_dir: Path) -> list[str]:
+    """The threads in which a guarded model ends once the program has let go of it, without closing its guard."""
+    training = Training(run_dir=run_dir)
+    training.guard.step(training.loss, make_batches(1)[0])
+    ended: list[str] = []
+    weakref.finalize(training.ddp, lambda: ended.append(threading.current_thread().name))
+    del training
+    gc.collect()
+    return ended
+
+
+def test_a_model_whose_guard_was_not_closed_is_freed_where_it_is_dropped(tmp_path: Path) -> None:
+    assert run_ranks(drop_guarded_model, 2, tmp_path / "run") == [["MainThread"], ["MainThread"]]

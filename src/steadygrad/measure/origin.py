@@ -8,6 +8,7 @@ did not reveal, all parameters are checked for a while. Losses need no check: th
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,7 +52,14 @@ class OwnGradients:
     def _watch(self, parameters: Sequence[Tensor]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [parameter.register_hook(self._look) for parameter in parameters]
+        here = weakref.ref(self)  # a cycle through a tensor's hooks is never collected: the model would stay for ever
+
+        def look(gradient: Tensor) -> None:
+            watch = here()
+            if watch is not None:
+                watch._look(gradient)
+
+        self._hooks = [parameter.register_hook(look) for parameter in parameters]
 
     def _look(self, gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
