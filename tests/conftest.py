@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 # Some virtual CPUs advertise AMX and fault on it (SIGILL in half-precision matmuls); see the Makefile.
@@ -31,6 +32,8 @@ LONGEST = (
     "adapters/",
 )
 """Files that take longest. They come first: a worker that began one at the end would be waited for."""
+SHOWN_ABOVE_SECONDS = 60.0
+NUM_SHOWN = 40
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,6 +46,19 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not walk through a million objects of libraries each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the files that took longest, so that a slow one is seen when it comes in."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    if sum(seconds.values()) > SHOWN_ABOVE_SECONDS:
+        terminalreporter.write_sep("=", "files that took longest, in seconds")
+        for name, taken in seconds.most_common(NUM_SHOWN):
+            terminalreporter.write_line(f"{taken:7.1f}  {name}")
 
 
 def pytest_unconfigure() -> None:
