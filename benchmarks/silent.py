@@ -90,7 +90,7 @@ FAMILIES = {
     "ranks": rank_cases,
 }
 STEPS, QUICK_STEPS, WARM_UP = 320, 24, 4
-Told = tuple[str, int]
+FromRanks = tuple[str, int]
 """Kind of a finding above info, and the step that noticed it."""
 
 
@@ -115,7 +115,7 @@ def main() -> None:
 # --- the cases --------------------------------------------------------------------------------------------------------
 
 
-def list_cases() -> Iterable[tuple[str, str | None, str, Callable[[bool], list[Told]]]]:
+def list_cases() -> Iterable[tuple[str, str | None, str, Callable[[bool], list[FromRanks]]]]:
     """Yield each case: its name, the kind that names it (None: nothing to find), its family, and how it is run."""
     for name, one in program_case.CASES.items():
         family = next(title for title, module in FAMILIES.items() if module.__name__ == one.build.__module__)
@@ -135,12 +135,12 @@ def list_cases() -> Iterable[tuple[str, str | None, str, Callable[[bool], list[T
     )
 
 
-def tell(findings: Iterable[Finding]) -> list[Told]:
+def tell(findings: Iterable[Finding]) -> list[FromRanks]:
     """Return the findings above info; one from before the first step was noticed in it."""
     return [(one.kind, one.noticed_at or 0) for one in findings if one.severity.value != "info"]
 
 
-def watch(train: Callable[..., None], *bug: bool) -> list[Told]:
+def watch(train: Callable[..., None], *bug: bool) -> list[FromRanks]:
     """Train a case of program_cases.py on a Guard for each of its trainings."""
     guards: list[Guard] = []
 
@@ -155,18 +155,18 @@ def watch(train: Callable[..., None], *bug: bool) -> list[Told]:
     return [one for guard in guards for one in tell(guard.findings)]
 
 
-def train_on_ranks(name: str, bug: bool) -> list[Told]:
+def train_on_ranks(name: str, bug: bool) -> list[FromRanks]:
     """Train on two ranks; the ranks' findings together."""
     return sorted({one for found in run_ranks(rank_cases.find, 2, name, bug) for one in found}, key=lambda one: one[1])
 
 
-def wait_alone(_bug: bool) -> list[Told]:
+def wait_alone(_bug: bool) -> list[FromRanks]:
     """Rank 0 waits in a collective that rank 1 does not join until rank 0 has reported that."""
     (step, *_), _ = run_ranks(rank_cases.wait_alone, 2)
     return [("rank_waits", step)]
 
 
-def judge(name: str, kind: str | None, run: Callable[[bool], list[Told]]) -> dict[str, Any]:
+def judge(name: str, kind: str | None, run: Callable[[bool], list[FromRanks]]) -> dict[str, Any]:
     """Run a case with its error and without; say what was found and when."""
     alarms = sorted({found for found, _ in run(False)}) if name not in WITHOUT_TWIN else None
     forget_loaders()

@@ -38,7 +38,7 @@ class Silence:
         return lambda *_: None
 
 
-def tell_story(*, quick: bool) -> dict[str, Any]:
+def write_story(*, quick: bool) -> dict[str, Any]:
     """Run the demo; what the picture needs of it."""
     from steadygrad_recipes.demo import DemoSettings, run_demo
 
@@ -173,7 +173,7 @@ def main() -> int:
     if arguments.draw:
         story = json.loads((RESULTS / "story.json").read_text(encoding="utf-8"))["results"]
     else:
-        story = tell_story(quick=arguments.quick)
+        story = write_story(quick=arguments.quick)
         print("written:", write_results("story", story, quick=arguments.quick))
     for name, run in story["runs"].items():
         died, final = run["first_bad_weight"], run["final_loss"]

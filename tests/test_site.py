@@ -136,7 +136,7 @@ def test_a_framework_page_begins_with_a_few_lines_of_the_users_code(name: str) -
 
 
 def test_the_recording_has_the_words_that_the_demo_prints() -> None:
-    from steadygrad_recipes.demo.telling import TITLES
+    from steadygrad_recipes.demo.narration import TITLES
 
     picture = (DOCS / "assets" / "demo.svg").read_text(encoding="utf-8")
     for title in (*TITLES.values(), "Guarded survived", "the step was skipped, no weight was touched"):

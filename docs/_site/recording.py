@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from steadygrad.cli.console import Console, _break_lines
-from steadygrad_recipes.demo.telling import tell_demo
+from steadygrad_recipes.demo.narration import narrate_demo
 
 PICTURE = Path(__file__).parent.parent / "assets" / "demo.svg"
 WIDTH, LINE, LEFT, TOP, CHARACTER = 96, 17, 16, 44, 7.83
@@ -78,7 +78,7 @@ def record(*, quick: bool) -> list[tuple[str, str, float]]:
     recorder: Any = Recorder()
     recorder.say("$ steadygrad demo --quick" if quick else "$ steadygrad demo", "bold")
     with tempfile.TemporaryDirectory() as folder:
-        tell_demo(recorder, run_dir=f"{folder}/runs/demo", device="cpu", quick=quick)
+        narrate_demo(recorder, run_dir=f"{folder}/runs/demo", device="cpu", quick=quick)
         return [(line.replace(f"{folder}/", ""), style, at) for line, style, at in recorder.lines]
 
 

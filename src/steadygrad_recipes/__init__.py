@@ -13,6 +13,6 @@ RECIPES = {
     "cod": "steadygrad_recipes.cod",
     "mmdit": "steadygrad_recipes.mmdit",
     "sft": "steadygrad_recipes.sft",
-    "demo": "steadygrad_recipes.demo.telling",
+    "demo": "steadygrad_recipes.demo.narration",
 }
 """Name -> module, as in pyproject.toml; a test keeps the two in step."""

@@ -35,9 +35,9 @@ from steadygrad_recipes.sft.data import Example, make_examples
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 from steadygrad.adapters.transformers import GradientMonitoringCallback, SafeLoss, safe_compute_loss
+from steadygrad_recipes.sft.console import NormKeeper, describe_step, find_warnings, spell_logs
 from steadygrad_recipes.sft.fine_tune import Trained, make_arguments, train_model
 from steadygrad_recipes.sft.model import TINY_TARGETS
-from steadygrad_recipes.sft.tell import NormKeeper, describe_step, find_warnings, spell_logs
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:::steadygrad")]
 

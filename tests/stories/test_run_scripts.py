@@ -83,13 +83,13 @@ def test_a_healthy_script_ends_with_the_very_same_bits(story: Story, tmp_path: P
 
     assert (plain.code, guarded.code) == (0, 0), guarded.err
     assert_same_bits(load(tmp_path / "guarded"), load(tmp_path / "plain"))
-    assert tell_apart(guarded) == tell_apart(plain)
+    assert name_apart(guarded) == name_apart(plain)
     for place in story.skipped:
         assert skipped_steps(tmp_path / "guarded" / "run" / place) == []
         assert read(tmp_path / "guarded" / "run" / place / "incidents.jsonl") == []
 
 
-def tell_apart(done: Done) -> list[str]:
+def name_apart(done: Done) -> list[str]:
     """Standard output without the lines in which a framework prints seconds, or the time of day as DeepSpeed does."""
     timed = re.compile(r"runtime|^\[\d{4}-\d\d-\d\d ")
     return [line for line in done.out.splitlines() if not timed.search(line)]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad.clip import Clipper, build_clipper
 from steadygrad.clip.base import limit, shrink
-from steadygrad.clip.edit import tell_ratio
+from steadygrad.clip.edit import find_ratio
 from steadygrad.config import AdaGC, AdaptiveUnitClip, AutoClip, ClipStrategy, ClipValue, FixedNorm, ZClip
 from steadygrad.errors import UsageError
 from steadygrad.facts import NUM_COLUMNS
@@ -422,8 +422,8 @@ def test_a_norm_on_its_threshold_is_not_clipped_by_shrink_but_is_by_limit() -> N
 )
 def test_a_ratio_of_engaged_clipping_lies_strictly_between_0_and_1(before: float, after: float) -> None:
     numbers = torch.tensor([before, after], dtype=torch.float64)
-    assert 0 < tell_ratio(numbers[0], numbers[1], torch.tensor(True)).item() < 1
-    assert tell_ratio(numbers[0], numbers[1], torch.tensor(False)).item() == 1
+    assert 0 < find_ratio(numbers[0], numbers[1], torch.tensor(True)).item() < 1
+    assert find_ratio(numbers[0], numbers[1], torch.tensor(False)).item() == 1
 
 
 def test_settings_without_a_clipper_are_named() -> None:

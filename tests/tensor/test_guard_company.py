@@ -496,12 +496,12 @@ def test_a_call_that_another_guards_step_made_is_no_part_of_the_replay() -> None
     making = Guard(generator, torch.optim.SGD(generator.parameters(), lr=0.1))
     judging = Guard(judge, torch.optim.SGD(judge.parameters(), lr=0.1))
 
-    def tell_apart(real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def name_apart(real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         return judge(generator(noise).detach()).mean() - judge(real).mean()
 
     for step in range(3):
         real = torch.full((8, 2), torch.nan) if step == 2 else torch.randn(8, 2)
-        judging.step(tell_apart, real, torch.randn(8, 4))
+        judging.step(name_apart, real, torch.randn(8, 4))
         making.step(lambda noise: -judge(generator(noise)).mean(), torch.randn(8, 4))
 
     (incident,) = judging.incidents

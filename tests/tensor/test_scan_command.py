@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from steadygrad.cli import main
 from steadygrad.cli.console import Console
-from steadygrad.cli.scan import tell_scan
+from steadygrad.cli.scan import report_scan
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_terminal_gets_a_bar_and_a_file_does_not(tmp_path: Path, monkeypatch: 
     path = write_safetensors(tmp_path, {"w": torch.ones(1 << 20)})
     terminal, file = Terminal(), io.StringIO()
     for output in (terminal, file):
-        tell_scan(Console(output), [path], show_all=False, as_json=False)
+        report_scan(Console(output), [path], show_all=False, as_json=False)
     assert "4/4" in terminal.getvalue()
     assert "\x1b" not in file.getvalue()
     assert "4/4" not in file.getvalue()

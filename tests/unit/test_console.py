@@ -10,7 +10,7 @@ from steadygrad.cli import main
 from steadygrad.cli.commands import SECTIONS, steadygrad
 from steadygrad.cli.console import Console
 from steadygrad.facts import Action, Cause, Finding, Incident, Outcome, Severity, Verdict
-from steadygrad_recipes.demo.telling import Teller
+from steadygrad_recipes.demo.narration import Narrator
 from steadygrad_recipes.demo.words import LEFT
 
 LONG = "   step  120  the learning rate is three hundred times too high for fifteen of the steps that follow it"
@@ -84,7 +84,7 @@ def test_the_demo_tells_an_incident_within_80_columns(terminal: Terminal) -> Non
             action=Action.SKIP, message="the step was skipped, and no weight was touched by what it had done"
         ),
     )
-    with Teller(Console(terminal)) as teller:
+    with Narrator(Console(terminal)) as teller:
         teller.incident(incident)
         teller.incident(incident)
     assert "\x1b" not in terminal.getvalue()  # NO_COLOR: bold and dim are colours too

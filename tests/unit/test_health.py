@@ -7,7 +7,7 @@ import math
 import pytest
 from rule_traces import reading
 
-from steadygrad.decide.health import tell_health
+from steadygrad.decide.health import assess_health
 from steadygrad.facts import Finding, Severity
 
 WARNING, ERROR = Severity.WARNING, Severity.ERROR
@@ -32,13 +32,13 @@ def make_finding(kind: str, severity: Severity, **evidence: str) -> Finding:
 )
 def test_what_speaks_against_the_weights(kind: str, severity: Severity, evidence: dict[str, str]) -> None:
     findings = [make_finding("missing_gradient", WARNING), make_finding(kind, severity, **evidence)]
-    assert tell_health(reading(3), findings) is False
+    assert assess_health(reading(3), findings) is False
 
 
 @pytest.mark.parametrize("kind", ["loss_spike", "exploding_gradient"])
 @pytest.mark.parametrize("evidence", [{}, {"proof": "unknown"}])
 def test_a_spike_that_was_not_tested_says_nothing(kind: str, evidence: dict[str, str]) -> None:
-    assert tell_health(reading(3), [make_finding(kind, WARNING, **evidence)]) is None
+    assert assess_health(reading(3), [make_finding(kind, WARNING, **evidence)]) is None
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_spike_that_was_not_tested_says_nothing(kind: str, evidence: dict[str,
     ],
 )
 def test_what_says_nothing_against_them(kind: str, severity: Severity) -> None:
-    assert tell_health(reading(3), [make_finding(kind, severity)]) is True
+    assert assess_health(reading(3), [make_finding(kind, severity)]) is True
 
 
 def test_a_step_that_is_not_finite_never_speaks_for_them() -> None:
-    assert tell_health(reading(3, loss=math.nan), []) is False
+    assert assess_health(reading(3, loss=math.nan), []) is False

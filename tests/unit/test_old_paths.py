@@ -82,4 +82,4 @@ def test_recipes_are_found_with_entry_points_and_in_a_checkout_without(
 
     assert [recipe.name for recipe in recipes.list_recipes()] == ["clip6d", "cod", "mmdit", "seo", "sft", "theirs"]
     assert "cannot be loaded" in recipes.find_recipe("theirs").summary
-    assert callable(recipes.load_demo().tell_demo)
+    assert callable(recipes.load_demo().narrate_demo)

@@ -21,7 +21,7 @@ from steadygrad.record.encode import to_json
 from steadygrad.view.read import RunReader
 from steadygrad.view.render.html import Html, join, tag, to_script_json
 from steadygrad.view.render.incidents import LABELS, OWN_PLACE, is_code
-from steadygrad.view.render.report import render_report, tell_apart, write_report
+from steadygrad.view.render.report import name_apart, render_report, write_report
 
 
 class Page(HTMLParser):
@@ -275,7 +275,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     here = {"here": tmp_path.parent.name, "parent": tmp_path.name}
-    assert tell_apart([Path(path) for path in paths]) == [name.format(**here) for name in names]
+    assert name_apart([Path(path) for path in paths]) == [name.format(**here) for name in names]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class Actor:
         if verdict.action is Action.ROLLBACK:
             return self._roll_back(step + 1, verdict.factor)
         if reading is not None:
-            return tell_reflex(verdict.action, reading)
+            return describe_reflex(verdict.action, reading)
         return (
             Outcome(action=Action.HALT, message="training was halted") if verdict.action is Action.HALT else UNTOUCHED
         )
@@ -142,7 +142,7 @@ class Actor:
 UNTOUCHED = Outcome(action=Action.NONE, message="nothing was changed")
 
 
-def tell_reflex(action: Action, reading: Reading) -> Outcome:
+def describe_reflex(action: Action, reading: Reading) -> Outcome:
     """Return the Outcome of an action that the step itself has already carried out."""
     if action in (Action.SKIP, Action.HALT) and reading.skipped:
         return Outcome(action=action, message="the step was skipped, no weight was touched")

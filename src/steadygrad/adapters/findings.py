@@ -16,7 +16,7 @@ class Warnings:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def tell(self, kind: str, message: str, advice: str) -> None:
+    def warn_once(self, kind: str, message: str, advice: str) -> None:
         """Log a warning, the first of its kind."""
         if kind not in self._told:
             self._told.add(kind)
@@ -26,7 +26,7 @@ class Warnings:
         """Warn of a loss that stays exactly 0: to a Guard this may be healthy, in a fine-tuning it seldom is."""
         found = next((finding for finding in guard.findings if finding.kind == "zero_loss"), None)
         if found is not None:
-            self.tell(found.kind, f"step {found.step}: {found.message}.", found.advice)
+            self.warn_once(found.kind, f"step {found.step}: {found.message}.", found.advice)
 
 
 def describe_error(error: BaseException, guard: Guard) -> Finding:

@@ -184,7 +184,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
         for name in ("loss", "grad_norm"):
             value = (logs or {}).get(name)
             if isinstance(value, float) and not math.isfinite(value):
-                self._warnings.tell(name, f"step {state.global_step}: {name} is {value}.", NOT_FINITE)
+                self._warnings.warn_once(name, f"step {state.global_step}: {name} is {value}.", NOT_FINITE)
         if self._guard is not None:
             self._warnings.check(self._guard)
 

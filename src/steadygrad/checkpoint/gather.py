@@ -42,7 +42,7 @@ def gather_training(model: nn.Module, optimizers: Optimizers, extras: Mapping[st
 
     kept = {name: fill(tree) for name, tree in captured.extras.items()}
     states = {path: module.get_extra_state() for path, module in find_extra_state(model)}
-    left_out = {name: tell_missing(name) for name in extras if name not in kept}
+    left_out = {name: describe_missing(name) for name in extras if name not in kept}
     left_out |= {
         name: _leave_out(f"the state of the {name}", tree) for name, tree in kept.items() if find_unsaved(tree)
     }
@@ -103,7 +103,7 @@ def _leave_out(what: str, tree: Any) -> str:
     return f"{what} holds a {find_unsaved(tree)}, which cannot be saved and starts over"
 
 
-def tell_missing(name: str) -> str:
+def describe_missing(name: str) -> str:
     """Describe something whose `state_dict()` raised."""
     return f"the state of the {name} was not saved and starts over"
 

@@ -56,7 +56,7 @@ class Proofs:
                 write_marks(path, metrics=proof.metrics)
             self._settle(step, proof)
 
-    def tell(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record metrics learnt after the state was taken; return False if it is not one of these."""
         with self._lock:
             proof = self._open.get(step)

@@ -19,13 +19,13 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.microbatches import Accumulated
 from steadygrad.checkpoint.catalogue import ENDS_EPOCH, TOGETHER, CheckpointInfo, rank, read_info, read_infos
 from steadygrad.checkpoint.changes import apply_changes, find_changes, note_given
-from steadygrad.checkpoint.gather import gather_training, list_left_out, live_random, tell_missing
+from steadygrad.checkpoint.gather import describe_missing, gather_training, list_left_out, live_random
 from steadygrad.checkpoint.infinities import Infinities
 from steadygrad.checkpoint.load import Checkpoint
 from steadygrad.checkpoint.position import DataPositions
 from steadygrad.checkpoint.resumed import Resumed
 from steadygrad.checkpoint.save import Save
-from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, is_sharded, tell_other_ranks
+from steadygrad.checkpoint.sharded import BUFFERS, ShardedStore, describe_other_ranks, is_sharded
 from steadygrad.checkpoint.signals import SignalWatch
 from steadygrad.checkpoint.store import CheckpointStore
 from steadygrad.checkpoint.training import gather_accumulated, put_accumulated, put_back
@@ -145,7 +145,7 @@ class RunCheckpoints:
     def note_validation(self, step: int, loss: float) -> None:
         """Record a validation loss of the weights before step `step`, whether already saved or not."""
         if self._store is not None and self._last_saved == step:
-            self._store.tell_metrics(step, {self._config.best_by: loss})
+            self._store.add_metrics(step, {self._config.best_by: loss})
 
     def take_failures(self) -> list[str]:
         """Return why states were refused and what went wrong on disk, each thing once."""
@@ -256,7 +256,7 @@ class RunCheckpoints:
         """Describe briefly what this training's checkpoints lack, each thing once; gathers, but writes nothing."""
         if self._run_dir is None:
             return []
-        self._explained |= {tell_missing(name) for name in self._extras}  # reported as what cannot be copied
+        self._explained |= {describe_missing(name) for name in self._extras}  # reported as what cannot be copied
         return self._explain(list_left_out(self._gather()))
 
     def _explain(self, reasons: Iterable[str]) -> list[str]:
@@ -290,7 +290,7 @@ class RunCheckpoints:
         if state["clip"] != self._clip:
             state["guard"]["clip"] = {}
             problems.append(f"clipping by {self._clip} starts over: the checkpoint has {state['clip']}")
-        problems += tell_other_ranks(checkpoint.info, self._ranks)
+        problems += describe_other_ranks(checkpoint.info, self._ranks)
         accumulated = put_accumulated(state["accumulated"], self._model, self._buffers)
         self._positions.load_state_dict(state["data"], live_random(state["random"]))
         self._random = live_random(state["random"])

@@ -237,9 +237,9 @@ class ShardedStore:
         """Count step `step` as unhealthy: checkpoints not good yet start counting again, and are suspect until then."""
         self._proofs.unhealthy(step, f"step {step} was not healthy")
 
-    def tell_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics that were learnt after the checkpoint before step `step` was saved."""
-        self._proofs.tell(step, metrics)
+        self._proofs.add_metrics(step, metrics)
 
     def take_failures(self) -> list[str]:
         """Return what went wrong since the last call."""
@@ -274,7 +274,7 @@ class ShardedStore:
         """Do nothing: no resources are held."""
 
 
-def tell_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
+def describe_other_ranks(info: CheckpointInfo, ranks: Ranks) -> list[str]:
     """Describe what cannot be exact when the number of ranks differs from that of the save."""
     saved = int(info.manifest.about.get(NUM_RANKS, 1))
     if saved == ranks.num:

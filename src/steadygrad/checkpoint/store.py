@@ -208,7 +208,9 @@ class CheckpointStore:
         except Exception as failure:
             error = _describe(failure)
             self._proofs.drop(save.step)
-            self._tell(f"the checkpoint before step {save.step} could not be saved: {error}; earlier ones stay")
+            self._report_failure(
+                f"the checkpoint before step {save.step} could not be saved: {error}; earlier ones stay"
+            )
         save._finish(error)
 
     def _put_on_disk(self, step: int, plain: bytes, manifest: Manifest) -> Path:
@@ -234,7 +236,7 @@ class CheckpointStore:
         elif not self.directory.is_dir():
             require_device(self.directory, self._device)
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._tell(f"the folder {self.directory} had been deleted and was created again")
+            self._report_failure(f"the folder {self.directory} had been deleted and was created again")
 
     def _verify(self, folder: Path) -> None:
         """Read the new checkpoint back before older ones are removed."""
@@ -249,7 +251,7 @@ class CheckpointStore:
             for info in find_removable(read_infos(self.directory), self.config, self.own_runs):
                 remove_folder(info.path)
 
-    def _tell(self, message: str) -> None:
+    def _report_failure(self, message: str) -> None:
         """Report a failure once, until a save works again."""
         with self._lock:
             if not self._complained:
@@ -296,11 +298,11 @@ class CheckpointStore:
         self._proofs.drop(step)
         write_marks(self._find(step).path, good=True, suspect=None)
 
-    def tell_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics that were learnt after the checkpoint before step `step` was saved."""
-        told = _keep_finite(metrics)
-        if told and not self._proofs.tell(step, told):
-            write_marks(self._find(step).path, metrics=told)
+        finite = _keep_finite(metrics)
+        if finite and not self._proofs.add_metrics(step, finite):
+            write_marks(self._find(step).path, metrics=finite)
 
     def _find(self, step: int) -> CheckpointInfo:
         """Return the last attempt of the checkpoint before `step`."""

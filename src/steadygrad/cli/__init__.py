@@ -60,13 +60,13 @@ def _run(load: Callable[[], Any], arguments: Sequence[str] | None, name: str) ->
         print("Interrupted.", file=sys.stderr)
         return FAILED
     except SteadygradError as error:
-        _tell_error(str(error))
+        _print_error(str(error))
         return FAILED
     except OSError as error:
-        _tell_error(_describe_os_error(error))
+        _print_error(_describe_os_error(error))
         return FAILED
     except ImportError as error:
-        _tell_error(f"{error}. Run: pip install steadygrad, which brings what it needs.")
+        _print_error(f"{error}. Run: pip install steadygrad, which brings what it needs.")
         return FAILED
     except Exception:
         # Our own defect. Python's exit code for it is 1, which would read as "found something".
@@ -83,7 +83,7 @@ def _describe_os_error(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}. Check that the path is right, and that it may be read and written."
 
 
-def _tell_error(text: str) -> None:
+def _print_error(text: str) -> None:
     from steadygrad.cli.console import Console
 
     Console(sys.stderr).say(f"Error: {text}")

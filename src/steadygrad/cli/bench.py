@@ -80,14 +80,14 @@ def bench(
     folder = find_folder(folder)
     programs = choose(find_programs(folder), names)
     if only_list:
-        tell_programs(Console(), programs, as_json=as_json)
+        print_programs(Console(), programs, as_json=as_json)
         return
     console = Console(sys.stderr if as_json else None)
     runs = list(run_programs(programs, folder, console, quick=quick))
     if as_json:
         print(json.dumps({"quick": quick, "programs": [asdict(run) for run in runs]}))
     else:
-        tell_runs(console, runs)
+        print_runs(console, runs)
         if not quick:
             console.say("The results are new: python benchmarks/publish.py puts them into README.md and docs.")
     context.exit(FAILED if any(run.exit_code for run in runs) else DONE)
@@ -157,7 +157,7 @@ def run_program(program: Program, folder: Path, scratch: Path, console: Console,
     return Run(name=program.name, exit_code=process.returncode, seconds=seconds, results=results)
 
 
-def tell_programs(console: Console, programs: Sequence[Program], *, as_json: bool) -> None:
+def print_programs(console: Console, programs: Sequence[Program], *, as_json: bool) -> None:
     """Print the available programs."""
     if as_json:
         print(json.dumps([{"name": program.name, "about": program.about} for program in programs]))
@@ -167,7 +167,7 @@ def tell_programs(console: Console, programs: Sequence[Program], *, as_json: boo
         console.say(f"{program.name:<{width}}  {program.about}")
 
 
-def tell_runs(console: Console, runs: Sequence[Run]) -> None:
+def print_runs(console: Console, runs: Sequence[Run]) -> None:
     """Print the final table."""
     rows = [(run.name, f"{run.seconds:.0f} s", "FAILED" if run.exit_code else "done") for run in runs]
     console.say()

@@ -31,10 +31,10 @@ def clean(context: click.Context, source: Path, target: Path, value: float, forc
     Example:
       steadygrad clean broken.safetensors repaired.safetensors
     """
-    context.exit(tell_clean(Console(), source, target, value=value, force=force, as_json=as_json))
+    context.exit(report_clean(Console(), source, target, value=value, force=force, as_json=as_json))
 
 
-def tell_clean(console: Console, source: Path, target: Path, *, value: float, force: bool, as_json: bool) -> int:
+def report_clean(console: Console, source: Path, target: Path, *, value: float, force: bool, as_json: bool) -> int:
     """Clean, report, and return the exit code."""
     from steadygrad.record.encode import to_json
     from steadygrad.scan.clean import clean_checkpoint

@@ -113,7 +113,7 @@ def demo(context: click.Context, run_dir: str | None, device: str | None, quick:
     """
     from steadygrad.cli.recipes import load_demo
 
-    context.exit(load_demo().tell_demo(Console(), run_dir=run_dir, device=device, quick=quick))
+    context.exit(load_demo().narrate_demo(Console(), run_dir=run_dir, device=device, quick=quick))
 
 
 @steadygrad.command(context_settings={"allow_interspersed_args": False})
@@ -144,9 +144,9 @@ def doctor(
 
         console = Console()
         context.exit(check_script(console, script, arguments, num_steps=num_steps, as_json=as_json))
-    from steadygrad.cli.doctor import tell_machine
+    from steadygrad.cli.doctor import report_machine
 
-    context.exit(tell_machine(Console(), as_json=as_json))
+    context.exit(report_machine(Console(), as_json=as_json))
 
 
 steadygrad.add_command(scan)

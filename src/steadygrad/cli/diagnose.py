@@ -122,10 +122,10 @@ def _find_named(record: Path, lines: list[bytes], incident: int) -> Path:
 def _read_step(line: bytes) -> int | None:
     """Return the step of an incident; None if the line is not one."""
     try:
-        told = json.loads(line)
+        line_value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = told.get("step") if isinstance(told, dict) else None
+    step = line_value.get("step") if isinstance(line_value, dict) else None
     return step if type(step) is int and step >= 0 else None
 
 
@@ -146,7 +146,7 @@ def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    with _telling(f"{module_name} cannot be imported from {Path.cwd()}"):
+    with _naming_errors(f"{module_name} cannot be imported from {Path.cwd()}"):
         module = importlib.import_module(module_name)
     fn = getattr(module, name, None)
     if not callable(fn):
@@ -156,13 +156,13 @@ def load_entry(entry: str) -> tuple[Callable[..., Any], nn.Module | None]:
         )
     if _needs_arguments(fn):
         return fn, None
-    with _telling(f"{entry}() cannot be called"):
+    with _naming_errors(f"{entry}() cannot be called"):
         built = fn()
     return built if isinstance(built, tuple) else (built, None)
 
 
 @contextlib.contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _naming_errors(what: str) -> Iterator[None]:
     """Turn the user code's exception into an error with its location; SystemExit too, which would set the code."""
     from steadygrad.errors import UsageError
 
@@ -172,8 +172,8 @@ def _telling(what: str) -> Iterator[None]:
         ours = __file__, importlib.__file__
         own = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
         place = f" ({own[-1].filename}:{own[-1].lineno})" if own[-1].filename not in ours else ""
-        told = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--entry: {what}: {told}{place}. Fix it, or name another function.") from error
+        line_value = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--entry: {what}: {line_value}{place}. Fix it, or name another function.") from error
 
 
 def _needs_arguments(fn: Callable[..., Any]) -> bool:

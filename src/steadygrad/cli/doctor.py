@@ -28,7 +28,7 @@ class Problem:
     fix: str
 
 
-def tell_machine(console: Console, *, as_json: bool) -> int:
+def report_machine(console: Console, *, as_json: bool) -> int:
     """Examine the machine, print what was found, and return the exit code."""
     machine = examine_machine()
     problems, advice = find_problems(machine), advise(machine)
@@ -40,7 +40,7 @@ def tell_machine(console: Console, *, as_json: bool) -> int:
         }
         console.say(json.dumps(everything, indent=1))
     else:
-        _tell(console, machine, problems, advice)
+        _print(console, machine, problems, advice)
     return FOUND if problems else DONE
 
 
@@ -141,7 +141,7 @@ def _advise_precision(device: Device) -> str:
 # --- saying it -------------------------------------------------------------------------------------------------------
 
 
-def _tell(console: Console, machine: Machine, problems: list[Problem], advice: list[str]) -> None:
+def _print(console: Console, machine: Machine, problems: list[Problem], advice: list[str]) -> None:
     for name, value in _describe(machine):
         console.say(f"{name:12s}{value}")
     console.say()

@@ -78,11 +78,11 @@ def build_config(config: type, sources: Sequence[Source], flag: Callable[[str], 
     made, wrong = try_build(config, nest(*(source.values for source in sources)))
     if not wrong:
         return made
-    lines = [_tell(one, sources, flag) for one in wrong]
+    lines = [_describe(one, sources, flag) for one in wrong]
     raise ConfigError(lines[0] if len(lines) == 1 else list_wrong(lines))
 
 
-def _tell(wrong: WrongField, sources: Sequence[Source], flag: Callable[[str], str]) -> str:
+def _describe(wrong: WrongField, sources: Sequence[Source], flag: Callable[[str], str]) -> str:
     if not wrong.path:  # it is not known which field it was
         file = next((source.file for source in reversed(sources) if source.file is not None), None)
         return wrong.line if file is None else f"{file}: {wrong.line}"

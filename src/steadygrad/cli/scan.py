@@ -15,7 +15,7 @@ import click
 
 from steadygrad.cli.console import Console
 from steadygrad.cli.exit_codes import DONE, FAILED, FOUND
-from steadygrad.cli.scan_words import MIB, advising, tell_changes, tell_checkpoint
+from steadygrad.cli.scan_words import MIB, advising, print_changes, print_checkpoint
 from steadygrad.words import make_printable
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ def scan(
             raise click.UsageError(f"--diff compares two checkpoints, got {len(paths)}.")
         if trust:
             raise click.UsageError("--trust is for scanning. Leave it out with --diff.")
-        context.exit(tell_diff(console, *paths, show_all=show_all, as_json=as_json))
-    context.exit(tell_scan(console, paths, show_all=show_all, as_json=as_json, trust=trust))
+        context.exit(report_diff(console, *paths, show_all=show_all, as_json=as_json))
+    context.exit(report_scan(console, paths, show_all=show_all, as_json=as_json, trust=trust))
 
 
-def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool, trust: bool = False) -> int:
+def report_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_json: bool, trust: bool = False) -> int:
     """Scan, report, and return the exit code."""
     scans, refused = _scan_all(console, paths, quiet=as_json, trust=trust)
     if as_json:
@@ -67,7 +67,7 @@ def tell_scan(console: Console, paths: Sequence[Path], *, show_all: bool, as_jso
         )
     else:
         for one in scans:
-            tell_checkpoint(console, one, show_all=show_all)
+            print_checkpoint(console, one, show_all=show_all)
         for _, reason in refused:
             click.echo(f"Error: {make_printable(reason)}", err=True)
     if refused:
@@ -110,7 +110,7 @@ def _scan_one(console: Console, source: Path, *, quiet: bool, trust: bool) -> Ch
             return dataclasses.replace(scan_contents(contents, advance), path=source)
 
 
-def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as_json: bool) -> int:
+def report_diff(console: Console, first: Path, second: Path, *, show_all: bool, as_json: bool) -> int:
     """Compare, report, and return the exit code."""
     from steadygrad.scan.diff import diff_checkpoints
     from steadygrad.scan.readers.formats import read_tensors
@@ -124,7 +124,7 @@ def tell_diff(console: Console, first: Path, second: Path, *, show_all: bool, as
 
         _print_json({"equal": diff.is_empty, **to_plain(diff)})
     else:
-        tell_changes(console, diff, show_all=show_all)
+        print_changes(console, diff, show_all=show_all)
     return DONE if diff.is_empty else FOUND
 
 

@@ -35,7 +35,7 @@ def advising() -> Iterator[None]:
         raise CheckpointError(f"{error.folder} {what}: {error.reason}. {advice}.") from error
 
 
-def tell_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) -> None:
+def print_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) -> None:
     size = f"{spell_count(len(scan.tensors), 'tensor')}, {scan.num_bytes / MIB:.1f} MiB"
     console.say(f"{make_printable(str(scan.path))}: {scan.format}, {size}", "bold")
     bad = scan.bad_tensors
@@ -55,10 +55,10 @@ def tell_checkpoint(console: Console, scan: CheckpointScan, *, show_all: bool) -
         console.say(f"  one and the same: {make_printable(' = '.join(group))}", "dim")
     for note in (*scan.notes, *(f"{one.name} holds NaN or Inf on purpose" for one in scan.tensors if one.is_allowed)):
         console.say(f"  {make_printable(note)}", "dim")
-    _tell_verdict(console, scan)
+    _print_verdict(console, scan)
 
 
-def _tell_verdict(console: Console, scan: CheckpointScan) -> None:
+def _print_verdict(console: Console, scan: CheckpointScan) -> None:
     if scan.is_clean:
         console.say("  Clean: every tensor is finite.", "green")
         return
@@ -78,7 +78,7 @@ def _make_row(one: TensorScan) -> tuple[str, ...]:
     return (make_printable(one.name), one.dtype, shape, str(one.num_nan), str(one.num_inf), str(one.num_zeros), *ends)
 
 
-def tell_changes(console: Console, diff: CheckpointDiff, *, show_all: bool) -> None:
+def print_changes(console: Console, diff: CheckpointDiff, *, show_all: bool) -> None:
     for names, sign, style in ((diff.removed, "-", "red"), (diff.added, "+", "green")):
         for name in names if show_all else names[:MAX_ROWS]:
             console.say(f"{sign} {make_printable(name)}", style)

@@ -131,7 +131,7 @@ def run_tuning(
     if subject.note:
         console.say(f"It is {subject.note}.")
     tuned = Tuning(subject, plan, ledger, search=shared, tell=console.say, track=console.track).run()
-    tell_choice(console, tuned, write_tuning(tuned, folder))
+    print_choice(console, tuned, write_tuning(tuned, folder))
     return DONE if tuned.choice.works else FAILED
 
 
@@ -216,7 +216,7 @@ def join_ranks(run_dir: Path | None, storage: str | None) -> tuple[int, bool]:
     return rank, True
 
 
-def tell_choice(console: Console, tuned: Any, files: list[Path]) -> None:
+def print_choice(console: Console, tuned: Any, files: list[Path]) -> None:
     """Print what was chosen, and where it was written."""
     from steadygrad.tune.write import describe_share
 

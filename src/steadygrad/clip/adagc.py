@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.clip.base import limit, shrink
-from steadygrad.clip.edit import scale_gradients, tell_ratio
+from steadygrad.clip.edit import find_ratio, scale_gradients
 from steadygrad.clip.state import DeviceState
 from steadygrad.config import AdaGC
 from steadygrad.errors import UsageError
@@ -51,7 +51,7 @@ class AdaGCClipper:
         )
         scale_gradients(m.gradients, factors, [1] * len(m.gradients))
         after = torch.linalg.vector_norm(norms * factors)
-        return tell_ratio(m.norm, after, (seen & (factors < 1.0)).any())
+        return find_ratio(m.norm, after, (seen & (factors < 1.0)).any())
 
     def _find_factors(self, norm: Tensor, norms: Tensor, gamma: Tensor, count: Tensor) -> Tensor:
         alone = shrink(norms, self._settings.relative * gamma)

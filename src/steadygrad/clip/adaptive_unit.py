@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.clip.base import shrink
-from steadygrad.clip.edit import scale_gradients, stored_values, tell_ratio, write_back
+from steadygrad.clip.edit import find_ratio, scale_gradients, stored_values, write_back
 from steadygrad.config import AdaptiveUnitClip
 from steadygrad.errors import UnsupportedError
 from steadygrad.measure import Measurement
@@ -44,16 +44,16 @@ class AdaptiveUnitClipper:
         factors = shrink(before, self._settings.ratio * torch.cat(weight_norms).double().clamp(min=self._settings.eps))
         scale_gradients(gradients, factors, [len(n) for n in norms])
         write_back(gradients, [m.gradients[i] for i in chosen])
-        return self._tell(m, before, factors)
+        return self._find_ratio(m, before, factors)
 
     def _is_excluded(self, name: str) -> bool:
         return any(part in name for part in self._settings.exclude)
 
-    def _tell(self, m: Measurement, before: Tensor, factors: Tensor) -> Tensor:
+    def _find_ratio(self, m: Measurement, before: Tensor, factors: Tensor) -> Tensor:
         others = [row[:1] for row, name in zip(m.table.unbind(), m.names) if self._is_excluded(name)]
         norm_before = torch.linalg.vector_norm(torch.cat([before, *others]))
         norm_after = torch.linalg.vector_norm(torch.cat([before * factors, *others]))
-        return tell_ratio(norm_before, norm_after, (factors < 1.0).any())
+        return find_ratio(norm_before, norm_after, (factors < 1.0).any())
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state."""

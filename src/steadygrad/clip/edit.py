@@ -47,7 +47,7 @@ def write_back(edited: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
             gradient.copy_(source)
 
 
-def tell_ratio(before: Tensor, after: Tensor, engaged: Tensor) -> Tensor:
+def find_ratio(before: Tensor, after: Tensor, engaged: Tensor) -> Tensor:
     """Return after / before, in (0, 1), where something was clipped; exactly 1 where nothing was.
 
     Two norms of the same tensor differ by rounding, so they alone cannot show whether it was clipped.

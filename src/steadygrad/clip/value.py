@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.clip.edit import stored_values, tell_ratio, write_back
+from steadygrad.clip.edit import find_ratio, stored_values, write_back
 from steadygrad.config import ClipValue
 from steadygrad.errors import UnsupportedError
 from steadygrad.measure import Measurement
@@ -44,12 +44,12 @@ class ValueClipper:
             for i, norm in zip(rows, _measure_norms(group)):
                 clamped_norms[i] = norm.to(m.packed.device)
         write_back(coalesced, m.gradients)
-        return self._tell(m, torch.stack(clamped_norms))
+        return self._find_ratio(m, torch.stack(clamped_norms))
 
-    def _tell(self, m: Measurement, clamped_norms: Tensor) -> Tensor:
+    def _find_ratio(self, m: Measurement, clamped_norms: Tensor) -> Tensor:
         norms, changed = m.table[:, 0], m.table[:, 1] > self._value
         after = torch.linalg.vector_norm(torch.where(changed, clamped_norms, norms))
-        return tell_ratio(m.norm, after, changed.any())
+        return find_ratio(m.norm, after, changed.any())
 
     def _clamp(self, group: list[Tensor]) -> None:
         # torch refuses a bound beyond the dtype's largest number, where there is nothing to clamp anyway.

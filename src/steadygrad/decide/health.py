@@ -12,7 +12,7 @@ from steadygrad.facts import Answer, Finding, Reading, Severity
 from steadygrad.facts.kinds import KINDS, find_kind
 
 
-def tell_health(reading: Reading, findings: Sequence[Finding]) -> bool | None:
+def assess_health(reading: Reading, findings: Sequence[Finding]) -> bool | None:
     """Return whether a step is evidence for the weights it began with (True), against them (False), or neither (None).
 
     Most warnings are about the program: a layer without gradient, labels that are all masked, a long clip. They would

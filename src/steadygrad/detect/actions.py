@@ -32,7 +32,7 @@ class FrequentClipping(Remembering):
         self._recent.append(int(fact.clipped))
         share = self._recent.count(1) / len(self._recent)
         often = len(self._recent) == self._recent.maxlen and share > self._share
-        if self._episode.tell(fact.step, often):
+        if self._episode.is_due(fact.step, often):
             yield Finding(
                 kind=self.name,
                 severity=Severity.INFO,
@@ -66,7 +66,7 @@ class ManySkips(Remembering):
             return
         self._skips.append(fact.step)
         many = len(self._skips) == self._num and fact.step - self._skips[0] < self._window
-        if self._episode.tell(fact.step, many):
+        if self._episode.is_due(fact.step, many):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING,
@@ -95,7 +95,7 @@ class FrequentActions(Remembering):
             return
         self._steps.append(fact.step)
         often = len(self._steps) == self._num and fact.step - self._steps[0] < self._window
-        if self._episode.tell(fact.step, often):
+        if self._episode.is_due(fact.step, often):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING,

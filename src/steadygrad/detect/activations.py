@@ -70,7 +70,7 @@ class DeadActivation(Remembering):
             return
         shares = {name: m.dead_share for name, m in fact.modules.items() if m.dead_share is not None}
         high, risen, start = self._shares.feed(fact.step, shares)
-        if risen or self._info.tell(fact.step, bool(high)):
+        if risen or self._info.is_due(fact.step, bool(high)):
             names = risen or high
             yield Finding(
                 kind="dead_units",
@@ -99,7 +99,7 @@ class SaturatedActivation(Remembering):
             return
         shares = {name: m.saturated_share for name, m in fact.modules.items() if m.saturated_share is not None}
         high, risen, start = self._shares.feed(fact.step, shares)
-        if risen or self._info.tell(fact.step, bool(high)):
+        if risen or self._info.is_due(fact.step, bool(high)):
             names = risen or high
             yield Finding(
                 kind=self.name,
@@ -134,7 +134,7 @@ class ConstantOutput(Remembering):
         if not constant:
             self._baseline.admit(fact.output_std)
         fell = self._baseline.is_warm and length >= LOOKS
-        if (self._warning.tell(fact.step, True)) if fell else self._info.tell(fact.step, length >= LOOKS):
+        if (self._warning.is_due(fact.step, True)) if fell else self._info.is_due(fact.step, length >= LOOKS):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING if fell else Severity.INFO,

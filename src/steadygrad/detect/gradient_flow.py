@@ -42,11 +42,11 @@ class VanishingGradient(Remembering):
             return
         norms = fact.gradients.cells[0::NUM_COLUMNS]
         norm, first, last = fact.finite_grad_norm, norms[0], max(norms[-2:])  # the larger of weight and bias
-        if self._tiny.tell(fact.step, 0 < norm < self._config.vanishing_norm):
+        if self._tiny.is_due(fact.step, 0 < norm < self._config.vanishing_norm):
             yield self._make(Severity.INFO, fact.step, f"gradient norm {norm:.3g}", {"grad_norm": norm})
         ratio = first / last if last > 0 else 1.0
         faded = ratio < self._config.vanishing_ratio and first < self._config.vanishing_first
-        if self._faded.tell(fact.step, faded):
+        if self._faded.is_due(fact.step, faded):
             message = f"the first parameter's gradient norm is {first:.3g}, the last one's {last:.3g}"
             yield self._make(Severity.INFO, fact.step, message, {"first": first, "last": last, "ratio": ratio})
         if len(norms) >= FEWEST_ROWS:
@@ -60,7 +60,7 @@ class VanishingGradient(Remembering):
             first, last = median(sorted(far)), median(sorted(near))
             faded = last > 0 and first < limit * last
         length = self._streak.feed(reading.step, faded)
-        if self._warning.tell(reading.step, length >= self._config.vanishing_patience):
+        if self._warning.is_due(reading.step, length >= self._config.vanishing_patience):
             message = (
                 f"the first quarter of the model gets {first / last:.1g} of the gradient that the last quarter gets"
             )
@@ -116,7 +116,7 @@ class DeadGradient(Remembering):
                     self._usual[name] = max(self._usual.get(name, 0.0), zero / numel)
         dead = [name for name, share in suspects.items() if self._count(name, share, fact.step)]
         if dead:
-            yield self._tell(dead, table)
+            yield self._describe(dead, table)
 
     def _is_unusual(self, name: str, share: float) -> bool:
         usual = self._usual.get(name)
@@ -128,7 +128,7 @@ class DeadGradient(Remembering):
         doubt[1] += 1
         return doubt[1] == self._config.dead_patience
 
-    def _tell(self, dead: list[str], table: GradientTable) -> Finding:
+    def _describe(self, dead: list[str], table: GradientTable) -> Finding:
         numels = dict(zip(table.names, table.numels))
         weight = sum(numels[name] for name in dead) / sum(table.numels)
         risen = any(name in self._usual for name in dead)
@@ -218,7 +218,7 @@ class MissingGradient(Remembering):
         self._share = min(self._share, fact.missing_share) if length > 1 else fact.missing_share
         long = length >= self._config.missing_patience
         most = self._share >= self._config.missing_share
-        if (self._warning if most else self._info).tell(fact.step, long):
+        if (self._warning if most else self._info).is_due(fact.step, long):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING if most else Severity.INFO,
@@ -252,7 +252,7 @@ class StaleGradient(Remembering):
         was_zero = self._last_norm == 0.0
         if not fact.is_nonfinite:
             self._last_norm = fact.finite_grad_norm
-        if not self._episode.tell(fact.step, bool(fact.stale) and not was_zero):
+        if not self._episode.is_due(fact.step, bool(fact.stale) and not was_zero):
             return
         yield Finding(
             kind=self.name,

@@ -55,12 +55,12 @@ class ExplodingGradient(Remembering):
         self._baseline.admit(value)
         self._recent.append(norm)
         self._largest = max(self._largest, norm) if not far else self._largest
-        if far and self._warning.tell(fact.step, True):
+        if far and self._warning.is_due(fact.step, True):
             message = f"gradient norm {norm:.4g}, {norm / middle:.3g} times the run's median {middle:.3g}"
             yield self._make(
                 Severity.WARNING, fact.step, message, {"grad_norm": norm, "median": middle, "score": score}
             )
-        elif not far and self._info.tell(fact.step, norm > self._config.exploding_norm):
+        elif not far and self._info.is_due(fact.step, norm > self._config.exploding_norm):
             message = f"gradient norm {norm:.4g} is above {self._config.exploding_norm:g}"
             yield self._make(Severity.INFO, fact.step, message, {"grad_norm": norm, "score": score})
 
@@ -98,7 +98,7 @@ class HighGradientNorm(Remembering):
         if not isinstance(fact, Reading) or self._threshold is None or fact.is_nonfinite:
             return
         norm = fact.finite_grad_norm
-        if self._episode.tell(fact.step, norm > self._factor * self._threshold):
+        if self._episode.is_due(fact.step, norm > self._factor * self._threshold):
             yield Finding(
                 kind=self.name,
                 severity=Severity.INFO,
@@ -143,8 +143,8 @@ class RisingNorm(Remembering):
             self._base = [norm, self._loss, fact.learning_rate]
         base = self._base[0] or norm
         active = rising >= self._config.rising_blocks and norm > self._config.rising_ratio * base
-        if self._episode.tell(fact.step, active):
-            yield self._tell(base, norm, rising, stuck=self._is_stuck(fact.learning_rate))
+        if self._episode.is_due(fact.step, active):
+            yield self._describe(base, norm, rising, stuck=self._is_stuck(fact.learning_rate))
 
     def _is_stuck(self, rate: float | None) -> bool:
         _, base_loss, base_rate = self._base
@@ -152,7 +152,7 @@ class RisingNorm(Remembering):
             return False
         return self._loss > base_loss + 4.0 * self._losses.noise
 
-    def _tell(self, base: float, norm: float, num_blocks: int, *, stuck: bool) -> Finding:
+    def _describe(self, base: float, norm: float, num_blocks: int, *, stuck: bool) -> Finding:
         return Finding(
             kind=self.name,
             severity=Severity.WARNING if stuck else Severity.INFO,

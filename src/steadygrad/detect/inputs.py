@@ -72,7 +72,7 @@ class NonfiniteInput(Remembering):
         names = [name for name in counts if not bad or name not in self._legal]
         if not bad:
             self._legal.update(names)
-        if names and (bad or self._info.tell(fact.step, True)):
+        if names and (bad or self._info.is_due(fact.step, True)):
             num_nonfinite = sum(counts[name] for name in names)
             yield Finding(
                 kind=self.name,
@@ -112,7 +112,7 @@ class OutlierInput(Remembering):
             baseline.admit(value)
             if score > self._config.outlier_score and ratio > self._config.outlier_ratio:
                 worst = max(worst or (0.0, "", 0.0, 0.0), (ratio, name, tensor.max_abs, usual))
-        if worst is not None and self._episode.tell(fact.step, True):
+        if worst is not None and self._episode.is_due(fact.step, True):
             ratio, name, largest, usual = worst
             yield Finding(
                 kind=self.name,
@@ -157,7 +157,7 @@ class AllLabelsMasked(Remembering):
         is_zero = not labels and self._is_finite
         if pair is not None and pair[0]:
             labels = labels or list(pair[1])
-        if labels and self._episode.tell(fact.step, True):
+        if labels and self._episode.is_due(fact.step, True):
             yield Finding(
                 kind=self.name,
                 severity=Severity.INFO if is_zero else Severity.WARNING,

@@ -23,7 +23,7 @@ from steadygrad.errors import ConfigError
 from steadygrad.facts import Fact, Finding, Reading, Severity
 
 FORMAT = 1
-NUM_TOLD = 3
+NUM_SHOWN = 3
 """How many indicators a Finding names."""
 ADVICE = (
     "Lower the learning rate or lengthen its warm-up, or clip tighter. "
@@ -141,12 +141,12 @@ class InstabilityForecast(Remembering):
         values = self._indicators.values()
         probability = self._model.calibrate(self._model.score(values))
         length = self._streak.feed(fact.step, probability >= self._threshold)
-        if self._episode.tell(fact.step, length >= self._model.patience):
-            yield self._tell(fact.step, probability, values)
+        if self._episode.is_due(fact.step, length >= self._model.patience):
+            yield self._describe(fact.step, probability, values)
 
-    def _tell(self, step: int, probability: float, values: Sequence[float]) -> Finding:
+    def _describe(self, step: int, probability: float, values: Sequence[float]) -> Finding:
         moved = self._model.explain(values)
-        drivers = sorted((name for name in NAMES if moved[name] > 0.0), key=lambda name: -moved[name])[:NUM_TOLD]
+        drivers = sorted((name for name in NAMES if moved[name] > 0.0), key=lambda name: -moved[name])[:NUM_SHOWN]
         numbers = dict(zip(NAMES, values))
         reasons = ", ".join(WORDS[name] for name in drivers)
         return Finding(

@@ -51,7 +51,7 @@ class AdamRms(Remembering):
             return
         worst = max(high, key=lambda name: high[name][:2])
         far, rms, usual = high[worst]
-        if (self._warning if far else self._info).tell(fact.step, True):
+        if (self._warning if far else self._info).is_due(fact.step, True):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING if far else Severity.INFO,
@@ -83,7 +83,7 @@ class UpdateNorm(Remembering):
         score = self._baseline.score(value)
         self._baseline.admit(value)
         far = score > self._config.outlier_score and fact.update_norm > self._config.outlier_ratio * usual
-        if self._episode.tell(fact.step, far):
+        if self._episode.is_due(fact.step, far):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING,

@@ -88,11 +88,11 @@ class LossSpike(Remembering):
         if not spike:
             forecast.admit(loss, None if in_grace else score)
         else:
-            if self._episode.tell(fact.step, True):
-                yield self._tell(fact.step, loss, score, limit)
+            if self._episode.is_due(fact.step, True):
+                yield self._describe(fact.step, loss, score, limit)
             forecast.refuse(loss)
 
-    def _tell(self, step: int, loss: float, score: float, limit: float) -> Finding:
+    def _describe(self, step: int, loss: float, score: float, limit: float) -> Finding:
         level, spread = self._forecast.level, self._forecast.spread
         return Finding(
             kind=self.name,
@@ -152,7 +152,7 @@ class ZeroLoss(Remembering):
         if loss != 0.0:
             self._recent.append(abs(loss))
             self._first = self._first or abs(loss)
-        if sudden or self._info.tell(fact.step, length >= self._patience):
+        if sudden or self._info.is_due(fact.step, length >= self._patience):
             yield Finding(
                 kind=self.name,
                 severity=Severity.WARNING if sudden else Severity.INFO,

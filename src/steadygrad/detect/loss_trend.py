@@ -106,7 +106,7 @@ class LossExplosion(Remembering):
         self._rise.feed(step, False)
         self._level, self._told_at, self._began = began_at, step, start
         self._since.clear()
-        return self._tell(start, began_at, loss)
+        return self._describe(start, began_at, loss)
 
     def _watch_recovery(self, step: int, loss: float, level: float) -> Iterable[Finding]:
         self._since.append(loss if math.isfinite(loss) else math.inf)
@@ -146,7 +146,7 @@ class LossExplosion(Remembering):
         few = len(self._history) < FEW
         if self._streak.feed(reading.step, True) >= self._patience * (2 if few else 1):
             if not few or self._agree(usual):
-                yield self._tell(self._streak.start, usual, median(sorted(self._high)))
+                yield self._describe(self._streak.start, usual, median(sorted(self._high)))
                 self._level, self._told_at, self._began = usual, reading.step, self._streak.start
                 self._since.clear()
             self._history.clear()  # the new normal, until the next one
@@ -180,12 +180,12 @@ class LossExplosion(Remembering):
             return
         self._epoch_loss = loss
         if before is not None and before > 0 and loss > self._ratio * before:
-            yield self._tell(fact.step, before, loss)
+            yield self._describe(fact.step, before, loss)
             if self._level is None:
                 self._level, self._told_at, self._began = before, fact.step, fact.step
                 self._since.clear()
 
-    def _tell(self, step: int, before: float, after: float) -> Finding:
+    def _describe(self, step: int, before: float, after: float) -> Finding:
         return Finding(
             kind=self.name,
             severity=Severity.ERROR,
@@ -236,7 +236,7 @@ class Divergence(Remembering):
         is_far = self._is_far(level, fact.learning_rate)
         stays = self._high.feed(self._blocks.start, is_far)
         active = is_far and (length >= self._config.divergence_blocks or stays >= self._config.divergence_blocks)
-        if self._episode.tell(fact.step, active):
+        if self._episode.is_due(fact.step, active):
             rises = length >= self._config.divergence_blocks
             num_steps = (length if rises else stays) * self._config.block
             been = "has been rising" if rises else "has been far above its best"
@@ -283,7 +283,7 @@ class LossPlateau(Remembering):
         if math.isinf(self._best) or level < better:
             self._best, self._best_step = level, fact.step
         waited = fact.step - self._best_step
-        if self._episode.tell(fact.step, waited >= self._config.plateau_steps):
+        if self._episode.is_due(fact.step, waited >= self._config.plateau_steps):
             yield Finding(
                 kind=self.name,
                 severity=Severity.INFO,

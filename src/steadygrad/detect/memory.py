@@ -88,7 +88,7 @@ class Episode(Remembering):
         self._told: int | None = None
         self._last: int | None = None
 
-    def tell(self, step: int, active: bool) -> bool:
+    def is_due(self, step: int, active: bool) -> bool:
         """Return whether to report the condition at this step, given whether it holds."""
         if not active:
             return False

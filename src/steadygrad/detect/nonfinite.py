@@ -126,7 +126,7 @@ class NonfiniteBuffer(Remembering):
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error for each buffer that was finite and is not now, or would not be after a step."""
         if isinstance(fact, Reading) and fact.spoilt_buffers:
-            yield _tell_spoilt(fact)
+            yield _describe_spoilt(fact)
         if not isinstance(fact, ParameterScan):
             return
         bad = fact.nonfinite_buffers
@@ -147,7 +147,7 @@ class NonfiniteBuffer(Remembering):
             )
 
 
-def _tell_spoilt(reading: Reading) -> Finding:
+def _describe_spoilt(reading: Reading) -> Finding:
     names = list(reading.spoilt_buffers)
     return Finding(
         kind=NonfiniteBuffer.name,

@@ -65,7 +65,7 @@ class UnchangedParameter(Remembering):
         if self._has_stopped(fact):
             stuck = [name for name, scans in self._num_scans.items() if scans >= NUM_STILL and name not in self._told]
         self._told.update(stuck)
-        if stuck or self._info.tell(fact.step, not self._told.issuperset(still)):
+        if stuck or self._info.is_due(fact.step, not self._told.issuperset(still)):
             names = stuck or still
             yield Finding(
                 kind=self.name,
@@ -111,11 +111,11 @@ class UpdateRatio(Remembering):
         if not usable:
             return
         middle = median(sorted(usable.values()))
-        if self._large.tell(fact.step, middle > self._config.large_update):
+        if self._large.is_due(fact.step, middle > self._config.large_update):
             yield self._make(
                 Severity.INFO, fact.step, f"a step moves the median parameter by {middle:.2g} of its size", middle
             )
-        if self._small.tell(fact.step, middle < self._config.small_update):
+        if self._small.is_due(fact.step, middle < self._config.small_update):
             yield self._make(
                 Severity.INFO, fact.step, f"a step moves the median parameter by only {middle:.2g}", middle
             )
@@ -129,7 +129,7 @@ class UpdateRatio(Remembering):
             baseline.admit(value)
             if score > self._config.outlier_score and value > usual + math.log(self._config.outlier_ratio):
                 far[name] = ratio
-        if far and self._warning.tell(reading.step, True):
+        if far and self._warning.is_due(reading.step, True):
             worst = max(far, key=far.__getitem__)
             message = f"a step moved {worst} by {far[worst]:.2g} of its size, far more than its usual share"
             yield self._make(Severity.WARNING, reading.step, message, far[worst])

@@ -73,7 +73,7 @@ class RateTooHigh(Remembering):
             harm = self._find_ruin(fact.step) if fact.is_nonfinite else self._find_harm(fact, fact.loss)
             if harm and (fact.is_nonfinite or not self._told):
                 self._told, self._is_ruined = True, fact.is_nonfinite
-                found = self._tell(harm)
+                found = self._describe(harm)
                 proof = {"proof": Answer.NONFINITE.value} if fact.is_nonfinite else {}
                 yield dataclasses.replace(found, evidence={**found.evidence, **proof})
 
@@ -175,7 +175,7 @@ class RateTooHigh(Remembering):
         furthest = num * max(self._rates[:num], default=0.0) * sum(self._pushes[:num])
         return 0 < furthest < move * math.hypot(*self._weights.values())
 
-    def _tell(self, harm: str) -> Finding:
+    def _describe(self, harm: str) -> Finding:
         evidence = {"first_loss": self._losses[0], "loss": self._losses[-1], "num_steps": len(self._losses)}
         if self._growth is not None:
             evidence["weight_growth"] = self._growth

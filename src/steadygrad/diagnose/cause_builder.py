@@ -125,7 +125,7 @@ class CauseBuilder:
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
-    def tell(self) -> Cause:
+    def build(self) -> Cause:
         """Return the Cause, without samples, terms and repetition."""
         place, situation = self.place, self.situation
         why = explain(situation)
@@ -146,7 +146,7 @@ class CauseBuilder:
             **self.where_of(place, self.modules),
         )
 
-    def tell_optimizer(self, optimizer: str, parameter: str) -> Cause:
+    def build_for_optimizer(self, optimizer: str, parameter: str) -> Cause:
         """Return the Cause of a value that the optimizer's own arithmetic made."""
         event, hurt = self.origin.event, self.origin.hurt
         reads = [self.blame.find_range(read) for read in event.reads]
@@ -236,7 +236,7 @@ class CauseBuilder:
         return event.name if place.code is None else f"{event.name} at {spell_place(place.code, place.line)}"
 
 
-def tell_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tensor]]) -> Cause:
+def describe_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tensor]]) -> Cause:
     """The Cause of a value that was bad before the step began. `owners`: storage -> phase, name, tensor."""
     origin = builder.origin
     key = builder.find_given_key()

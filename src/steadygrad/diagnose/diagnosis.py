@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.diagnose.blame import Blame, Hurt, Origin
-from steadygrad.diagnose.cause_builder import OUTSIDE_OF_STEP, CauseBuilder, name_owners, tell_given
+from steadygrad.diagnose.cause_builder import OUTSIDE_OF_STEP, CauseBuilder, describe_given, name_owners
 from steadygrad.diagnose.closeup import Closeup, View
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.failures import find_failure, find_refusal
@@ -104,8 +104,8 @@ class Diagnosis:
             hurts += find_failure(self._trace, blame)
         origin = blame.find_origin(hurts)
         if origin is None or (first.error is not None and origin.event.constant):
-            return self._tell_without_origin(first, second)
-        cause, view = self._tell(origin, blame)
+            return self._describe_without_origin(first, second)
+        cause, view = self._describe(origin, blame)
         if self._collective and (cause.file is None or cause.name == OUTSIDE_OF_STEP):
             return unknown(RECEIVED, kind=cause.kind)
         if not terms and hurts[0].name == "loss":
@@ -153,10 +153,10 @@ class Diagnosis:
         spoilt = trace_optimizers(self._step, self._optimizers)
         if spoilt is not None:
             builder = CauseBuilder(spoilt.trace, spoilt.blame, spoilt.origin, {})
-            return builder.tell_optimizer(type(spoilt.optimizer).__name__, spoilt.parameter)
+            return builder.build_for_optimizer(type(spoilt.optimizer).__name__, spoilt.parameter)
         ailment = find_ailment(self._step, self._modules, self._suspect)
         if ailment is None:
-            return self._tell_amplifier() if self._suspect == "exploding" else None
+            return self._describe_amplifier() if self._suspect == "exploding" else None
         return Cause(
             kind=ailment.kind,
             phase="backward" if ailment.kind == "vanishing" else "forward",
@@ -167,7 +167,7 @@ class Diagnosis:
             **(CauseBuilder.where_of(ailment.place, self._modules) | {"module": ailment.module}),
         )
 
-    def _tell_amplifier(self) -> Cause | None:
+    def _describe_amplifier(self) -> Cause | None:
         """No layer grows: the op whose derivative enlarged the gradient most."""
         with self._replay(self._trace):
             pass
@@ -191,19 +191,19 @@ class Diagnosis:
 
     # --- reporting --------------------------------------------------------------------------------------------------
 
-    def _tell(self, origin: Origin, blame: Blame) -> tuple[Cause, View | None]:
+    def _describe(self, origin: Origin, blame: Blame) -> tuple[Cause, View | None]:
         builder = CauseBuilder(self._trace, blame, origin, self._modules)
         if origin.event.is_given:
             inputs = dict(name_inputs(self._step.args, self._step.kwargs))
             owners = name_owners(self._trace, inputs, self._step.model)
             if builder.find_given_key() in owners or not origin.event.constant:
-                return tell_given(builder, owners), None
+                return describe_given(builder, owners), None
         closeup = Closeup(builder.targets)
         with self._replay(closeup):
             pass
         builder.views = closeup.views
         self._culprit = builder.culprit
-        return builder.tell(), closeup.views.get(origin.event.number)
+        return builder.build(), closeup.views.get(origin.event.number)
 
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
         if cause.phase in ("input", "parameter"):
@@ -230,10 +230,10 @@ class Diagnosis:
                 waiting += [self._trace.events[writer] for writer in new]
         return not keys
 
-    def _tell_without_origin(self, first: Symptoms, second: Symptoms) -> Cause | None:
+    def _describe_without_origin(self, first: Symptoms, second: Symptoms) -> Cause | None:
         """Nothing was born: an op refused to compute, the replay went well, or the ops were not seen."""
         if first.error is not None:
-            return self._tell_refusal(first.error)
+            return self._describe_refusal(first.error)
         if second.error is not None:
             return unknown(f"the replay with every op watched failed: {second.error!r:.200}", kind=first.kind)
         if not second.hurts:
@@ -244,7 +244,7 @@ class Diagnosis:
         where = next(iter(second.gradients), "the loss")
         return unknown(f"{second.kind} in {where}, and no op was seen making it: {reason}", kind=second.kind)
 
-    def _tell_refusal(self, error: BaseException) -> Cause:
+    def _describe_refusal(self, error: BaseException) -> Cause:
         """Describe a call that raised on finite values. Any other exception is the program's own."""
         refusal = find_refusal(self._trace, self._stack, error)
         if refusal is None:

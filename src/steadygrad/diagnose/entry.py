@@ -85,7 +85,7 @@ def diagnose_capture(
         diagnosis = Diagnosis(step, optimizers=optimizers, suspect=suspect)
         cause = diagnosis.make()
         if expects is not None and (cause is None or cause.kind in FINITE_KINDS):
-            cause = tell_unrepeated(step, expects, changed, diagnosis.fingerprints)
+            cause = describe_unrepeated(step, expects, changed, diagnosis.fingerprints)
     except Exception as error:
         cause = unknown(f"the replay raised {error!r:.200}")
     return None if cause is None else _qualify(cause, capture, changed)
@@ -125,7 +125,7 @@ def diagnose_captures(
     return None, None
 
 
-def tell_unrepeated(step: Step, kind: str, changed: Sequence[str], known: Sequence[tuple[int, ...]] = ()) -> Cause:
+def describe_unrepeated(step: Step, kind: str, changed: Sequence[str], known: Sequence[tuple[int, ...]] = ()) -> Cause:
     """The step failed when it ran, and does not when it is replayed: two more replays say what to suspect.
 
     On all ranks together no more are made: `known` fingerprints have to do.

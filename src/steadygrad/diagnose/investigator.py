@@ -254,7 +254,7 @@ def _name_call(cause: Cause, capture: Capture) -> Cause:
     return dataclasses.replace(cause, file=code.co_filename, line=line, source=read_source(code, line))
 
 
-def tell_since_when(cause: Cause, given: Collection[str]) -> Cause:
+def add_since_when(cause: Cause, given: Collection[str]) -> Cause:
     """Add when a weight went bad: before the first step (`given`), in a checkpoint, or during training."""
     if cause.phase != "parameter":
         return cause

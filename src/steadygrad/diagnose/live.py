@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from steadygrad.diagnose.blame import Blame, Hurt
 from steadygrad.diagnose.calls import find_scalars, find_tensors, read_signature
-from steadygrad.diagnose.cause_builder import CauseBuilder, name_owners, tell_given
+from steadygrad.diagnose.cause_builder import CauseBuilder, describe_given, name_owners
 from steadygrad.diagnose.closeup import View, look_at_operands, look_at_result
 from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.ranges import Range
@@ -102,8 +102,8 @@ class LiveTrace(TorchDispatchMode):
         if origin.event.is_given:
             owners = name_owners(self._trace, inputs, self._model)
             if builder.find_given_key() in owners or not origin.event.constant:
-                return dataclasses.replace(tell_given(builder, owners), note=NOTE)
-        return dataclasses.replace(builder.tell(), note=NOTE)
+                return dataclasses.replace(describe_given(builder, owners), note=NOTE)
+        return dataclasses.replace(builder.build(), note=NOTE)
 
 
 def _is_bad(tensor: Tensor) -> bool:

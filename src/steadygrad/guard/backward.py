@@ -51,7 +51,7 @@ class BackwardPass:
             ranks.check_synchronised()
             dropped = self._watched.gate.backward(loss, batches)
             if dropped is not None:
-                self._tell_dropped(*dropped)
+                self._report_dropped(*dropped)
         else:
             self._scaler.scale(loss).backward()
             batches.losses.append(loss.detach())
@@ -68,7 +68,7 @@ class BackwardPass:
         batches.losses.append(loss.detach())
         self._ranks.start(batches.losses)
 
-    def _tell_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
+    def _report_dropped(self, m: Measurement, numbers: Sequence[float]) -> None:
         """Report that a bad microbatch was left out."""
         reading = m.read(numbers, StepContext(step=self._moment.next_step), skipped=True)
         verdict = Verdict(action=Action.SKIP, reason="drop_bad_microbatches is on")

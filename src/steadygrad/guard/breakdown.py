@@ -56,7 +56,7 @@ class BreakdownWatch:
                 return "the gradients were not finite"
             return None
         self._num_overflows = 0
-        severe = [f for f in keep_telling(findings) if f.severity.rank >= Severity.ERROR.rank]
+        severe = [f for f in keep_reporting(findings) if f.severity.rank >= Severity.ERROR.rank]
         if severe:
             return severe[0].message
         if reading.loss is None:
@@ -80,7 +80,7 @@ class BreakdownWatch:
         return f"the loss rose to {now:.4g}, from {self._level:.4g} at the start"
 
 
-def keep_telling(findings: Sequence[Finding]) -> list[Finding]:
+def keep_reporting(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings above info that the settings may have caused."""
     return [finding for finding in findings if _matters(finding) and find_kind(finding.kind).of_settings]
 

@@ -28,10 +28,10 @@ class Epochs:
         self._training, self._moment, self._judging = training, moment, judging
         self._checkpoints, self._schedule_and_ema, self._ranks = checkpoints, schedule_and_ema, ranks
 
-    def validate(self, told: float) -> None:
+    def validate(self, loss: float) -> None:
         """Take a validation loss; with several ranks, use their mean."""
         self._judging.judge_pending()
-        moment, value = self._moment, self._ranks.take_mean(told)
+        moment, value = self._moment, self._ranks.take_mean(loss)
         if math.isfinite(value):
             moment.validation_loss, moment.validated_at = value, moment.next_step
             self._checkpoints.note_validation(moment.next_step, value)

@@ -321,12 +321,12 @@ class Guard:
     def health(self) -> dict[str, bool]:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         self._judging.catch_up()
-        return self._summary.tell_health()
+        return self._summary.assess_health()
 
     def stats(self) -> dict[str, float | int | None]:
         """Return counts and current values."""
         self._judging.catch_up()
-        return self._summary.tell_stats()
+        return self._summary.list_stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the guard's own state: step, detectors, clip state, totals. No weights, no optimizer state."""

@@ -16,14 +16,14 @@ from steadygrad.act.buffers import BufferKeeper
 from steadygrad.detect.rank_rules import split_facts
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.diagnosis import TALKS
-from steadygrad.diagnose.investigator import Investigator, tell_since_when
+from steadygrad.diagnose.investigator import Investigator, add_since_when
 from steadygrad.diagnose.joint_replay import name_rank, replay_jointly
 from steadygrad.facts import Cause, Fact, Finding, Reading
 from steadygrad.guard.watched import Watched
 from steadygrad.judgement import Judgement
 from steadygrad.measure.origin import Origin
 from steadygrad.measure.periodic_scans import Looks
-from steadygrad.measure.ranks import Ranks, Told
+from steadygrad.measure.ranks import FromRanks, Ranks
 from steadygrad.record.rank_file import RankFile
 
 
@@ -45,13 +45,15 @@ class Inquiry:
         self._investigator, self._watched, self._buffers, self._ranks = investigator, watched, buffers, ranks
         self._judgement, self._rank_file, self._steps_every = judgement, rank_file, steps_every
 
-    def consult_ranks(self, reading: Reading, facts: list[Fact], looks: Looks, told: Told) -> tuple[list[Fact], Origin]:
+    def consult_ranks(
+        self, reading: Reading, facts: list[Fact], looks: Looks, from_ranks: FromRanks
+    ) -> tuple[list[Fact], Origin]:
         """Share what this rank alone has seen, and learn where a bad step began; return the facts common to all."""
         if self._rank_file is not None and reading.step % self._steps_every == 0:
-            self._rank_file.write_own(reading.step, told.own_loss)
+            self._rank_file.write_own(reading.step, from_ranks.own_loss)
         facts, own_facts = split_facts(facts)
-        signs = [finding.message for finding in self._judgement.tell_own(reading, own_facts)]
-        return facts, self._watched.own_gradients.find_origin(reading, told, looks.own_finite, signs)
+        signs = [finding.message for finding in self._judgement.report_own(reading, own_facts)]
+        return facts, self._watched.own_gradients.find_origin(reading, from_ranks, looks.own_finite, signs)
 
     def find_cause(
         self, captures: Sequence[Capture], origin: Origin | None, reading: Reading, findings: Sequence[Finding]
@@ -72,10 +74,10 @@ class Inquiry:
             return self._replay_together(captures, origin, reading, findings)
         chosen = origin.ranks[0]
         cause = self._replay(captures, reading, findings) if ranks.rank == chosen else None
-        told: Cause | None = ranks.gather(name_rank(cause, ranks, self._device))[chosen]
-        if told is not None and TALKS in told.note:
+        common: Cause | None = ranks.gather(name_rank(cause, ranks, self._device))[chosen]
+        if common is not None and TALKS in common.note:
             return self._replay_together(captures, origin, reading, findings)
-        return told
+        return common
 
     def _replay_together(
         self, captures: Sequence[Capture], origin: Origin, reading: Reading, findings: Sequence[Finding]
@@ -101,4 +103,4 @@ class Inquiry:
         with self._buffers.as_saved(), self._buffers.unchanged(), self._watched.own_gradients.looking_away():
             cause = self._investigator.investigate(captures, reading, findings, **how)
         given = self._watched.periodic_scans.given_nonfinite
-        return cause if cause is None or given is None else tell_since_when(cause, given)
+        return cause if cause is None or given is None else add_since_when(cause, given)

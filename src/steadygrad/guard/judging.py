@@ -21,7 +21,7 @@ from steadygrad.judgement import Judgement
 from steadygrad.measure import Measurement, Ticket
 from steadygrad.measure.measurement import FOUND, StepContext
 from steadygrad.measure.periodic_scans import Looks
-from steadygrad.measure.ranks import Ranks, Told
+from steadygrad.measure.ranks import FromRanks, Ranks
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Judging:
         reading = pending.measurement.read(numbers, pending.context, skipped=numbers[FOUND] > 0)
         if pending.updates is not None:
             reading = self.add_updates(reading, pending.updates)
-        self.judge(reading, pending.looks, self._watched.meter.read_told(pending.measurement, numbers))
+        self.judge(reading, pending.looks, self._watched.meter.read_from_ranks(pending.measurement, numbers))
 
     def judge_if_arrived(self) -> None:
         """Judge the step just queued if its numbers have arrived, while its optimizer step runs on the device.
@@ -89,7 +89,7 @@ class Judging:
         if self._ranks.many:
             self.pending = None
 
-    def judge(self, reading: Reading, looks: Looks, told: Told) -> None:
+    def judge(self, reading: Reading, looks: Looks, from_ranks: FromRanks) -> None:
         """Hand a step to judgement, then do what follows from it: take a snapshot, or complete a rollback."""
         self._watched.hear(reading)
         if looks.rms is not None and not reading.skipped:
@@ -104,8 +104,8 @@ class Judging:
             reading = dataclasses.replace(reading, extra=logged)
         origin = None
         if self._ranks.many:
-            self.is_asked_to_stop |= told.asks_to_stop
-            facts, origin = self._inquiry.consult_ranks(reading, facts, looks, told)
+            self.is_asked_to_stop |= from_ranks.asks_to_stop
+            facts, origin = self._inquiry.consult_ranks(reading, facts, looks, from_ranks)
         healthy = self._judgement.judge(
             reading,
             facts,

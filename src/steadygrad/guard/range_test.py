@@ -23,7 +23,7 @@ from steadygrad.clip import Clipper
 from steadygrad.config import GuardConfig
 from steadygrad.errors import UnsupportedError, UsageError
 from steadygrad.facts import Finding, Reading, Severity
-from steadygrad.guard.breakdown import BreakdownWatch, keep_telling
+from steadygrad.guard.breakdown import BreakdownWatch, keep_reporting
 from steadygrad.guard.moment import Moment
 from steadygrad.guard.rate_curve import RateCurve, RatePoint, read_curve
 from steadygrad.guard.rehearsal import MakeGuard, Rehearsal, draw_batches
@@ -149,7 +149,7 @@ def run_range(
             why = watch.observe(reading, found, change) or ""
             if why:
                 break
-        findings = keep_telling(guard.findings)
+        findings = keep_reporting(guard.findings)
     return read_curve(points, base_rate=rates.base, why_ended=why, start=watch.start, findings=findings)
 
 
@@ -206,7 +206,7 @@ def make_point(rate: float, reading: Reading, change: float | None, findings: Se
         update_ratio=statistics.median(ratios) if ratios else None,
         clipped=reading.clipped,
         skipped=reading.skipped,
-        kinds=tuple(dict.fromkeys(finding.kind for finding in keep_telling(findings))),
+        kinds=tuple(dict.fromkeys(finding.kind for finding in keep_reporting(findings))),
     )
 
 

@@ -73,10 +73,10 @@ class RunStart:
         self._is_decided = False
         # Rank 0 decides for all. Exchange it here, where every rank takes part: a rank without data never makes a step.
         is_alone = not folder.siblings
-        told = (folder.is_used, folder.found_id, folder.run_id, is_alone)
+        own = (folder.is_used, folder.found_id, folder.run_id, is_alone)
         self._is_used: bool
         self._found: str | None
-        self._is_used, self._found, folder.run_id, is_alone = ranks.gather(told)[0] if ranks.many else told
+        self._is_used, self._found, folder.run_id, is_alone = ranks.gather(own)[0] if ranks.many else own
         checkpoints.use_run(folder.path, folder.run_id)
         if is_alone and not self._is_used:
             self._settle()

@@ -155,7 +155,7 @@ class Shutdown:
         if is_slow and _rounds.is_first(self) and not has_gradients and not self._has_batch:
             self.leave()
 
-    def tell_ranks(self) -> None:
+    def send_to_ranks(self) -> None:
         """Pass a signal on to the other ranks, along with the losses of the next backward."""
         self._ranks.asks_to_stop = self.watch.received is not None
 

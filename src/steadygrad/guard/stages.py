@@ -70,7 +70,7 @@ class Stages:
 
     def _run_passes(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
         self._saver.begin()
-        self._shutdown.tell_ranks()
+        self._shutdown.send_to_ranks()
         result, loss = self.passes.find_loss(subject, args, kwargs)
         if loss is not None:
             try:

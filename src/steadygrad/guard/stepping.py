@@ -126,10 +126,10 @@ class Stepper:
         spoilt = {} if numbers[FOUND] > 0 else self._buffers.find_spoilt()
         bad = numbers[FOUND] > 0 or bool(spoilt)
         reading = used.read(numbers, context, skipped=bad, spoilt_buffers=spoilt)
-        told = watched.meter.read_told(used, numbers)
+        from_ranks = watched.meter.read_from_ranks(used, numbers)
         if repaired is not None:  # report what was found, and how it was repaired
             numbers_found = m.take_to_host(watched.transfer)
-            told = watched.meter.read_told(m, numbers_found)
+            from_ranks = watched.meter.read_from_ranks(m, numbers_found)
             reading = _as_repaired(m.read(numbers_found, context, skipped=False, spoilt_buffers=spoilt), reading)
         measure_updates = not bad and self._updates_are_due(reading.step)
         if measure_updates:
@@ -153,7 +153,7 @@ class Stepper:
             optimizers.scaler.update(bad_gradient=overflowed, bad_loss=None)
         if measure_updates:
             reading = self._judging.add_updates(reading, watched.transfer.send(watched.updates.after()))
-        self._judging.judge(reading, looks, told)
+        self._judging.judge(reading, looks, from_ranks)
 
     def let_go(self, *, owns_backward: bool) -> None:
         """Clear the gradients of the finished step, unless that is left to the caller."""
@@ -185,8 +185,8 @@ class Stepper:
             optimizers.scaler.update(bad_gradient=torch.ones(()), bad_loss=None)
         self._moment.take_step_number()
         context.learning_rates = optimizers.rates.learning_rates()
-        told = watched.meter.read_told(m, numbers)
-        self._judging.judge(m.read(numbers, context, skipped=True), self._moment.looks, told)
+        from_ranks = watched.meter.read_from_ranks(m, numbers)
+        self._judging.judge(m.read(numbers, context, skipped=True), self._moment.looks, from_ranks)
 
     def _sanitize_if_bad(self, m: Measurement, scale: Tensor | None) -> Measurement | None:
         """Repair bad gradients and measure them again; return None if there was nothing to repair."""

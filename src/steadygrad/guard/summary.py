@@ -49,7 +49,7 @@ class Summary:
             run_dir=None if self._start is None else str(self._start.path),
         )
 
-    def tell_health(self) -> dict[str, bool]:
+    def assess_health(self) -> dict[str, bool]:
         """Return whether model (with buffers), gradients, losses and parameters are finite now; reads weights once."""
         last, model = self._judgement.last_reading, self._training.model
         parameters = not find_nonfinite((*model.named_parameters(), *self._watched.trained.named))
@@ -63,7 +63,7 @@ class Summary:
         }
         return {**health, "overall_healthy": all(health.values())}
 
-    def tell_stats(self) -> dict[str, float | int | None]:
+    def list_stats(self) -> dict[str, float | int | None]:
         """Return counts and current values."""
         last, tally = self._judgement.last_reading, self._judgement.tally
         return {

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from steadygrad.act.actor import UNTOUCHED, Actor, tell_reflex
+from steadygrad.act.actor import UNTOUCHED, Actor, describe_reflex
 from steadygrad.act.schedule_and_ema import ScheduleAndEma
 from steadygrad.config import GuardConfig
 from steadygrad.decide import EarlyStopping, Judge
-from steadygrad.decide.health import tell_health
+from steadygrad.decide.health import assess_health
 from steadygrad.decide.reflex import decide
 from steadygrad.detect import Detector
 from steadygrad.errors import NonFiniteError, TrainingHalted
@@ -129,7 +129,7 @@ class Judgement:
             if cause is not None:
                 logger.warning("%s", cause)
             self._answer(findings, reading, cause)
-        healthy = tell_health(reading, findings)
+        healthy = assess_health(reading, findings)
         is_tested = self._prover is not None and self._prover.is_open
         if healthy is None or (healthy and is_tested):
             return None
@@ -137,14 +137,14 @@ class Judgement:
             logger.warning(reason)
         return healthy
 
-    def tell_own(self, reading: Reading, facts: Sequence[Fact]) -> list[Finding]:
+    def report_own(self, reading: Reading, facts: Sequence[Fact]) -> list[Finding]:
         """Report what this rank alone has seen, without changing anything that training depends on."""
         if self._own is None:
             return []
         findings = [finding for fact in (*facts, reading) for finding in self._own.observe(fact)]
         findings = [_note_when(finding, reading.step) for finding in findings]
         verdicts = [decide(finding, reading, self._config.on_nonfinite) for finding in findings]
-        self.conclude([Event(f, v, tell_reflex(v.action, reading)) for f, v in zip(findings, verdicts)])
+        self.conclude([Event(f, v, describe_reflex(v.action, reading)) for f, v in zip(findings, verdicts)])
         return findings
 
     def validate(self, step: int, epoch: int, loss: float) -> None:
@@ -208,7 +208,7 @@ class Judgement:
             self._report_open("the run was rolled back before it could be tested")  # the suspected weights are gone
         for event in events:
             if event.outcome.action not in BY_REFLEX and event.finding.severity is not Severity.INFO:
-                self._tell_action(ActionTaken(step=event.when, action=event.outcome.action))
+                self._report_action(ActionTaken(step=event.when, action=event.outcome.action))
 
     def _carry_out(self, finding: Finding, verdict: Verdict, reading: Reading | None) -> Event:
         """Act on one finding."""
@@ -221,7 +221,7 @@ class Judgement:
             finding = dataclasses.replace(finding, acted_at=now)
         return Event(finding, verdict, outcome)
 
-    def _tell_action(self, taken: ActionTaken) -> None:
+    def _report_action(self, taken: ActionTaken) -> None:
         """Report an action once: loss, gradient and batch of one bad step are three findings but one skip."""
         if taken != self._last_action:
             self._last_action = taken

@@ -59,7 +59,7 @@ def require_pair(function: str, **pair: Tensor) -> tuple[int, ...]:
             return tuple(whole.shape)
     raise UsageError(
         f"{function} got {first_name} of shape {tuple(first.shape)} and {second_name} of shape {tuple(second.shape)}, "
-        f"which {_tell_broadcast(first.shape, second.shape)}. Give both one shape, with squeeze, unsqueeze or reshape."
+        f"which {_describe_broadcast(first.shape, second.shape)}. Give both one shape: squeeze, unsqueeze or reshape."
     )
 
 
@@ -103,7 +103,7 @@ def require_fit(function: str, name: str, value: object, shape: Sequence[int], w
     if isinstance(value, Tensor) and not broadcasts_to(value.shape, shape):
         raise UsageError(
             f"{function} got {name} of shape {tuple(value.shape)} for {whole} of shape {tuple(shape)}, which "
-            f"{_tell_broadcast(value.shape, shape)}. Give {name} that shape, or 1 where it is to be repeated."
+            f"{_describe_broadcast(value.shape, shape)}. Give {name} that shape, or 1 where it is to be repeated."
         )
 
 
@@ -146,7 +146,7 @@ def require_eps(function: str, eps: float | None) -> None:
         require_not_negative(function, "eps", eps, "Leave it out for the default.")
 
 
-def _tell_broadcast(first: Sequence[int], second: Sequence[int]) -> str:
+def _describe_broadcast(first: Sequence[int], second: Sequence[int]) -> str:
     try:
         return f"would be broadcast to {tuple(torch.broadcast_shapes(tuple(first), tuple(second)))}"
     except RuntimeError:

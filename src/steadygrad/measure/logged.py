@@ -30,10 +30,10 @@ class Logged:
         return {**self.plain, **dict(zip(self.names, self.ticket.wait()))}
 
 
-def send_logged(told: Mapping[str, Sequence[float | Tensor]], transfer: Transfer) -> Logged:
+def send_logged(logged: Mapping[str, Sequence[float | Tensor]], transfer: Transfer) -> Logged:
     """Start copying the means of the logged values."""
-    on_device = {name: values for name, values in told.items() if any(_is_elsewhere(v) for v in values)}
-    plain = {n: sum(map(float, values)) / len(values) for n, values in told.items() if n not in on_device}
+    on_device = {name: values for name, values in logged.items() if any(_is_elsewhere(v) for v in values)}
+    plain = {n: sum(map(float, values)) / len(values) for n, values in logged.items() if n not in on_device}
     if not on_device:
         return Logged(plain, (), None)
     means = [_mean(values) for values in on_device.values()]

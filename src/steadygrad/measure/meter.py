@@ -31,7 +31,7 @@ from steadygrad.measure.measurement import (
     Measurement,
     Plan,
 )
-from steadygrad.measure.ranks import Ranks, Told
+from steadygrad.measure.ranks import FromRanks, Ranks
 from steadygrad.state.shards import Fragment
 
 MAX_PLANS = 64
@@ -160,7 +160,7 @@ class Meter:
         assert said is not None
         m.packed = torch.cat([m.packed, said.to(m.packed.device)])
 
-    def read_told(self, m: Measurement, numbers: Sequence[float]) -> Told:
+    def read_from_ranks(self, m: Measurement, numbers: Sequence[float]) -> FromRanks:
         """Return the values that the ranks exchanged, from the numbers of `m` on the host."""
         return self._ranks.read(numbers[m.plan.length :], has_loss=m.has_loss)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.facts import Reading
-from steadygrad.measure.ranks import Ranks, Told
+from steadygrad.measure.ranks import FromRanks, Ranks
 from steadygrad.state.shards import Fragment
 
 SMALL = 1 << 16
@@ -89,13 +89,15 @@ class OwnGradients:
                 self._watch(self._choose())
         return finite
 
-    def find_origin(self, reading: Reading, told: Told, own_finite: Tensor | None, signs: Sequence[str]) -> Origin:
+    def find_origin(
+        self, reading: Reading, from_ranks: FromRanks, own_finite: Tensor | None, signs: Sequence[str]
+    ) -> Origin:
         """Find the rank that began a bad step; call it at the same point on all. `signs`: what this rank itself saw."""
         if not self._ranks.many or not reading.is_nonfinite or self._ranks.is_joining:
-            return Origin(told.began_on, self._spell(told.began_on, []))
+            return Origin(from_ranks.began_on, self._spell(from_ranks.began_on, []))
         mine = (own_finite is not None and not bool(own_finite), list(signs))
         answers = self._ranks.gather(mine)
-        bad = told.began_on or tuple(rank for rank, (flag, _) in enumerate(answers) if flag)
+        bad = from_ranks.began_on or tuple(rank for rank, (flag, _) in enumerate(answers) if flag)
         if not bad and not self._steps_left and reading.loss_scale is None:
             self._steps_left = NUM_STEPS
             self._watch(self._parameters)

@@ -88,7 +88,7 @@ def _watch(
     after_seconds: float | None,
 ) -> None:
     """Look at `thread` until stopped. A failure here ends the watch, never the training."""
-    since, last, told = time.monotonic(), None, None
+    since, last, reported = time.monotonic(), None, None
     while True:
         limit = find_timeout() / 2 if after_seconds is None else after_seconds
         if stop.wait(limit / LOOKS):
@@ -103,11 +103,11 @@ def _watch(
                 since, last = now, None if place is None else (step, place)
                 continue
             seconds = now - since
-            if seconds < limit / 2 or told == last:
+            if seconds < limit / 2 or reported == last:
                 continue
             board.write("waits", 0, json.dumps({"step": step, "place": place}))
             if seconds >= limit:
-                told = last
+                reported = last
                 report(_describe(board, step, place, seconds))
         except Exception:
             return

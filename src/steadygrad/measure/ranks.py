@@ -32,7 +32,7 @@ SUMMED = (0, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class FromRanks:
     """What the ranks exchanged besides the numbers of the Reading."""
 
     began_on: tuple[int, ...] = ()
@@ -233,13 +233,15 @@ class Ranks:
         said, self._said = self._said, None
         return said
 
-    def read(self, said: Sequence[float], *, has_loss: bool) -> Told:
+    def read(self, said: Sequence[float], *, has_loss: bool) -> FromRanks:
         """Decode the exchanged values on the host."""
         if not said:
-            return Told()
+            return FromRanks()
         bits = [int(number) for number in said[NUM_FIXED:-1]]
         bad = [i for i in range(self.num) if bits[i // RANKS_A_NUMBER] >> i % RANKS_A_NUMBER & 1]
-        return Told(began_on=tuple(bad), asks_to_stop=said[STOP] > 0, own_loss=float(said[-1]) if has_loss else None)
+        return FromRanks(
+            began_on=tuple(bad), asks_to_stop=said[STOP] > 0, own_loss=float(said[-1]) if has_loss else None
+        )
 
     # --- seldom, on the host ----------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MAX_TOLD = 16
+MAX_SHOWN = 16
 """Most calls of one kind to keep."""
 ELEMENTWISE = _words(
     "add __radd__ sub subtract __rsub__ rsub mul multiply __rmul__ div divide true_divide __rdiv__ __rtruediv__ "
@@ -82,7 +82,7 @@ class SuspiciousOps:
     def before(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the operands before the call, which may change them in place."""
         name = getattr(func, "__name__", "")
-        if name in ELEMENTWISE and len(self.broadcasts) < MAX_TOLD:
+        if name in ELEMENTWISE and len(self.broadcasts) < MAX_SHOWN:
             self._compare(name, *_first_two(args, kwargs))
         elif name in SOFTMAXES or name == "cross_entropy":
             self._look_for_softmax(name, args, kwargs)
@@ -131,7 +131,7 @@ class SuspiciousOps:
         mark = self._softmaxed.get(tensor)
         if mark is not None and mark.fits(tensor, _class_dim(name, tensor, args, kwargs)):
             where = find_caller()
-            if where not in self.double_softmaxes and len(self.double_softmaxes) < MAX_TOLD:
+            if where not in self.double_softmaxes and len(self.double_softmaxes) < MAX_SHOWN:
                 self.double_softmaxes.append(where)
 
     def _mark_softmax(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:

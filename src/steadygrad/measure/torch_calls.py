@@ -141,7 +141,7 @@ def _around_backward(run: Callable[..., None], tensors: Any, *args: Any, **kwarg
             call = _describe_backward(tensors)
     run(tensors, *args, **kwargs)
     if call is not None:
-        _tell(_list_here(), lambda one: one.after_backward(call))
+        _notify(_list_here(), lambda one: one.after_backward(call))
 
 
 def _around_clip(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _around_clip(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs
     found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
     name = clip.__name__
     call = ClipCall(name=name, parameters=found, is_spent=is_iterator and not found, where=find_caller())
-    _tell(_list_here(), lambda one: one.before_clip(call))
+    _notify(_list_here(), lambda one: one.before_clip(call))
     if not is_iterator:
         return clip(parameters, *args, **kwargs)
     return clip((p for p in found), *args, **kwargs)  # a generator again: torch warns of an empty one
@@ -161,12 +161,12 @@ def _around_save(save: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) 
     result = save(obj, *args, **kwargs)
     where = find_caller()
     with calls_muted():
-        _tell(_to_saves, lambda one: one.after_save(obj, where))
+        _notify(_to_saves, lambda one: one.after_save(obj, where))
     return result
 
 
 def _around_average(forward: Callable[..., Any], average: AveragedModel, *args: Any, **kwargs: Any) -> Any:
-    _tell(_to_saves, lambda one: one.before_average(average))
+    _notify(_to_saves, lambda one: one.before_average(average))
     return forward(average, *args, **kwargs)
 
 
@@ -176,7 +176,7 @@ def _list_here() -> list[Any]:
     return [listener for listener in alive if listener is not None and _listeners.get(listener) == here]
 
 
-def _tell(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:
+def _notify(listeners: Iterable[Any], hear: Callable[[Any], None]) -> None:
     for one in list(listeners):
         try:
             hear(one)

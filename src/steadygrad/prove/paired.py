@@ -59,18 +59,18 @@ class PairedTest:
         self._draws.clear()
         return self._agree(lambda: self._prepare(captures), lambda _: None)[0]
 
-    def _agree(self, make: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
+    def _agree(self, make: Callable[[], T], summarise: Callable[[T], Any]) -> tuple[T, list[Any]]:
         """Return what `make` returned and what `tell` gives for it on each rank; raise one rank's error on all."""
-        made, told, refused = None, None, None
+        made, answer, refused = None, None, None
         try:
             made = make()
-            told = tell(made)
+            answer = summarise(made)
         except CannotTestError as error:
             refused = error.reason, error.remedy
         except Exception as error:  # raised on this rank alone, it would leave the others waiting in the exchange
             logger.error("the paired test failed, training continues: %r", error)
             refused = f"the test failed with {error!r:.120}", ""
-        answers = self._ranks.gather((told, refused))
+        answers = self._ranks.gather((answer, refused))
         refusal = next((one for _, one in answers if one is not None), None)
         if refusal is not None:
             raise CannotTestError(*refusal)

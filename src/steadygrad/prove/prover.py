@@ -140,7 +140,7 @@ class Prover:
         self.drop()
         if case.is_reported:
             return None
-        proof = _tell_unknown(case.begins_at, reason)
+        proof = _make_unknown(case.begins_at, reason)
         return dataclasses.replace(report_answer(case.finding, proof), severity=case.finding.severity)
 
     # --- findings in, findings out ----------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Prover:
         if proof.answer is Answer.UNHARMED and case.trial is None:
             if self._ranks.many:  # steps are not repeated there
                 is_rate = find_kind(case.finding.kind).at_start
-                return _tell_unknown(step, "a lower rate is not tried on many ranks") if is_rate else proof
+                return _make_unknown(step, "a lower rate is not tried on many ranks") if is_rate else proof
             # If earlier weights do badly too, "no worse" means little: would they have learned more since?
             case.trial = self._find_trial(case, proof)
             if case.trial is None:
@@ -277,13 +277,13 @@ class Prover:
     def _prove(self, case: Case, step: int) -> Proof:
         captures = case.held.captures[-self._config.num_batches :]
         if len(captures) < NUM_QUICK:
-            return _tell_unknown(step, "no batch of these steps is known", PASS_FUNCTION)
+            return _make_unknown(step, "no batch of these steps is known", PASS_FUNCTION)
         if not self._may_spend(step, 2 * len(captures) + 4):
-            return _tell_unknown(step, f"the budget of {self._config.budget_share:.0%} of all steps is spent")
+            return _make_unknown(step, f"the budget of {self._config.budget_share:.0%} of all steps is spent")
         try:
             reference = self._references.find(case.trouble)
         except CannotTestError as error:
-            return _tell_unknown(step, error.reason, error.remedy)
+            return _make_unknown(step, error.reason, error.remedy)
         return self._comparison.compare(
             reference, captures, step, initial=self._references.find_initial(), began_at=self._began_at
         )
@@ -292,9 +292,9 @@ class Prover:
         """Test whether the same steps do better from earlier weights, or from the initial ones at a lower rate."""
         steps, is_rate = case.held.steps, find_kind(case.finding.kind).at_start
         if is_rate and self._references.is_rate_falling:
-            return _tell_unknown(step, "the schedule lowers the learning rate by itself")
+            return _make_unknown(step, "the schedule lowers the learning rate by itself")
         if len(steps) < 4 * self._config.num_batches or not self._may_spend(step, len(steps) + 4):
-            return _tell_unknown(step, "the steps could not be made again on enough batches")
+            return _make_unknown(step, "the steps could not be made again on enough batches")
         if not is_rate:
             return self._comparison.compare_fresh(steps, reference, step)
         advised = case.finding.evidence.get("lr_factor")
@@ -326,15 +326,15 @@ class Prover:
 
     def _prove_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Proof:
         if self._ranks.why_apart is not None:
-            return _tell_unknown(step, self._ranks.why_apart)
+            return _make_unknown(step, self._ranks.why_apart)
         if not self._ranks.find_least(len(captures)):
-            return _tell_unknown(step, "this step's batch is not known", PASS_FUNCTION)
+            return _make_unknown(step, "this step's batch is not known", PASS_FUNCTION)
         if self._case is not None or not self._may_spend(step, SPIKE_COST + self._allowance(step) / 2):
-            return _tell_unknown(step, "it was not tested")  # keep half of the budget for findings that may be acted on
+            return _make_unknown(step, "it was not tested")  # keep half of the budget for findings that may be acted on
         try:
             reference = self._references.find(finding)
         except CannotTestError as error:
-            return _tell_unknown(step, error.reason, error.remedy)
+            return _make_unknown(step, error.reason, error.remedy)
         return self._comparison.compare_batch(reference, captures[-1], step, began_at=self._began_at)
 
     # --- numbers ----------------------------------------------------------------------------------------------------
@@ -393,5 +393,5 @@ def _is_lasting(before: Proof, now: Proof) -> bool:
     return find_excess(now.now, now.then) >= HEALING * find_excess(before.now, before.then)
 
 
-def _tell_unknown(step: int, reason: str, remedy: str = "") -> Proof:
+def _make_unknown(step: int, reason: str, remedy: str = "") -> Proof:
     return Proof(answer=Answer.UNKNOWN, step=step, reason=reason, remedy=remedy)

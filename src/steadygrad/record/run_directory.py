@@ -333,13 +333,13 @@ def _last_byte(path: Path) -> bytes:
 def _spell_step(record: StepRecord) -> str:
     """Return a step as a line of train.log."""
     loss = "-" if record.loss is None else f"{_spell(record.loss)}"
-    state = " skipped" if record.skipped else _tell_clipping(record)
+    state = " skipped" if record.skipped else _format_clipping(record)
     rates = ",".join(f"{rate:.6g}" for rate in record.learning_rates)
-    told = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
-    return f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{told}\n"
+    logged = "".join(f" {name}={_spell(number)}" for name, number in record.extra.items())
+    return f"step={record.step} loss={loss} grad_norm={_spell(record.grad_norm)} lr={rates}{state}{logged}\n"
 
 
-def _tell_clipping(record: StepRecord) -> str:
+def _format_clipping(record: StepRecord) -> str:
     """Format the coefficient, and the norm after clipping; nothing for a step that was not clipped."""
     if not record.clipped:
         return ""

@@ -86,7 +86,7 @@ def _load(
         misshaped={name: (held.shape, tuple(own.shape)) for name, (held, own) in pairs.items() if name not in fitting},
     )
     if strict and not report.is_complete:
-        raise MismatchError(f"{path} does not fit the model: {_tell(report)}. Load what fits with strict=False.")
+        raise MismatchError(f"{path} does not fit the model: {_describe(report)}. Load what fits with strict=False.")
     _check_values(path, fitting, allow_nonfinite=allow_nonfinite)
     with torch.no_grad():
         for held, own in fitting.values():
@@ -145,7 +145,7 @@ def _check_values(
                 )
 
 
-def _tell(report: LoadReport) -> str:
+def _describe(report: LoadReport) -> str:
     shapes = [f"{name} (file {list(old)}, model {list(new)})" for name, (old, new) in report.misshaped.items()]
     groups = {"missing": report.missing, "unexpected": report.unexpected, "of another shape": tuple(shapes)}
     return "; ".join(f"{len(names)} {what}: {_show(names)}" for what, names in groups.items() if names)

@@ -46,8 +46,8 @@ class _PythonState:
         gauss = self._generator.gauss_next
         if words != self._words or gauss != self._gauss or self._state is None:
             self._words, self._gauss, self._state = words, gauss, self._generator.getstate()
-            position, *told = memoryview(words).cast("I")
-            self._is_readable = (*told, position) == self._state[1]
+            position, *rest = memoryview(words).cast("I")
+            self._is_readable = (*rest, position) == self._state[1]
         return self._state
 
 

@@ -107,7 +107,7 @@ def _collect(ranks: list[_Rank], deadline: float, limit: float) -> list[Any]:
     if failures:
         raise RanksFailed("\n".join(f"rank {number} {failures[number]}" for number in sorted(failures)))
     if len(results) < len(ranks):
-        raise RanksFailed(_tell_hang(waiting, len(ranks), limit))
+        raise RanksFailed(_describe_hang(waiting, len(ranks), limit))
     return [results[number] for number in sorted(results)]
 
 
@@ -121,7 +121,7 @@ def _receive(rank: _Rank) -> tuple[bool, Any]:
     return returned, value if returned else f"failed:\n{value}"
 
 
-def _tell_hang(hanging: list[_Rank], num_ranks: int, limit: float) -> str:
+def _describe_hang(hanging: list[_Rank], num_ranks: int, limit: float) -> str:
     lines = [f"{len(hanging)} of {num_ranks} ranks had not ended after {limit:g} seconds:"]
     for rank in hanging:
         where = rank.stack.read_text() if rank.stack.exists() else ""

@@ -77,16 +77,16 @@ def share_from_first(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result on every rank; an exception there is raised everywhere."""
     if count_ranks() == 1:
         return make()
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if is_first():
         try:
-            told[0] = make()
+            outcome[0] = make()
         except Exception as error:
-            told[1] = error
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    result: T = told[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
     return result
 
 

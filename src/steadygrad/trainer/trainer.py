@@ -196,7 +196,7 @@ class Trainer(Task):
                 self._train_epoch(guard, train_loader, val_loader)
                 if self._has_reached_limit:  # saved inside the epoch, so a higher limit continues here
                     self._save(guard)
-                metrics = self._tell_epoch(guard, val_loader)
+                metrics = self._end_epoch(guard, val_loader)
                 if not self._has_reached_limit:
                     self._progress.num_batches = 0
                     guard.end_epoch()
@@ -267,9 +267,9 @@ class Trainer(Task):
     def _hear(self) -> None:
         for record in self._progress.take_heard():
             self.end_step(record)
-            self._tell_progress(record)
+            self._print_progress(record)
 
-    def _tell_progress(self, record: StepRecord) -> None:
+    def _print_progress(self, record: StepRecord) -> None:
         """Print a line every `log_every` steps, where no bar on a terminal shows the same."""
         if not is_first() or not _is_multiple(record.step + 1, self.config.log_every) or sys.stderr.isatty():
             return
@@ -317,7 +317,7 @@ class Trainer(Task):
         """Return an autocast context with the training's precision, for code outside a step."""
         return make_autocast(self.guard_config.autocast, self.device)
 
-    def _tell_epoch(self, guard: Guard, val_loader: Iterable[Any] | None) -> dict[str, Any]:
+    def _end_epoch(self, guard: Guard, val_loader: Iterable[Any] | None) -> dict[str, Any]:
         """Return averages and maxima of the epoch, and the metrics of the evaluation."""
         progress = self._progress
         if guard.num_microbatches:  # the data's length was unknown, or a rollback left some of it out
@@ -327,14 +327,14 @@ class Trainer(Task):
         where = {"epoch": guard.epoch, "stage": self.stage.name, "step": guard.num_steps}
         averages = progress.take_epoch()
         progress.train_history.append({**where, **averages, "learning_rate": self._learning_rate})
-        told: dict[str, Any] = {**progress.train_history[-1]}
+        result: dict[str, Any] = {**progress.train_history[-1]}
         if val_loader is not None:
             fresh = progress.evaluated != guard.num_steps
             metrics = self._evaluate_now(guard, val_loader) if fresh else progress.last_metrics
             progress.val_history.append({**where, **metrics})
-            told |= {f"val_{name}": value for name, value in metrics.items()}
-        self._tell(self.describe_epoch(told))
-        return told
+            result |= {f"val_{name}": value for name, value in metrics.items()}
+        self._tell(self.describe_epoch(result))
+        return result
 
     def describe_epoch(self, metrics: Mapping[str, Any]) -> str:
         """Format the line for the end of an epoch."""

@@ -46,14 +46,14 @@ class Settings:
 
     def describe(self) -> dict[str, str]:
         """Return name -> value in words, for the settings that are set."""
-        told = {"lr": f"{self.lr:.3g}", "warmup": f"{self.warmup:.3g} of the run", "clip": describe_clip(self.clip)}
+        words = {"lr": f"{self.lr:.3g}", "warmup": f"{self.warmup:.3g} of the run", "clip": describe_clip(self.clip)}
         for name in ("weight_decay", "beta1", "beta2"):
             if getattr(self, name) is not None:
-                told[name] = f"{getattr(self, name):.4g}"
+                words[name] = f"{getattr(self, name):.4g}"
         for name in ("precision", "batch"):
             if getattr(self, name) is not None:
-                told[name] = str(getattr(self, name))
-        return {**told, "accumulation": str(self.accumulation)}
+                words[name] = str(getattr(self, name))
+        return {**words, "accumulation": str(self.accumulation)}
 
 
 def describe_clip(clip: ClipStrategy | None) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from steadygrad.checkpoint.position import find_generators
 from steadygrad.config import Precision
-from steadygrad.guard.breakdown import BreakdownWatch, keep_telling
+from steadygrad.guard.breakdown import BreakdownWatch, keep_reporting
 from steadygrad.guard.range_test import RateSetter, make_step
 from steadygrad.guard.rehearsal import Rehearsal, draw_batches
 from steadygrad.tune.settings import Settings
@@ -91,7 +91,7 @@ def run_trial(
             if report is not None and report((i + 1) / num_steps, mean_tail(losses, num_steps)):
                 given_up = True
                 break
-        kinds = tuple(dict.fromkeys(finding.kind for finding in keep_telling(guard.findings)))
+        kinds = tuple(dict.fromkeys(finding.kind for finding in keep_reporting(guard.findings)))
         if not why and not given_up:
             measured = tunable.measure_score(config.autocast)
             score = mean_tail(losses, num_steps) if measured is None else measured

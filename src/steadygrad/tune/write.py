@@ -105,7 +105,7 @@ def _render_trials(results: Sequence[TrialResult]) -> Html:
     names = [name for name in known if name == "lr" or len({one.get(name) for one in described}) > 1]
     rows: list[list[Any]] = []
     for number, result in enumerate(results[:MAX_ROWS]):
-        told = result.settings.describe()
-        cells = [told.get(name, "-") for name in names]
+        words = result.settings.describe()
+        cells = [words.get(name, "-") for name in names]
         rows.append([str(number), *cells, str(result.order), describe_trial(result), ", ".join(result.kinds) or "-"])
     return make_table(("trial", *names, "order", "outcome", "found"), rows)

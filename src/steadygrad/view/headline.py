@@ -57,25 +57,25 @@ def _judge_health(run: RunReader) -> Headline:
     if incidents.halt is not None and (run.state is State.HALTED or run.path.is_file()):
         message = str(look(incidents.halt, "finding", "message") or "no reason was recorded")
         where = f"Ended by the policy at step {find_step(incidents.halt):,}: {message}."
-        return Headline(tone=Tone.BAD, word="Halted", text=f"{where}{_tell_cause(run)}")
+        return Headline(tone=Tone.BAD, word="Halted", text=f"{where}{_format_cause(run)}")
     if steps.num_lost >= LOST:
-        text = f"The loss has not been finite {_tell_since(run)}.{_tell_cause(run)}"
+        text = f"The loss has not been finite {_format_since(run)}.{_format_cause(run)}"
         return Headline(tone=Tone.BAD, word="Lost", text=text)
     serious = incidents.num_at_least(Severity.WARNING)
     if not serious and not steps.num_skipped and steps.num_nonfinite:
         text = (
             f"{spell_count(steps.num_nonfinite, 'step').capitalize()} of {steps.num_steps:,} not finite, none skipped."
         )
-        return Headline(tone=Tone.WARNING, word="Unwell", text=f"{text}{_tell_loss(run)}")
+        return Headline(tone=Tone.WARNING, word="Unwell", text=f"{text}{_format_loss(run)}")
     if not serious and not steps.num_skipped:
         text = f"{spell_count(steps.num_steps, 'step').capitalize()}, none skipped, no warnings."
-        return Headline(tone=Tone.GOOD, word="Healthy", text=f"{text}{_tell_loss(run)}")
+        return Headline(tone=Tone.GOOD, word="Healthy", text=f"{text}{_format_loss(run)}")
     skipped = f"{spell_count(steps.num_skipped, 'step').capitalize()} of {steps.num_steps:,} skipped"
-    told = skipped if steps.num_steps else "No step was written"
+    sentence = skipped if steps.num_steps else "No step was written"
     num_rollbacks = incidents.num_actions("rollback")
     back = f", {spell_count(num_rollbacks, 'rollback')}" if num_rollbacks else ""
-    guess = _tell_guess(run)
-    text = f"{told}{back}, {spell_count(serious, 'incident')}.{_tell_loss(run)}{guess}{_tell_cause(run)}"
+    guess = _format_guess(run)
+    text = f"{sentence}{back}, {spell_count(serious, 'incident')}.{_format_loss(run)}{guess}{_format_cause(run)}"
     if guess or steps.num_skipped > MANY * steps.num_steps or _loss_rose(run):
         return Headline(tone=Tone.BAD, word="Unwell", text=text)
     return Headline(tone=Tone.WARNING, word="Survived", text=text)
@@ -89,19 +89,21 @@ def _add_state(run: RunReader, headline: Headline) -> Headline:
         return replace(headline, word="Running") if is_well else headline
     last = "" if run.steps.last_step < 0 else f" after step {run.steps.last_step:,}"
     if state is State.KILLED:
-        told = f"Its process disappeared{last}: kill -9, out of memory, or the machine went down."
+        sentence = f"Its process disappeared{last}: kill -9, out of memory, or the machine went down."
     elif state is State.FAILED:
-        told = f"Ended by an error{last}: {find_end(run.about).get('error') or 'unknown'}."
+        sentence = f"Ended by an error{last}: {find_end(run.about).get('error') or 'unknown'}."
     elif state is State.STOPPED:
-        told = f"Ended by a signal or by Ctrl-C{last}."
+        sentence = f"Ended by a signal or by Ctrl-C{last}."
     elif state is State.STALLED:
-        told = (
+        sentence = (
             f"Its process has not ended, but nothing has been written{last.replace('after', 'since')} for a long time."
         )
     else:
         return headline
     tone = Tone.BAD if state in (State.KILLED, State.FAILED) or headline.tone is Tone.BAD else Tone.WARNING
-    return Headline(tone=tone, word=state.capitalize() if is_well else headline.word, text=f"{told} {headline.text}")
+    return Headline(
+        tone=tone, word=state.capitalize() if is_well else headline.word, text=f"{sentence} {headline.text}"
+    )
 
 
 def list_numbers(run: RunReader) -> dict[str, str]:
@@ -129,7 +131,7 @@ def list_numbers(run: RunReader) -> dict[str, str]:
     return numbers
 
 
-def _tell_since(run: RunReader) -> str:
+def _format_since(run: RunReader) -> str:
     steps = run.steps
     if steps.last_loss is None:
         return "at any step"
@@ -139,7 +141,7 @@ def _tell_since(run: RunReader) -> str:
     )
 
 
-def _tell_loss(run: RunReader) -> str:
+def _format_loss(run: RunReader) -> str:
     first, last = run.steps.first_loss, run.steps.last_loss
     if first is None or last is None or run.steps.num_steps < 2:
         return ""
@@ -149,7 +151,7 @@ def _tell_loss(run: RunReader) -> str:
     return f" The loss {way} from {spell_number(first)} to {spell_number(last)}."
 
 
-def _tell_guess(run: RunReader) -> str:
+def _format_guess(run: RunReader) -> str:
     """Return what the run has not learned; nothing if it went on after that was found."""
     found = run.incidents.kinds.get(GUESSING)
     if found is None or found.last_step < run.steps.last_step:
@@ -167,7 +169,7 @@ def _loss_rose(run: RunReader) -> bool:
     return statistics.median(list(steps.last_losses)[-edge:]) > first + abs(first) * 0.1
 
 
-def _tell_cause(run: RunReader) -> str:
+def _format_cause(run: RunReader) -> str:
     incident = run.incidents.first_cause
     if incident is None:
         return ""

@@ -20,7 +20,7 @@ from steadygrad.record.sink import Sink
 from steadygrad.record.tally import Tally
 from steadygrad.view.read.curve import Curve, Share
 from steadygrad.view.read.incident_log import IncidentLog
-from steadygrad.view.story import tell_problem
+from steadygrad.view.story import describe_problem
 from steadygrad.words import spell_count, spell_number
 
 PAUSE_SECONDS = 1.0
@@ -95,19 +95,19 @@ def render_guard(tally: Tally, incidents: Sequence[Incident], last: StepRecord |
     log = IncidentLog()
     for incident in incidents:
         log.add(to_plain(incident))
-    told = [spell_count(tally.num_steps, "step"), f"{tally.num_skipped:,} skipped", f"{tally.num_clipped:,} clipped"]
+    parts = [spell_count(tally.num_steps, "step"), f"{tally.num_skipped:,} skipped", f"{tally.num_clipped:,} clipped"]
     if last is not None:
-        told += [f"loss {spell_number(last.loss)}", f"gradient norm {spell_number(last.grad_norm)}"]
-    return f"<div><b>Guard</b>: {html.escape(', '.join(told))}{_list_problems(log)}</div>"
+        parts += [f"loss {spell_number(last.loss)}", f"gradient norm {spell_number(last.grad_norm)}"]
+    return f"<div><b>Guard</b>: {html.escape(', '.join(parts))}{_list_problems(log)}</div>"
 
 
 def _list_problems(log: IncidentLog) -> str:
     items = []
     for problem in (log.serious_problems() or log.problems)[:SHOWN]:
-        told = tell_problem(problem)
-        place = f" <code>{html.escape(told.place)} {html.escape(told.source)}</code>" if told.place else ""
+        parts = describe_problem(problem)
+        place = f" <code>{html.escape(parts.place)} {html.escape(parts.source)}</code>" if parts.place else ""
         items.append(
-            f"<li>{html.escape(told.when)}: <b>{html.escape(told.what)}</b>{place}; {html.escape(told.did)}</li>"
+            f"<li>{html.escape(parts.when)}: <b>{html.escape(parts.what)}</b>{place}; {html.escape(parts.did)}</li>"
         )
     return f"<ol style='margin:4px 0'>{''.join(items)}</ol>" if items else ""
 

@@ -13,7 +13,7 @@ from steadygrad.view.read.layer_map import LayerMap
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.read.validation_log import is_validation
 from steadygrad.view.render.charts import list_validation
-from steadygrad.view.render.report import list_named_runs, tell_apart
+from steadygrad.view.render.report import list_named_runs, name_apart
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -67,7 +67,7 @@ def plot_runs(paths: Sequence[str | Path], what: Sequence[str], target: str | Pa
     runs = [open_run(path).read_all() for path in found]
     figure, axes = _open_figure(target, [2.9] * len(what))
     for name, axis in zip(what, axes):
-        _compare(runs, tell_apart(found), name, axis)
+        _compare(runs, name_apart(found), name, axis)
     axes[-1].set_xlabel("step")
     return _save(figure, target)
 

@@ -41,12 +41,12 @@ class Story:
     """'Healthy since step 311: 89 steps.'; empty if nothing went wrong, or nothing is healthy again."""
 
 
-def tell_story(run: RunReader) -> Story:
+def write_story(run: RunReader) -> Story:
     """Return the story of a run; without a serious problem there is none."""
     problems = run.incidents.serious_problems()
-    episodes = [tell_problem(one) for one in problems if not _find_diagnosed(one, problems)]
-    told = [_add_unexplained(one, problems) for one in episodes]
-    return Story(episodes=told, since=_tell_since(run) if episodes else "")
+    episodes = [describe_problem(one) for one in problems if not _find_diagnosed(one, problems)]
+    complete = [_add_unexplained(one, problems) for one in episodes]
+    return Story(episodes=complete, since=_format_since(run) if episodes else "")
 
 
 def _find_diagnosed(problem: Problem, problems: Sequence[Problem]) -> Problem | None:
@@ -62,28 +62,28 @@ def _add_unexplained(episode: Episode, problems: Sequence[Problem]) -> Episode:
     return replace(episode, when=f"{episode.when}; {count:,} more of this kind were not replayed") if count else episode
 
 
-def tell_problem(problem: Problem) -> Episode:
+def describe_problem(problem: Problem) -> Episode:
     """Return one problem in words."""
     cause = problem.cause
     message = str(look(problem.incident, "finding", "message") or problem.kind)
     return Episode(
-        when=_tell_when(problem),
+        when=_format_when(problem),
         what=message if cause is None else name_cause(cause) or message,
         why=str(look(cause, "explanation") or ""),
         place=spell_place(cause),
         source=str(look(cause, "source") or ""),
-        did=_tell_done(problem),
+        did=_format_done(problem),
         problem=problem,
     )
 
 
-def _tell_when(problem: Problem) -> str:
+def _format_when(problem: Problem) -> str:
     if problem.count == 1:
         return f"step {problem.noticed:,}"
     return f"{problem.count:,} times, steps {problem.noticed:,} to {problem.last_noticed:,}"
 
 
-def _tell_done(problem: Problem) -> str:
+def _format_done(problem: Problem) -> str:
     """Return what was done: in the words of the one incident, or counted over all of them."""
     if problem.count == 1:
         message = look(problem.incident, "outcome", "message")
@@ -93,7 +93,7 @@ def _tell_done(problem: Problem) -> str:
     return ", ".join(done) or "reported only"
 
 
-def _tell_since(run: RunReader) -> str:
+def _format_since(run: RunReader) -> str:
     """Return since when nothing serious happened; a run that ended with it, or is lost, has not recovered."""
     steps = run.steps
     last = max(steps.last_bad_step, run.incidents.last_serious_step)

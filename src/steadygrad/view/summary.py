@@ -10,7 +10,7 @@ from steadygrad.record.encode import to_plain
 from steadygrad.record.tally import Tally
 from steadygrad.view.advice import advise, see_tally
 from steadygrad.view.read.incident_log import IncidentLog
-from steadygrad.view.story import tell_problem
+from steadygrad.view.story import describe_problem
 from steadygrad.words import spell_count, spell_number
 
 MAX_LINES = 10
@@ -33,7 +33,7 @@ def summarise(
 
     `rate` is the current learning rate, `run_dir` the folder of which a report can be written.
     """
-    lines = [_tell_steps(tally), *_tell_loss(tally), _tell_norm(tally), _tell_clipping(tally, max_norm)]
+    lines = [_format_steps(tally), *_format_loss(tally), _format_norm(tally), _format_clipping(tally, max_norm)]
     if tally.nonfinite:
         worst = ", ".join(f"{name} ({count}x)" for name, count in tally.nonfinite.most_common(3))
         lines.append(f"non-finite {worst}")
@@ -46,14 +46,14 @@ def summarise(
     return SummaryText("\n".join(lines))
 
 
-def _tell_steps(tally: Tally) -> str:
+def _format_steps(tally: Tally) -> str:
     share = tally.num_skipped / max(1, tally.num_steps)
     dropped = f", {tally.num_dropped_microbatches} microbatches dropped" if tally.num_dropped_microbatches else ""
     actions = "".join(f", {one}" for one in _list_actions(tally))
     return f"steps      {tally.num_steps}, {tally.num_skipped} skipped ({share:.1%}){dropped}{actions}"
 
 
-def _tell_loss(tally: Tally) -> list[str]:
+def _format_loss(tally: Tally) -> list[str]:
     if tally.best_loss is None:
         return []
     best, step = tally.best_loss
@@ -61,14 +61,14 @@ def _tell_loss(tally: Tally) -> list[str]:
     return [f"loss       {ends}, best {spell_number(best)} at step {step:,}"]
 
 
-def _tell_norm(tally: Tally) -> str:
+def _format_norm(tally: Tally) -> str:
     return (
         f"norm       mean {tally.norm_mean:.4g}, median {tally.norm_quantile(0.5):.4g}, "
         f"95 % below {tally.norm_quantile(0.95):.4g}, max {tally.norm_max:.4g}"
     )
 
 
-def _tell_clipping(tally: Tally, max_norm: float | None) -> str:
+def _format_clipping(tally: Tally, max_norm: float | None) -> str:
     share = tally.num_clipped / max(1, tally.num_steps - tally.num_skipped)
     line = f"clipped    {tally.num_clipped} steps ({share:.1%})"
     if tally.dominated:
@@ -107,9 +107,9 @@ def _list_incidents(incidents: Sequence[Incident], num_shown: int) -> list[str]:
     first = "" if len(problems) == len(log.problems) else f", {len(problems)} of them here"
     lines = [f"incidents  {len(incidents)} in {spell_count(len(log.problems), 'problem')}{first}"]
     for problem in problems:
-        told = tell_problem(problem)
-        place = f" at {told.place}" if told.place else ""
-        lines.append(f"  {told.when}: {told.what}{place} ({problem.severity}); {told.did}")
+        episode = describe_problem(problem)
+        place = f" at {episode.place}" if episode.place else ""
+        lines.append(f"  {episode.when}: {episode.what}{place} ({problem.severity}); {episode.did}")
     return lines
 
 

@@ -49,7 +49,7 @@ def describe_finding(finding: Finding, outcome: Outcome | None = None, *, color:
 @dataclass
 class _Quota:
     since: float
-    told: int = 0
+    shown: int = 0
     held_back: int = 0
 
 
@@ -84,12 +84,12 @@ class FindingsHandler(logging.Handler):
             if quota.held_back:
                 yield f"({quota.held_back} more {make_printable(finding.kind)} in between; all are in the record)"
             quota = self._quotas[finding.kind] = _Quota(now)
-        if quota.told >= BURST:
+        if quota.shown >= BURST:
             quota.held_back += 1
             return
-        quota.told += 1
+        quota.shown += 1
         line = describe_finding(finding, outcome, color=self._is_colored())
-        last = quota.told == BURST
+        last = quota.shown == BURST
         yield line + (f" (more {make_printable(finding.kind)} are counted, not printed, for a minute)" if last else "")
 
     def _is_colored(self) -> bool:

@@ -22,7 +22,7 @@ from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.run import RunReader, open_run
 from steadygrad.view.read.state import State
 from steadygrad.view.sparkline import draw_bars
-from steadygrad.view.story import tell_problem
+from steadygrad.view.story import describe_problem
 from steadygrad.words import make_printable, spell_count, spell_duration, spell_number
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ def _draw_incidents(run: RunReader, rows: int, *, wide: bool) -> RenderableType:
     text = Text("\n", no_wrap=True, overflow="ellipsis").join(lines[:rows])
     text.no_wrap, text.overflow = True, "ellipsis"
     num_problems = len(newest)
-    told = "" if num_problems == run.incidents.count else f" in {spell_count(num_problems, 'problem')}"
-    title = f"incidents: {run.incidents.count:,}{told}"
+    counted = "" if num_problems == run.incidents.count else f" in {spell_count(num_problems, 'problem')}"
+    title = f"incidents: {run.incidents.count:,}{counted}"
     return Panel(text or Text("none", style="green"), title=title, title_align="left")
 
 
@@ -212,7 +212,7 @@ def _write_problem(problem: Problem, *, wide: bool) -> list[Text]:
     done = [find_mark(action).words for action in problem.actions if action != "none"]
     if done:  # before the message, so that the action is not cut off
         head.append(f"  {make_printable(', '.join(done))}", style="green")
-    what = make_printable(tell_problem(problem).what)
+    what = make_printable(describe_problem(problem).what)
     return [head.append(f"  {what}")] if wide else [head, Text(f"{INDENT}{what}")]
 
 

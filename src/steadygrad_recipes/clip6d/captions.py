@@ -136,7 +136,7 @@ def _find_image(folder: Path, name: str) -> Path | None:
     return path if inside and path.is_file() else None
 
 
-def tell_left_out(left_out: Iterable[LeftOut], path: Path) -> int:
+def write_left_out(left_out: Iterable[LeftOut], path: Path) -> int:
     """Write each left-out row as a line of JSON and return their number. Without any, no file is written."""
     lines = [json.dumps({"file": r.file, "row": r.row, "reason": r.reason}, ensure_ascii=False) for r in left_out]
     if lines:

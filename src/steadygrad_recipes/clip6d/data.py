@@ -184,7 +184,7 @@ def read_image(place: Any, side: int) -> Tensor | None:
         with images.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
             whole = image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for a damaged file
-        _tell_unreadable("an image" if isinstance(place, bytes) else str(place), str(error))
+        _warn_unreadable("an image" if isinstance(place, bytes) else str(place), str(error))
         return None
     short = min(whole.size)
     left, top = ((length - short) // 2 for length in whole.size)
@@ -193,7 +193,7 @@ def read_image(place: Any, side: int) -> Tensor | None:
 
 
 @functools.cache
-def _tell_unreadable(path: str, reason: str) -> None:
+def _warn_unreadable(path: str, reason: str) -> None:
     """Warn once per file, not once per epoch."""
     logger.warning("%s cannot be read (%s); the sample is used without its image.", path, reason)
 

@@ -82,11 +82,11 @@ class TextEncoder(nn.Module):
         self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, config.embed_dim, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        told = tokens != FILL
+        is_token = tokens != FILL
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
         for block in self.transformer:
-            x = block(x, told[:, None, None, :])
-        weights = told.unsqueeze(-1).to(x.dtype)
+            x = block(x, is_token[:, None, None, :])
+        weights = is_token.unsqueeze(-1).to(x.dtype)
         projected: Tensor = self.project((self.norm(x) * weights).sum(1) / weights.sum(1))  # each row has two tokens
         return projected
 

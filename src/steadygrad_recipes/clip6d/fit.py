@@ -23,7 +23,7 @@ from steadygrad.extras import import_extra
 from steadygrad.trainer.choices import choose_clip, choose_policy, open_trackers
 from steadygrad.trainer.progress import Progress
 from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, join_ranks, share_from_first
-from steadygrad_recipes.clip6d.captions import tell_left_out
+from steadygrad_recipes.clip6d.captions import write_left_out
 from steadygrad_recipes.clip6d.config import PRECISIONS, Clip6dConfig, choose_gather
 from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus, read_corpus
 from steadygrad_recipes.clip6d.encoders import count_parameters
@@ -55,7 +55,7 @@ def _train(config: Clip6dConfig, run_dir: Path, resume: str | None, console: Any
         which = "all ranks" if module.gather else "its own rank"
         console.say(f"{count_ranks()} ranks; each sample is compared with those of {which}")
     saver = fit(module, corpus, config, run_dir=run_dir, resume=resume, console=console)
-    tell_retrieval(saver.metrics, corpus, config, console)
+    print_retrieval(saver.metrics, corpus, config, console)
     return 0
 
 
@@ -65,7 +65,7 @@ def open_corpus(config: Clip6dConfig, run_dir: Path, console: Any) -> Corpus:
     if config.data is None:
         console.say(f"No data was given: {config.num_synthetic} images with captions were made, in {folder}")
     corpus = read_corpus(config, folder)
-    num = tell_left_out(corpus.left_out, run_dir / LEFT_OUT) if is_first() else 0
+    num = write_left_out(corpus.left_out, run_dir / LEFT_OUT) if is_first() else 0
     if num:
         first = corpus.left_out[0]
         console.say(f"{num} rows were left out, each with its reason in {run_dir / LEFT_OUT}", "yellow")
@@ -200,7 +200,7 @@ def _quiet_lightning() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def tell_retrieval(metrics: dict[str, float], corpus: Corpus, config: Clip6dConfig, console: Any) -> None:
+def print_retrieval(metrics: dict[str, float], corpus: Corpus, config: Clip6dConfig, console: Any) -> None:
     """Format a table: how often each modality finds its own sample in each other one, next to the rate of guessing."""
     rows = list_pairs(metrics, config.modalities)
     if not rows:

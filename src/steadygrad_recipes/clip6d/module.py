@@ -166,9 +166,9 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
                 self.gradient_monitor.exploding_threshold = math.inf  # clipped: one warning per epoch, not one per step
 
         if self.enable_activation_monitoring and is_whole and self.global_step % self.log_frequency == 0 and is_first():
-            self._tell_activations()
+            self._print_activations()
 
-    def _tell_activations(self) -> None:
+    def _print_activations(self) -> None:
         """Print what the activations of this step were like, and record the share of units that never fired."""
         found = self.get_activation_statistics()
         dead = found["dead_neurons"]

@@ -40,7 +40,7 @@ def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: A
     load_trained(run_dir, module)
     module.eval()
     if Path(query).is_dir():
-        return tell_zero_shot(module, Path(query), config, console)
+        return print_zero_shot(module, Path(query), config, console)
     own, vector = encode_query(module, query, config)
     samples = [*corpus.train, *corpus.val]
     features = encode_samples(module, samples, corpus, config)
@@ -58,7 +58,7 @@ def find_captions(config: Clip6dConfig, query: str, *, run_dir: Path, console: A
     return 0
 
 
-def tell_zero_shot(module: EnhancedLightningCLIPModule, folder: Path, config: Clip6dConfig, console: Any) -> int:
+def print_zero_shot(module: EnhancedLightningCLIPModule, folder: Path, config: Clip6dConfig, console: Any) -> int:
     """Print how often the pictures of each class are nearest to its name; a class is a folder of pictures."""
     if IMAGE not in config.modalities or not module.texts:
         raise UsageError(f"classes need images and a language, and this run has {', '.join(config.modalities)}.")

@@ -49,9 +49,9 @@ class ClipText(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        told = tokens != GAP
-        ids = torch.where(told, tokens, int(self.model.config.eos_token_id))
-        embeds: Tensor = self.model(input_ids=ids, attention_mask=told.long()).text_embeds
+        is_token = tokens != GAP
+        ids = torch.where(is_token, tokens, int(self.model.config.eos_token_id))
+        embeds: Tensor = self.model(input_ids=ids, attention_mask=is_token.long()).text_embeds
         return embeds
 
 

@@ -95,7 +95,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         if self.guard is None:
             self._count_unguarded(trainer)
         step, config = trainer.global_step, self._config
-        self._tell_progress(step)
+        self._print_progress(step)
         if config.max_steps is not None and step >= config.max_steps:
             trainer.should_stop = True
         if trainer.is_last_batch or trainer.should_stop:
@@ -132,7 +132,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         ):
             self.guard.note(found)
 
-    def _tell_progress(self, step: int) -> None:
+    def _print_progress(self, step: int) -> None:
         """Print a line every `log_every` steps, where no bar on a terminal shows the same."""
         last = None if self.guard is None else self.guard.last
         if last is not None and step % self._config.log_every == 0 and not sys.stderr.isatty():

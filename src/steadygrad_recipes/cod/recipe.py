@@ -31,7 +31,7 @@ def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any)
     """Train both stages, or resume them; returns 0 when training reached its end."""
     train_set, test_set, splits = open_datasets(config)
     run_dir.mkdir(parents=True, exist_ok=True)
-    _tell_data(splits, len(train_set), len(test_set), run_dir, console)  # type: ignore[arg-type]
+    _print_data(splits, len(train_set), len(test_set), run_dir, console)  # type: ignore[arg-type]
     loaders = open_loaders(config, train_set, test_set)
     trainer = CodTrainer(config, run_dir=run_dir, tell=console.say, shown=_choose_shown(config, test_set))
     if resume is not None:
@@ -48,7 +48,7 @@ def train(config: CodConfig, *, run_dir: Path, resume: str | None, console: Any)
         console.say(f"ValueError: {error}", "red")
         console.say(f"To continue from the last checkpoint: steadygrad train cod --resume {run_dir}")
         return 2
-    _tell_end(stats, console)
+    _print_end(stats, console)
     return 0
 
 
@@ -99,7 +99,7 @@ def _choose_shown(config: CodConfig, test_set: Any) -> list[tuple[str, Sample]]:
     return [(f"made picture {i}", test_set[i]) for i in chosen]
 
 
-def _tell_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir: Path, console: Any) -> None:
+def _print_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir: Path, console: Any) -> None:
     made = "" if splits else " They are made here: no dataset_path was given."
     console.say(f"{num_train} images to train on, {num_test} to evaluate on.{made}")
     for name, split in splits.items():
@@ -111,7 +111,7 @@ def _tell_data(splits: dict[str, Split], num_train: int, num_test: int, run_dir:
         console.say(f"{len(bad)} files are left out; each is named in {run_dir / LEFT_OUT}.", "yellow")
 
 
-def _tell_end(stats: dict[str, Any], console: Any) -> None:
+def _print_end(stats: dict[str, Any], console: Any) -> None:
     last = stats["val_history"][-1]
     num_steps = stats.get("num_steps")  # without a guard no steps are counted
     skipped = f"; {stats['num_skipped']} of {num_steps} steps skipped" if num_steps else ""

@@ -31,7 +31,7 @@ ENDINGS = (".safetensors", ".npz", *MAPPED)
 FORMAT = "tokens [N, L] of whole numbers, latents [N, D] or [N, T, D], and perhaps mask [N, L]"
 BLOCK = 4096
 """Number of rows whose latents are looked at together."""
-MAX_TOLD = 5
+MAX_SHOWN = 5
 """Number of bad rows that are named; the others are counted."""
 
 
@@ -238,25 +238,27 @@ def _check_rows(
     parts: Sequence[tuple[Path, Rows]], vocab_size: int, notes: list[str], left_out: list[str], *, skip: bool
 ) -> Rows:
     """Return all rows that can be learned from; the others raise an error, or with `skip` are noted and listed."""
-    good, told = [], []
+    good, refused = [], []
     for path, rows in parts:
         bad = torch.zeros(len(rows), dtype=torch.bool)
         for what, find in FAULTS:
             found = find(rows, vocab_size) & ~bad
-            told += [f"{path.name} row {int(i)}: {what}" for i in found.nonzero()]
+            refused += [f"{path.name} row {int(i)}: {what}" for i in found.nonzero()]
             bad |= found
         good.append(~bad)
-    if told:
-        text = "; ".join(told[:MAX_TOLD]) + (f"; and {len(told) - MAX_TOLD} more" if len(told) > MAX_TOLD else "")
-        count = f"{len(told)} of {sum(len(rows) for _, rows in parts)} rows in {parts[0][0].parent}"
+    if refused:
+        text = "; ".join(refused[:MAX_SHOWN]) + (
+            f"; and {len(refused) - MAX_SHOWN} more" if len(refused) > MAX_SHOWN else ""
+        )
+        count = f"{len(refused)} of {sum(len(rows) for _, rows in parts)} rows in {parts[0][0].parent}"
         if not skip:
             raise UsageError(
                 f"{count} cannot be learned from: {text}. Fix them, or leave them out: data.skip_bad_rows."
             )
         notes.append(f"left out {count}: {text}")
-        left_out += told
+        left_out += refused
     rows = _join(parts)
-    rows = rows.take(torch.cat(good)) if told else rows
+    rows = rows.take(torch.cat(good)) if refused else rows
     tokens = torch.where(rows.mask, rows.tokens, 0)  # padding positions may hold any number, such as -100
     return Rows(tokens, rows.mask, rows.latents)
 

@@ -40,14 +40,14 @@ NUM_SHOWN = 3
 Loader = DataLoader[Batch]
 
 
-class Teller(Protocol):
+class Output(Protocol):
     """Where lines are printed."""
 
     def say(self, text: str = "", style: str = "") -> None:
         """Print one line."""
 
 
-def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Teller) -> int:
+def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Output) -> int:
     """Train, report, and leave samples in the run directory; returns 0 when the training reached its end."""
     corpus = load_corpus(config)
     for note in corpus.notes:
@@ -61,13 +61,13 @@ def train(config: MMDiTConfig, *, run_dir: Path, resume: str | None, console: Te
     warn_of_warmup(config, -(-len(loaders[0]) // count_ranks()), console)
     baseline = trainer.guess = measure_baseline(trainer.model, corpus.train, loaders[1], config)
     trainer = train_with_recovery(trainer, corpus, loaders, console)
-    tell_end(trainer, baseline, console)
+    print_end(trainer, baseline, console)
     if trainer.monitor_training_health()["model_healthy"]:
         write_samples(trainer.trained, config, corpus.vocab, run_dir, console)
     return 0
 
 
-def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | None, console: Teller) -> MMDiTTrainer:
+def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | None, console: Output) -> MMDiTTrainer:
     description = Description.of(config, corpus)
     earlier = None
     if resume is not None:
@@ -87,7 +87,7 @@ def _start(config: MMDiTConfig, corpus: Corpus, run_dir: Path, resume: str | Non
 
 
 def train_with_recovery(
-    trainer: MMDiTTrainer, corpus: Corpus, loaders: tuple[Loader, Loader], console: Teller
+    trainer: MMDiTTrainer, corpus: Corpus, loaders: tuple[Loader, Loader], console: Output
 ) -> MMDiTTrainer:
     """Train to the end; after a halt, continue from the last good checkpoint, with the trainer that is returned."""
     left = trainer.recipe.training.max_recoveries
@@ -103,7 +103,7 @@ def train_with_recovery(
             trainer, left = following, left - 1
 
 
-def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrainer | None:
+def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Output) -> MMDiTTrainer | None:
     """Return a trainer that continues from the last good checkpoint, at a lower rate; None when there is none."""
     config, run_dir = halted.recipe, halted.run_dir
     if run_dir is None:
@@ -120,7 +120,7 @@ def _recover(halted: MMDiTTrainer, corpus: Corpus, console: Teller) -> MMDiTTrai
     return trainer
 
 
-def check_precision(config: MMDiTConfig, console: Teller) -> MMDiTConfig:
+def check_precision(config: MMDiTConfig, console: Output) -> MMDiTConfig:
     """Use fp32 instead of a half precision that would crash the process: some CPUs advertise it and fault on it."""
     dtype, on_cpu = config.training.dtype, choose_device(config.training.device).type == "cpu"
     if dtype is Precision.FP32 or not on_cpu or half_matmul_works(dtype):
@@ -129,7 +129,7 @@ def check_precision(config: MMDiTConfig, console: Teller) -> MMDiTConfig:
     return dataclasses.replace(config, training=dataclasses.replace(config.training, dtype=Precision.FP32))
 
 
-def warn_of_warmup(config: MMDiTConfig, num_batches: int, console: Teller) -> None:
+def warn_of_warmup(config: MMDiTConfig, num_batches: int, console: Output) -> None:
     """Warn when the learning rate never reaches its setting: little data, and a warm-up meant for much."""
     training = config.training
     num_steps = count_steps(
@@ -158,7 +158,7 @@ def load_corpus(config: MMDiTConfig) -> Corpus:
     return make_corpus(data.num_synthetic, seed=config.training.seed, val_fraction=data.val_fraction)
 
 
-def make_trainer(config: MMDiTConfig, corpus: Corpus, run_dir: Path | None, console: Teller) -> MMDiTTrainer:
+def make_trainer(config: MMDiTConfig, corpus: Corpus, run_dir: Path | None, console: Output) -> MMDiTTrainer:
     """Build a trainer with a new model, the same for the same seed."""
     torch.manual_seed(config.training.seed)
     with choose_device(config.training.device):
@@ -176,7 +176,7 @@ def make_loaders(config: MMDiTConfig, corpus: Corpus) -> tuple[Loader, Loader]:
     return train_loader, DataLoader(corpus.val, VAL_BATCH)
 
 
-def tell_end(trainer: MMDiTTrainer, baseline: Mapping[str, float], console: Teller) -> None:
+def print_end(trainer: MMDiTTrainer, baseline: Mapping[str, float], console: Output) -> None:
     """Print the result, next to what is possible without a model."""
     last = trainer.val_history[-1] if trainer.val_history else {}
     for name, without in baseline.items():
@@ -184,7 +184,7 @@ def tell_end(trainer: MMDiTTrainer, baseline: Mapping[str, float], console: Tell
             console.say(f"validation {name} {last[name]:.4f}, without a model {without:.4f}")
 
 
-def sample(config: MMDiTConfig, *, run_dir: Path, console: Teller) -> int:
+def sample(config: MMDiTConfig, *, run_dir: Path, console: Output) -> int:
     """Sample new texts and latents from the best checkpoint of a run."""
     description = Description.read(run_dir)
     model = description.make_model()
@@ -196,7 +196,7 @@ def sample(config: MMDiTConfig, *, run_dir: Path, console: Teller) -> int:
 
 
 def write_samples(
-    model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None, run_dir: Path, console: Teller
+    model: MMDiT, config: MMDiTConfig, vocab: tuple[str, ...] | None, run_dir: Path, console: Output
 ) -> Rows:
     """Write `samples/samples.safetensors`, which can be trained on again, and `samples/samples.txt`, for reading."""
     texts, latents = read_given(model, config, vocab)

@@ -52,7 +52,7 @@ class MMDiTTrainer(Trainer):
         settings = make_trainer_config(config)
         super().__init__(model, settings, run_dir=run_dir, guard_config=guard_config, tell=tell)
         if not self.is_protected:
-            old = functools.partial(step_as_before, settings=config.optimizer, tell=self._tell_old)
+            old = functools.partial(step_as_before, settings=config.optimizer, tell=self._warn_old)
             self.optimizer.register_step_pre_hook(old)  # type: ignore[union-attr]
 
     def hide(self, batch: Batch) -> Hidden:
@@ -111,7 +111,7 @@ class MMDiTTrainer(Trainer):
         assert isinstance(model, MMDiT)
         return model
 
-    def _tell_old(self) -> None:
+    def _warn_old(self) -> None:
         assert self.guard is not None
         self._tell(f"Warning: NaN gradient detected at step {self.guard.num_steps}")
 

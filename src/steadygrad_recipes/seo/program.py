@@ -24,7 +24,7 @@ LEFT_OUT = "left_out.txt"
 def train_seo(config: UltraOptimizedConfig, *, run_dir: Path, resume: str | None, console: Any) -> int:
     """Train; returns the exit code."""
     data = load_data(config)
-    tell_data(data, run_dir, console)
+    print_data(data, run_dir, console)
     if is_first():
         data.names.write(run_dir)
     trainer = UltraOptimizedSEOTrainer(build_model(config, data), config, run_dir=run_dir, tell=console.say)
@@ -52,7 +52,7 @@ def build_model(config: UltraOptimizedConfig, data: SEOData) -> UltraOptimizedSE
     return model
 
 
-def tell_data(data: SEOData, run_dir: Path, console: Any) -> None:
+def print_data(data: SEOData, run_dir: Path, console: Any) -> None:
     """Print how many pages there are and which rows were left out; list all of those in the run directory."""
     num_train, num_val = len(data.train), len(data.val)
     scores = ", ".join(data.names.metrics)

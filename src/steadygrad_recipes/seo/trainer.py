@@ -268,5 +268,5 @@ def measure_errors(predicted: Tensor, wanted: Tensor, given: Tensor, metrics: Se
     mean = torch.where(given, wanted, 0.0).sum(0) / num
     spread = torch.where(given, wanted - mean, 0.0).square().sum(0)
     share = errors.square().sum(0) / spread.clamp_min(1e-12)
-    told = {f"mae_{name}": float(value) for name, value in zip(metrics, errors.abs().sum(0) / num)}
-    return {**told, "r2": float(1.0 - share.mean())}
+    errors_by_name = {f"mae_{name}": float(value) for name, value in zip(metrics, errors.abs().sum(0) / num)}
+    return {**errors_by_name, "r2": float(1.0 - share.mean())}

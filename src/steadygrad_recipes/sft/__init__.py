@@ -16,7 +16,7 @@ from steadygrad_recipes.sft.config import QUICK, SftConfig
 from steadygrad_recipes.sft.data import Example, read_file
 
 if TYPE_CHECKING:
-    from steadygrad_recipes.sft.tell import Console
+    from steadygrad_recipes.sft.console import Console
 
 __all__ = ["LOOP", "QUICK", "SUMMARY", "Config", "predict", "train"]
 

@@ -35,12 +35,12 @@ from steadygrad.trainer.ranks import count_ranks, first_rank_first, is_first, jo
 from steadygrad.words import spell_count
 from steadygrad_recipes.sft.checkpoints import SealCheckpoints, find_checkpoint
 from steadygrad_recipes.sft.config import SftConfig
+from steadygrad_recipes.sft.console import Console, NormKeeper, TrainingVoice
 from steadygrad_recipes.sft.data import Examples, read_examples
 from steadygrad_recipes.sft.metrics import Checker, Scores, answer, guess_loss, load_checker, score, score_commonest
 from steadygrad_recipes.sft.model import add_lora, open_model
 from steadygrad_recipes.sft.quiet import quiet_libraries, use_few_threads
 from steadygrad_recipes.sft.rows import Encoded, EpochSampler, Padder, encode_all
-from steadygrad_recipes.sft.tell import Console, NormKeeper, TrainingVoice
 
 _transformers = import_extra("transformers", "transformers", what="the recipe sft")
 _Trainer: Any = _transformers.Trainer

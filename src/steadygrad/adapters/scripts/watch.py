@@ -281,7 +281,7 @@ class Watch:
         rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
         stale = self._uncleared.take()
         context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses), stale=stale)
-        self._began_on = self._meter.read_told(m, numbers).began_on
+        self._began_on = self._meter.read_from_ranks(m, numbers).began_on
         return m.read(numbers, context, skipped=False)
 
     def _as_before_clipping(self, reading: Reading, clipped: _Clipped) -> Reading:
@@ -318,7 +318,7 @@ class Watch:
         cause = self._replay_once(self._losses, reading)
         if cause is None or cause.phase == "unknown" or cause.kind == "error":
             cause = self._replay_once(calls, reading)
-        return None if cause is None or cause.kind == "error" else _tell_limits(cause)
+        return None if cause is None or cause.kind == "error" else _word_for_script(cause)
 
     def _replay_once(self, captures: Sequence[Capture], reading: Reading) -> Cause | None:
         if self._together.shares_numbers:
@@ -420,7 +420,7 @@ def _add_up(around: Circumstances) -> Tensor | None:
     return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()
 
 
-def _tell_limits(cause: Cause) -> Cause:
+def _word_for_script(cause: Cause) -> Cause:
     """Rephrase the cause for a script; omit lines that belong to the replay and not to the model."""
     note = cause.note.replace("give guard.step the function, not its loss.", NO_LOSS).replace(OUTSIDE, WATCHES_ON)
     if cause.file is not None and Path(cause.file).name == "contextlib.py":

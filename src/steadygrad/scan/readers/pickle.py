@@ -119,7 +119,7 @@ def interpret(path: Path, stream: BinaryIO, persist: Persist | None = None) -> P
     return pickle
 
 
-def tell_left_out(names: Sequence[str]) -> tuple[str, ...]:
+def describe_left_out(names: Sequence[str]) -> tuple[str, ...]:
     """Return a note about what was left out, if anything was."""
     if not names:
         return ()

@@ -18,10 +18,10 @@ from steadygrad.scan.inert import Storage
 from steadygrad.scan.readers.pickle import (
     KINDS,
     Place,
+    describe_left_out,
     describe_tensors,
     interpret,
     make_storage,
-    tell_left_out,
 )
 from steadygrad.scan.stored import Contents
 
@@ -71,7 +71,7 @@ def _describe(path: Path, opened: OpenPickle, size: int, name: str) -> Contents:
     tensors = tuple(dataclasses.replace(tensor, archive=opened.archive) for tensor in contents.tensors)
     texts = opened.value.get(ALLOWED) if isinstance(opened.value, dict) and opened.archive is not None else None
     allowed = frozenset(text for text in texts if isinstance(text, str)) if isinstance(texts, list) else frozenset()
-    notes = tell_left_out(opened.left_out)
+    notes = describe_left_out(opened.left_out)
     return dataclasses.replace(contents, tensors=tensors, may_be_nonfinite=allowed, notes=notes)
 
 

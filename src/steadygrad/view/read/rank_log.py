@@ -110,9 +110,9 @@ class RankLogs:
             is_due = [finish or find_step(one) < last_step or then < self._round for then, one in log.waiting]
             due = [one for (_, one), now in zip(log.waiting, is_due) if now]
             log.waiting = [pair for pair, now in zip(log.waiting, is_due) if not now]
-            told = [one for one in due if _is_about_batch(one) or _find_key(one) not in self._shared]
-            log.num_own += len(told)
-            own += told
+            kept = [one for one in due if _is_about_batch(one) or _find_key(one) not in self._shared]
+            log.num_own += len(kept)
+            own += kept
         return own
 
     def __iter__(self) -> Iterator[RankLog]:

@@ -121,7 +121,7 @@ class RunReader:
     def _feeds(self) -> tuple[Callable[[list[Row]], None], ...]:
         """Return the function that takes the lines of each file; a bare log comes without evaluations."""
         own = self.steps.extend, self._feed_layers, self._feed_incidents
-        return (*own, self.validation.extend, self.validation.extend_told)
+        return (*own, self.validation.extend, self.validation.extend_validated)
 
     def _begin_again(self) -> bool:
         """Start over if a file was replaced: what was read belongs to an earlier run."""

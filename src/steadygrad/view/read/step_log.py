@@ -255,11 +255,11 @@ class StepLog:
         self.skips.extend(where, [True] * len(where))
         self.last_bad_step = max(self.last_bad_step, *where) if where else self.last_bad_step
 
-    def _follow_extra(self, steps: list[int], told: list[Any]) -> None:
+    def _follow_extra(self, steps: list[int], extras: list[Any]) -> None:
         """Follow numbers such as the terms of a loss; most runs have none, and pay for one check per line."""
-        if not any(told):
+        if not any(extras):
             return
-        for step, numbers in zip(steps, told):
+        for step, numbers in zip(steps, extras):
             if not isinstance(numbers, dict):
                 continue
             for name, value in numbers.items():

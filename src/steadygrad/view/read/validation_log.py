@@ -50,7 +50,7 @@ class ValidationLog:
                     continue
                 _set(self._points.setdefault(name, {}), step, number)
 
-    def extend_told(self, rows: Sequence[Row]) -> None:
+    def extend_validated(self, rows: Sequence[Row]) -> None:
         """Add lines of validations.jsonl."""
         for row in rows:
             step, loss = row.get("step"), as_number(row.get("loss"))

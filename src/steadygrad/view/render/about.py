@@ -35,7 +35,7 @@ def render_about(run: RunReader) -> Html:
         listed = tag("p", *itertools.chain.from_iterable((one, " ") for one in (*shown, *more)), class_="names")
         parts.append(_fold(f"{len(names)} parameters", listed))
     started = run.about.get("started")
-    when = tag("p", f"Started {_spell_start(started)}", _tell_resumed(run), class_="note") if started else None
+    when = tag("p", f"Started {_spell_start(started)}", _format_resumed(run), class_="note") if started else None
     return join([when, *parts]) if parts or when else tag("p", "run.json says nothing about the run.", class_="note")
 
 
@@ -43,8 +43,8 @@ def render_comparison(runs: Sequence[RunReader], keys: Sequence[str], links: Seq
     """Render several runs side by side, the settings that differ first; a check box takes one out of the charts."""
     differing = find_differences([flatten(run.config) for run in runs]) if all(run.config for run in runs) else {}
     rates = find_differences([{"learning rate": find_rate(run)} for run in runs])  # the optimizer's, so not in run.json
-    told = {name: found for name, found in rates.items() if None not in found}
-    settings = {**told, **dict(list(differing.items())[:MAX_SETTINGS])}
+    complete = {name: found for name, found in rates.items() if None not in found}
+    settings = {**complete, **dict(list(differing.items())[:MAX_SETTINGS])}
     numbers = [list_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows = []
@@ -78,14 +78,14 @@ def _render_box(name: str, key: str) -> Html:
 
 def _render_differences(runs: Sequence[RunReader]) -> Html | None:
     """Render the settings that differ between the runs that record theirs; a run without any is left out."""
-    told = [run for run in runs if run.config]
-    if len(told) < 2:
+    complete = [run for run in runs if run.config]
+    if len(complete) < 2:
         return None
-    differing = find_differences([flatten(run.config) for run in told])
+    differing = find_differences([flatten(run.config) for run in complete])
     if not differing:
         return tag("p", "The settings of their guards are the same.", class_="note")
     settings = [[name, *map(spell_value, values)] for name, values in differing.items()]
-    table = make_table(("setting that differs", *(run.name for run in told)), settings)
+    table = make_table(("setting that differs", *(run.name for run in complete)), settings)
     return table if len(settings) <= MAX_OPEN_ROWS else _fold(f"{len(settings)} settings that differ", table)
 
 
@@ -120,7 +120,7 @@ def _spell_start(started: object) -> str:
     return text
 
 
-def _tell_resumed(run: RunReader) -> str:
+def _format_resumed(run: RunReader) -> str:
     resumed = run.about.get("resumed")
     if not isinstance(resumed, list):
         return ""

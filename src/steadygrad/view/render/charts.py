@@ -86,9 +86,9 @@ def summarise_chart(run: RunReader, chart: str) -> str:
         return f"Loss from {spell_number(steps.first_loss)} to {spell_number(steps.last_loss)}."
     if chart in ("validation", "metrics"):
         known = list_validation(run, losses=chart == "validation")
-        return _tell_last({name: values[-1] for name, (_, values) in known.items()})
+        return _format_last({name: values[-1] for name, (_, values) in known.items()})
     if chart == "extra":
-        return _tell_last({name: number for name, number in steps.last_extra.items() if not is_validation(name)})
+        return _format_last({name: number for name, number in steps.last_extra.items() if not is_validation(name)})
     if chart == "norm" and steps.worst_norm is not None:
         return f"Gradient norm, at most {spell_number(steps.worst_norm[0])} at step {steps.worst_norm[1]}."
     if chart == "share":
@@ -99,7 +99,7 @@ def summarise_chart(run: RunReader, chart: str) -> str:
     return f"{CHARTS[chart]} over {steps.num_steps} steps."
 
 
-def _tell_last(numbers: Mapping[str, float]) -> str:
+def _format_last(numbers: Mapping[str, float]) -> str:
     return f"At the end: {', '.join(f'{name} {spell_number(number)}' for name, number in numbers.items())}."
 
 

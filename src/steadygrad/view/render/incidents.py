@@ -22,7 +22,7 @@ from steadygrad.view.read.incident_log import (
 from steadygrad.view.read.rank_log import find_rank
 from steadygrad.view.read.tail import Row
 from steadygrad.view.render.html import Html, join, make_pairs, make_table, tag
-from steadygrad.view.story import tell_problem
+from steadygrad.view.story import describe_problem
 from steadygrad.words import spell_count, spell_value
 
 MAX_OPEN = 12
@@ -59,10 +59,10 @@ def render_incidents(log: IncidentLog, key: str) -> Html:
     ]
     left_out = log.count - sum(one.count for one in problems)
     note = f"{left_out:,} more incidents are in incidents.jsonl." if left_out else ""
-    told = f"{spell_count(log.count, 'incident')}, {spell_count(len(problems), 'problem')}."
+    counts = f"{spell_count(log.count, 'incident')}, {spell_count(len(problems), 'problem')}."
     return join(
         [
-            tag("p", told[0].upper() + told[1:], class_="note"),
+            tag("p", counts[0].upper() + counts[1:], class_="note"),
             tag("div", *shown, *(more if rest else ()), class_="incidents"),
             tag("p", note, class_="note") if note else None,
         ]
@@ -71,7 +71,7 @@ def render_incidents(log: IncidentLog, key: str) -> Html:
 
 def render_problem(problem: Problem, name: str) -> Html:
     """Render one problem, collapsed; opens by click or keyboard."""
-    episode = tell_problem(problem)
+    episode = describe_problem(problem)
     severity = problem.severity or str(look(problem.incident, "finding", "severity") or "unknown")
     rank = find_rank(problem.incident)
     steps = [step for step, _ in problem.steps.hits()]
@@ -171,7 +171,7 @@ def _render_cause(cause: dict[str, Any]) -> Html:
     pairs: list[tuple[str, str | Html]] = [
         (LABELS.get(key, key.replace("_", " ")), _spell_field(key, cause[key]))
         for key in (*LABELS, *others)
-        if key in cause and _is_told(key, cause[key])
+        if key in cause and _is_shown(key, cause[key])
     ]
     return tag(
         "section",
@@ -219,7 +219,7 @@ def is_code(text: str) -> bool:
         return False
 
 
-def _is_told(key: str, value: Any) -> bool:
+def _is_shown(key: str, value: Any) -> bool:
     """Return whether a field is worth showing; an empty module name is: it means the model itself."""
     return value is not None and value != [] and (value != "" or key == "module")
 

@@ -19,7 +19,7 @@ from steadygrad.view.render.about import render_about
 from steadygrad.view.render.charts import ABOUT, CHARTS, summarise_chart
 from steadygrad.view.render.html import Html, join, make_table, tag
 from steadygrad.view.render.incidents import render_incidents
-from steadygrad.view.story import Episode, tell_story
+from steadygrad.view.story import Episode, write_story
 from steadygrad.words import spell_count, spell_number
 
 FIRST = ("loss", "validation", "norm")
@@ -133,12 +133,12 @@ def _render_choice(name: str, label: str, options: Mapping[str, str]) -> Html:
 
 def render_story(run: RunReader, key: str) -> Html:
     """Render what broke, the line of code, what was done, and since when it is healthy."""
-    story = tell_story(run)
+    story = write_story(run)
     if not story.episodes:
         return Html("")
     numbers = {id(problem): i for i, problem in enumerate(run.incidents.problems)}
-    told = story.episodes[:MAX_EPISODES]
-    episodes = [_render_episode(one, f"{key}-incident-{numbers[id(one.problem)]}") for one in told]
+    shown = story.episodes[:MAX_EPISODES]
+    episodes = [_render_episode(one, f"{key}-incident-{numbers[id(one.problem)]}") for one in shown]
     left_out = len(story.episodes) - len(episodes)
     more = tag("p", f"and {spell_count(left_out, 'more problem')} below", class_="note") if left_out else None
     since = tag("p", story.since, class_="since") if story.since else None
@@ -220,8 +220,8 @@ def _render_written(written: float | None, made: float | None) -> Html | None:
     when, then = render_time(written), render_time(made)
     if when is None:
         return None
-    told = () if then is None else ("when this report was made, ", then, "; ")
-    return tag("span", *told, "last written ", when, class_="note")
+    shown = () if then is None else ("when this report was made, ", then, "; ")
+    return tag("span", *shown, "last written ", when, class_="note")
 
 
 def render_time(when: float | None) -> Html | None:

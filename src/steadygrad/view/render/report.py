@@ -34,7 +34,7 @@ def write_report(paths: Sequence[str | Path], target: str | Path) -> list[RunRea
     found = list_named_runs(paths)
     buckets = max(MIN_BUCKETS, MAX_BUCKETS // len(found))
     runs = [open_run(path, max_buckets=buckets) for path in found]
-    for run, name in zip(runs, tell_apart([run.path for run in runs])):
+    for run, name in zip(runs, name_apart([run.path for run in runs])):
         run.read_all().name = name
     text = render_report(runs)
     aside = target.with_name(f".{target.name}.tmp-{os.getpid()}")
@@ -72,7 +72,7 @@ def render_report(runs: Sequence[RunReader]) -> str:
     return make_document(f"{title} · steadygrad", body, data=to_script_json(data))
 
 
-def tell_apart(paths: Sequence[Path]) -> list[str]:
+def name_apart(paths: Sequence[Path]) -> list[str]:
     """Return each run's name, with as many parent folders as needed to make it unique."""
     whole = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, whole))):

@@ -31,21 +31,21 @@ TITLES = {
 REPORT = "report.html"
 
 
-def tell_demo(console: Console, *, run_dir: str | None, device: str | None, quick: bool) -> int:
+def narrate_demo(console: Console, *, run_dir: str | None, device: str | None, quick: bool) -> int:
     """Run the demo, narrate it, and return the exit code."""
     device = _choose_device(device)
     settings = DemoSettings.quick(device) if quick else DemoSettings(device=device)
     folder = Path(run_dir) if run_dir is not None else name_folder(Path("runs"), "demo")
-    _tell_plan(console, settings)
-    with _own_log(), Teller(console) as teller:
-        comparison = run_demo(folder, settings, teller)
-    _tell_end(console, comparison)
-    _tell_report(console, folder)
-    _tell_where_next(console, folder, comparison)
+    _print_plan(console, settings)
+    with _own_log(), Narrator(console) as narrator:
+        comparison = run_demo(folder, settings, narrator)
+    _print_end(console, comparison)
+    _print_report(console, folder)
+    _print_where_next(console, folder, comparison)
     return DONE if comparison.unguarded_died and comparison.guarded_survived else FAILED
 
 
-class Teller:
+class Narrator:
     """A Listener that prints each event once, as it happens."""
 
     def __init__(self, console: Console) -> None:
@@ -57,7 +57,7 @@ class Teller:
         self._last_loss = math.nan
         self._faulty, self._is_lost = -1, False
 
-    def __enter__(self) -> Teller:
+    def __enter__(self) -> Narrator:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -114,7 +114,7 @@ class Teller:
         self._console.say((LEFT if step is None else describe_step(step)) + text, style, hang=len(LEFT))
 
 
-def _tell_plan(console: Console, settings: DemoSettings) -> None:
+def _print_plan(console: Console, settings: DemoSettings) -> None:
     console.say("A small transformer learns to write. Twice: same weights, same text, same three faults.", "bold")
     console.say(
         f"{settings.num_layers} {'block' if settings.num_layers == 1 else 'blocks'} of width {settings.width}, AdamW, "
@@ -131,7 +131,7 @@ def _tell_plan(console: Console, settings: DemoSettings) -> None:
         console.say(line, "magenta", hang=len(LEFT))
 
 
-def _tell_end(console: Console, comparison: Comparison) -> None:
+def _print_end(console: Console, comparison: Comparison) -> None:
     runs = (comparison.unguarded, comparison.guarded)
     width = min(CURVE_WIDTH, (console.width or WIDTH) - len(LEFT))
     console.say()
@@ -168,7 +168,7 @@ def _conclude(comparison: Comparison) -> Iterator[tuple[str, bool]]:
         yield f"Guarded did not survive: {done}, loss {loss}.", False
 
 
-def _tell_report(console: Console, folder: Path) -> None:
+def _print_report(console: Console, folder: Path) -> None:
     runs = [folder / UNGUARDED, folder / GUARDED]
     written = [run for run in runs if (run / "run.json").is_file()]
     console.say()
@@ -185,7 +185,7 @@ def _tell_report(console: Console, folder: Path) -> None:
         console.say(f"Report      {folder / REPORT}  (open it in a browser; it needs no network)", "bold", 12)
 
 
-def _tell_where_next(console: Console, folder: Path, comparison: Comparison) -> None:
+def _print_where_next(console: Console, folder: Path, comparison: Comparison) -> None:
     lines = [one.cause.line for one in comparison.incidents if one.cause is not None and one.cause.phase == "backward"]
     if lines:
         console.say(f"The line    {folder / MODEL}:{lines[0]}  (its 1e-6 belongs inside the root)", hang=12)
