@@ -76,23 +76,19 @@ HARMS_OF_PEERS = ("stopped", "withheld", "changed", "missed", "warned")
 
 
 def render_peers_harm(results: Results, own: Results | None) -> str:
-    """What each peer did to healthy trainings, and a Guard to all of them."""
+    """What each peer did to healthy trainings, and a Guard to the same ones."""
     header = ["", "from", "runs", "stopped", "steps withheld", "weights changed", "missed", "warned"]
     rows = [
         [name, one["source"], str(results["num_runs"]), *(str(one[f"num_{key}"]) for key in HARMS_OF_PEERS)]
         for name, one in results["peers"].items()
     ]
     if own is not None:
-        told = own["on_proof"]["summary"]
-        counts = [told[key] for key in ("num_halted", "num_acted_on", "num_harmed", "num_harmed", "num_warned")]
+        found, these = own["on_proof"]["summary"], set(results["scenarios"])
+        counts = [len(these & {*found[key]}) for key in ("halted", "acted_on", "harmed", "harmed", "warned")]
         rows.append(
-            ["**steadygrad Guard, clip=None**", "`benchmarks/harm.py`", str(told["num_runs"]), *map(str, counts)]
+            ["**steadygrad Guard, clip=None**", "`benchmarks/harm.py`", str(results["num_runs"]), *map(str, counts)]
         )
-    note = (
-        ""
-        if results["every"] == 1
-        else f"\n\nThe peers ran every {results['every']}th scenario, the Guard all of them."
-    )
+    note = "" if results["every"] == 1 else f"\n\nEvery {results['every']}th scenario, the same ones in all rows."
     return f"{render_table(header, rows, left=(0, 1))}{note}"
 
 

@@ -3,11 +3,8 @@
 Stopped: it raised an exception that the plain run does not have. Steps withheld: it skipped or undid a step. Weights
 changed: the last weights are not the plain run's to the bit; clipping does that by design. Missed: the run no longer
 came to what it was written to show, such as a reward that rises or a loss that falls. Warned: it said that something is
-wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms. What
-a Guard does to the same runs is measured by benchmarks/harm.py.
-
-The peers' rows shown are from every eighth scenario (`--every 8`, 19 of them). The Guard's row is from the 145 runs of
-benchmarks/harm.py without a clip, measured with an earlier version, so the rows do not compare like with like.
+wrong. One run of each scenario, one seed. A peer that only watches changes nothing, and is judged by its alarms. The
+Guard's row counts the same scenarios in the results of benchmarks/harm.py.
 
 TrainCheck is not among them: it acts on nothing, and needs a trace of a good run of the same program to begin with.
 
@@ -223,7 +220,7 @@ def main() -> int:
             runs[name] = run
             marks = {way: "".join(key[0] for key in HARMS if one[key]) for way, one in run.items()}
             print(f"{name:<36}" + "  ".join(f"{way}: {mark or 'ok'}" for way, mark in marks.items()), flush=True)
-    found = {"every": arguments.every, **summarise(runs)}
+    found = {"every": arguments.every, "scenarios": names, **summarise(runs)}
     for way, one in found["peers"].items():
         print(f"{way:<34}" + ", ".join(f"{one[f'num_{key}']} {key}" for key in HARMS))
     print("written:", write_results("peers_harm", found, quick=arguments.quick or arguments.only is not None))
