@@ -245,6 +245,20 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(loss: Any, told: tuple[str,
     assert_told(caught.value, *told)
 
 
+def test_a_loss_that_backward_has_run_through_is_refused_and_the_next_step_is_whole() -> None:
+    model, optimizer, guard = make_guard()
+    batch = make_batches(1)[0]
+    loss = loss_of(model)(batch)
+    loss.backward()
+    before = snapshot(model, optimizer)
+    with pytest.raises(UsageError) as caught:
+        guard.step(loss)
+    assert_told(caught.value, "backward has already run", "call guard.step() without the loss")
+    assert_same(before, snapshot(model, optimizer))
+    guard.step(loss_of(model)(batch))
+    assert guard.num_steps == 1
+
+
 def test_arguments_beside_a_loss_are_refused() -> None:
     model, _, guard = make_guard()
     batch = make_batches(1)[0]

@@ -13,12 +13,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from steadygrad.errors import UsageError
 from steadygrad.guard.judging import Judging
 from steadygrad.guard.moment import Moment
 from steadygrad.guard.passes import Passes
 from steadygrad.guard.saving import Saver
 from steadygrad.guard.shutdown import Shutdown
 from steadygrad.measure.loss import detach
+
+SECOND_BACKWARD = "backward through the graph a second time"
+"""In torch's message."""
 
 
 class Stepping(Protocol):
@@ -75,9 +79,14 @@ class Stages:
         if loss is not None:
             try:
                 self.passes.backward.run_backward(loss if self.drive is None else self.drive.weigh(loss))
-            except BaseException:  # out of memory, a signal: gradients may be incomplete
+            except BaseException as error:  # out of memory, a signal: gradients may be incomplete
                 self._end_step()
                 self._stepper.let_go(owns_backward=True)
+                if isinstance(subject, Tensor) and SECOND_BACKWARD in str(error):
+                    raise UsageError(
+                        "backward has already run through this loss, and a guard runs it itself. Leave out "
+                        "loss.backward(), or keep it and call guard.step() without the loss."
+                    ) from error
                 raise
         return detach(result)
 
