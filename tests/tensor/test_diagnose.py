@@ -308,7 +308,7 @@ def test_the_text_has_everything_that_a_person_needs() -> None:
     assert told["line"].endswith("   return torch.sqrt(length).mean()")
     assert "1 zero of 6, float32" in str(cause)
     assert "length: min 0" in str(cause)
-    assert told["samples"] == "1 of 6 in the batch (index 2): only zeros in 0"
+    assert told["samples"] == "1 of 6 in the batch (index 2): only zeros in var"
     assert told["again"] == "yes, bit for bit (software, not hardware)"
     assert told["chain"].endswith("> gradient of weight")
     assert told["fixes"]

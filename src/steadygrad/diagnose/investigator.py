@@ -250,7 +250,7 @@ def _name_call(cause: Cause, capture: Capture) -> Cause:
     """A cause in the batch of a model's call: the line that called the model, where the replay has none to show."""
     if cause.file is not None or capture.caller is None or cause.phase not in ("input", "parameter"):
         return cause
-    code, line = capture.caller
+    code, line = capture.caller[:2]
     return dataclasses.replace(cause, file=code.co_filename, line=line, source=read_source(code, line))
 
 
