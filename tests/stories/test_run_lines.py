@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launching import Done, run_guarded
+from launching import Done, run_guarded, run_plainly
 
 HEALTHY = """
 import torch
@@ -136,3 +136,30 @@ def test_an_optimizer_whose_steps_are_not_seen_is_named_beside_one_that_is_guard
     assert done.code == 0
     assert "guarding SGD" in done.err
     assert "steadygrad: no step of Adam was seen: if it has trained, it was NOT guarded" in done.err.splitlines()
+
+
+WARNING = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    x = torch.randn(8, 4)
+    hidden = model(x)
+    copied = torch.tensor(x[:, :1])
+    turned = torch.randn(2, 3, 4).T
+    nothing = hidden.grad
+    loss = torch.nn.functional.mse_loss(hidden, x[:, 0])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_warnings_of_torch_name_the_line_of_the_script_and_come_as_often_as_without_us(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WARNING)
+    plain = run_plainly(tmp_path, str(tmp_path / "train.py"))
+    guarded = run_guarded(tmp_path, str(tmp_path / "train.py"))
+
+    expected = [line for line in plain.err.splitlines() if "Warning: " in line]
+    assert len(expected) == 4
+    assert [line for line in guarded.err.splitlines() if "Warning: " in line] == expected
