@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from steadygrad.config import DetectConfig
 from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.detect.nonfinite import SHOWN, show
-from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, Reading, Severity
+from steadygrad.detect.precision import NUM_STEPS as NUM_FLUSHED
+from steadygrad.detect.precision import is_flushed
+from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, PrecisionScan, Reading, Severity
 from steadygrad.stats import median
 
 FEWEST_ROWS = 8
@@ -156,19 +158,22 @@ class ZeroGradient(Remembering):
     """Every gradient is exactly 0, step after step, though the loss is not: it does not depend on what is trained.
 
     Seen with adapters whose matrices are both 0, an output that is cut off (a ReLU that is dead everywhere), a loss
-    that is multiplied by 0. A loss of exactly 0 is `zero_loss`. Cost: two comparisons a step.
+    that is multiplied by 0. A loss of exactly 0 is `zero_loss`, gradients that float16 cannot hold are
+    `flushed_gradient`. Cost: two comparisons a step.
     """
 
     name = "zero_gradient"
-    hears = (Reading,)
-    memory = ("_streak", "_told")
+    hears = (Reading, PrecisionScan)
+    memory = ("_streak", "_flushed", "_told")
 
     def __init__(self) -> None:
-        self._streak = Streak()
+        self._streak, self._flushed = Streak(), Streak()
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `NUM_ZERO` such steps in a row."""
+        if isinstance(fact, PrecisionScan) and self._flushed.feed(fact.step, is_flushed(fact)) >= NUM_FLUSHED:
+            self._told = True  # as `flushed_gradient`, with its cause
         if not isinstance(fact, Reading) or self._told or fact.is_nonfinite or fact.loss is None:
             return
         is_zero = bool(fact.gradients.names) and fact.finite_grad_norm == 0.0 != fact.loss
