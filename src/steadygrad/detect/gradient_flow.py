@@ -14,7 +14,7 @@ from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.precision import NUM_STEPS as NUM_FLUSHED
 from steadygrad.detect.precision import is_flushed
-from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, PrecisionScan, Reading, Severity
+from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, MaskChange, PrecisionScan, Reading, Severity
 from steadygrad.stats import median
 
 FEWEST_ROWS = 8
@@ -85,10 +85,12 @@ class DeadGradient(Remembering):
 
     Compared with the parameter's own largest share of zeros before, because embeddings and experts are always sparse.
     One that was zero from the first step on is a warning only when it is half of the model. A unit that does not fire
-    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros.
+    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros. When the program
+    prunes weights, what is usual is learnt again from scratch, in the layers behind them too.
     """
 
     name = "dead_units"
+    hears = (Reading, MaskChange)
     memory = ("_usual", "_doubts", "_num_steps")
 
     def __init__(self, config: DetectConfig) -> None:
@@ -99,6 +101,8 @@ class DeadGradient(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a finding when a parameter's units have died, at the step where they did."""
+        if isinstance(fact, MaskChange):
+            self._usual, self._doubts, self._num_steps = {}, {}, 0
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.finite_grad_norm > 0:
             return
         self._num_steps += 1

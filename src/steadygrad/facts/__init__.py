@@ -31,7 +31,7 @@ from steadygrad.facts.looks import (
     ParameterScan,
     Validation,
 )
-from steadygrad.facts.program_scans import CallScan, Load, ModelScan, PrecisionScan, RankScan, RankWait
+from steadygrad.facts.program_scans import CallScan, Load, MaskChange, ModelScan, PrecisionScan, RankScan, RankWait
 from steadygrad.facts.proof import Answer, Proof
 from steadygrad.facts.reading import (
     NUM_COLUMNS,
@@ -63,6 +63,7 @@ __all__ = [
     "InputScan",
     "InputStats",
     "Load",
+    "MaskChange",
     "ModelScan",
     "Number",
     "Outcome",
