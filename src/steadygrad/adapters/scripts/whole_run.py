@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steadygrad.adapters.scripts.arrival import stop_waiting, when_torch_arrives
-from steadygrad.adapters.scripts.children import guard_children
+from steadygrad.adapters.scripts.children import describe_unguarded, guard_children
 from steadygrad.adapters.scripts.hard_exit import before_hard_exit
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.facts import Severity
@@ -52,7 +52,7 @@ class WholeRun:
         self._session.begin()
 
     def end(self) -> bool:
-        """Report loudly that nothing was guarded, and why; otherwise every record prints its own line.
+        """Report loudly that nothing was guarded, and why, and processes that were not; records print their own lines.
 
         Return whether the run has failed: an incident was as severe as `fail_on` or worse, here or in another process,
         or nothing was guarded.
@@ -61,6 +61,9 @@ class WholeRun:
         why = self._find_reason()
         if why is not None:
             print(f"steadygrad: NOTHING WAS GUARDED: {why}", file=sys.stderr, flush=True)
+        unguarded = describe_unguarded()
+        if unguarded:
+            print(f"steadygrad: {unguarded}", file=sys.stderr, flush=True)
         if self._fail_on is None:
             return False
         limit = Severity(self._fail_on).rank
