@@ -67,7 +67,7 @@ def _note_starts() -> None:
         if VARIABLE not in (os.environ if given.get("env") is None else given["env"]):
             _note_start(given["args"])
 
-    subprocess.Popen.__init__ = note_and_start  # type: ignore[method-assign, assignment]
+    subprocess.Popen.__init__ = note_and_start  # type: ignore[method-assign]
 
 
 def _note_start(command: Any) -> None:
