@@ -117,7 +117,7 @@ def test_a_bad_batch_on_one_of_four_ranks_is_skipped_by_all_and_its_tensor_is_na
     for rank, result in enumerate(results):
         assert result["skipped"] == 1
         messages = {kind: message for step, kind, message in result["incidents"] if step == 4}
-        assert "it began on rank 2; rank 2: the batch holds NaN or Inf in 0" in messages["nonfinite_loss"]
+        assert "it began on rank 2; rank 2: the batch holds NaN or Inf in item 0" in messages["nonfinite_loss"]
         assert ("nonfinite_input" in messages) == (rank == 2), "each rank tells its own data"
 
 

@@ -20,7 +20,7 @@ PRINTS = {
     "plain_loop.py": ["plain_loop.py:17", "(index 5)", "1 of 200 steps skipped; healthy: True"],
     "amp_accumulation.py": ["skipped: [30]; weights and BatchNorm statistics finite: True"],
     "ppo.py": ["4 updates skipped, 0 rollbacks"],
-    "gan.py": ["generator: 0 skipped, 0 rollbacks", "discriminator: 1 skipped, 0 rollbacks", "input 0"],
+    "gan.py": ["generator: 0 skipped, 0 rollbacks", "discriminator: 1 skipped, 0 rollbacks", "input real"],
     "lightning_trainer.py": ["step 104: nonfinite_loss, 1 of 32 in the batch (index 3)", "weights finite: True"],
     "hf_trainer.py": ["[(0, 'nonfinite_loss'), (16, 'nonfinite_loss')]", "2 of 32 steps skipped"],
     "trl_sft.py": ["the step was skipped", "input_layernorm", "weights finite: True"],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from launching import Done, run_guarded
+from launching import Done, run_guarded, run_plainly
 
 HEALTHY = """
 import torch
@@ -136,3 +137,49 @@ def test_an_optimizer_whose_steps_are_not_seen_is_named_beside_one_that_is_guard
     assert done.code == 0
     assert "guarding SGD" in done.err
     assert "steadygrad: no step of Adam was seen: if it has trained, it was NOT guarded" in done.err.splitlines()
+
+
+WARNING = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    x = torch.randn(8, 4)
+    hidden = model(x)
+    copied = torch.tensor(x[:, :1])
+    turned = torch.randn(2, 3, 4).T
+    nothing = hidden.grad
+    loss = torch.nn.functional.mse_loss(hidden, x[:, 0])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_warnings_of_torch_name_the_line_of_the_script_and_come_as_often_as_without_us(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WARNING)
+    plain = run_plainly(tmp_path, str(tmp_path / "train.py"))
+    guarded = run_guarded(tmp_path, str(tmp_path / "train.py"))
+
+    expected = [line for line in plain.err.splitlines() if "Warning: " in line]
+    assert len(expected) == 4
+    assert [line for line in guarded.err.splitlines() if "Warning: " in line] == expected
+
+
+@pytest.mark.parametrize(("code", "how"), [(0, "finished"), (3, "stopped")])
+def test_a_script_that_leaves_by_os_exit_has_every_step_on_disk_and_its_last_line(
+    code: int, how: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, BAD + f"import os\nos._exit({code})\n")
+
+    assert done.code == code
+    assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == 10
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["ended"]["how"] == how
+    assert done.err.splitlines()[-1].startswith("steadygrad: AdamW: 10 steps, 1 skipped, 1 incident; step 5: NaN")
+
+
+def test_os_exit_hides_neither_that_nothing_was_guarded_nor_the_exit_code_that_was_asked_for(tmp_path: Path) -> None:
+    nothing = run(tmp_path / "nothing", "import os, torch\nos._exit(0)\n")
+    assert "NOTHING WAS GUARDED: the script made no torch.optim.Optimizer" in nothing.err
+
+    assert run(tmp_path / "bad", BAD + "import os\nos._exit(0)\n", "--fail-on", "error").code == 1

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS
+from launching import SCRIPTS, run_guarded
 
 TRAINING = """
 import sys
@@ -241,3 +241,30 @@ def test_a_rank_without_guard_is_reported_and_no_other_skips_alone(tmp_path: Pat
     assert skipped_steps(tmp_path / "run") == []
     first, second = [line for line in done.stdout.splitlines() if "weights" in line]
     assert first == second  # both took the bad step: they did not part
+
+
+STARTS_OTHERS = """
+import os, subprocess, sys, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(4, 2)).mean().backward()
+optimizer.step()
+subprocess.run([sys.executable, "-c", "pass"], env={**os.environ})
+subprocess.run(["true"], env={})
+if len(sys.argv) > 1:
+    subprocess.run([sys.executable, "-c", "pass"], env={})
+"""
+
+
+def test_a_python_process_with_an_environment_of_its_own_is_reported_at_the_end(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STARTS_OTHERS)
+
+    usual = run_guarded(tmp_path, str(script)).err
+    assert "1 step" in usual
+    assert "NOT guarded" not in usual
+
+    last = [line for line in run_guarded(tmp_path, str(script), "cleaned").err.splitlines() if "NOT guarded" in line]
+    assert len(last) == 1
+    assert "1 Python process was started without the variable STEADYGRAD_RUN (python" in last[0]
+    assert last[0].endswith("training in it is NOT guarded. Pass env={**os.environ, ...}")

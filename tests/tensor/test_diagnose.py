@@ -308,7 +308,7 @@ def test_the_text_has_everything_that_a_person_needs() -> None:
     assert told["line"].endswith("   return torch.sqrt(length).mean()")
     assert "1 zero of 6, float32" in str(cause)
     assert "length: min 0" in str(cause)
-    assert told["samples"] == "1 of 6 in the batch (index 2): only zeros in 0"
+    assert told["samples"] == "1 of 6 in the batch (index 2): only zeros in var"
     assert told["again"] == "yes, bit for bit (software, not hardware)"
     assert told["chain"].endswith("> gradient of weight")
     assert told["fixes"]
@@ -390,6 +390,32 @@ def test_a_bad_weight_is_told_as_one() -> None:
     assert cause is not None
     assert (cause.phase, cause.name, cause.module) == ("parameter", "1.weight", "1")
     assert str(cause).startswith("NaN loss, already in the parameter 1.weight")
+
+
+@pytest.mark.parametrize(("poison", "kind"), [(math.nan, "nan"), (math.inf, "inf")])
+def test_a_batch_that_is_a_slice_of_a_dataset_is_told_by_what_it_held(poison: float, kind: str) -> None:
+    data, model = torch.randn(5, 6, 4), nn.Linear(4, 1)
+    data[3, 2, 1] = poison
+
+    cause = diagnose(lambda x: model(x).mean(), data[3])
+
+    assert cause is not None
+    assert (cause.kind, cause.phase, cause.samples) == (kind, "input", (2,))
+    assert cause.explanation.startswith("the batch held NaN" if kind == "nan" else "the batch held Inf")
+
+
+def test_a_slice_that_was_bad_is_blamed_and_not_what_was_written_into_it() -> None:
+    data, model = torch.randn(5, 6, 4), nn.Linear(4, 1)
+    data[3, 2, 1] = math.nan
+
+    def training_step(x: Tensor) -> Tensor:
+        x[0, 0] = 1.0
+        return model(x).mean()
+
+    cause = diagnose(training_step, data[3])
+
+    assert cause is not None
+    assert (cause.kind, cause.phase) == ("nan", "input")
 
 
 def test_without_a_model_the_one_among_the_arguments_names_the_modules() -> None:

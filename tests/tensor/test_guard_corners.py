@@ -12,6 +12,7 @@ import pytest
 import torch
 from listening import QUIET, last_of, sgd
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from training import assert_same, loss_of, make_batches, make_model, snapshot
 
 from steadygrad import Action, DetectConfig, Guard, GuardConfig, NonFiniteError, Policy, Severity, SnapshotConfig
@@ -266,3 +267,22 @@ def test_a_long_run_holds_nothing_of_healthy_steps_and_little_of_bad_ones(tmp_pa
     assert len(guard.incidents) >= 15
     assert bad_steps < 5 * 100  # findings, incidents and causes, which people ask for
     assert healthy < 20
+
+
+@pytest.mark.parametrize("kind", ["whole units", "single weights"])
+def test_weights_that_the_program_prunes_while_it_trains_are_not_called_dead(kind: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 32, bias=False), nn.Linear(32, 32, bias=False), nn.Linear(32, 1, bias=False)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+    guard = Guard(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for step in range(110):
+        if step == 50:
+            for layer in layers[:2]:
+                if kind == "whole units":
+                    prune.ln_structured(layer, "weight", amount=0.9, n=2, dim=0)
+                else:
+                    prune.l1_unstructured(layer, "weight", amount=0.95)
+        x = torch.randn(32, 8)
+        guard.step(lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean(), x)
+    guard.close()
+    assert [finding.kind for finding in guard.findings if finding.severity is not Severity.INFO] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,41 @@ def test_the_exception_of_a_halt_quotes_the_cause() -> None:
         guard.step(loss_of(model), batch(bad=True))
     assert f"test_investigator.py:{CULPRIT}" in str(caught.value)
     assert "aten.div" in str(caught.value)
+
+
+def test_a_loss_of_two_networks_is_traced_to_the_calls_that_it_was_made_from() -> None:
+    """A discriminator's guard also hears the calls that only the generator's loss is made of."""
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 2), nn.Linear(2, 1)
+    making = Guard(maker, torch.optim.SGD(maker.parameters(), 0.1))
+    judging = Guard(judge, torch.optim.SGD(judge.parameters(), 0.1))
+    for step in range(4):
+        real, noise, draws = torch.randn(8, 2), torch.randn(8, 4), torch.randn(8, 4)
+        if step == 1:
+            draws[3] = math.nan
+        if step == 2:
+            real[5] = math.nan
+        judging.step(judge(real).mean() - judge(maker(noise).detach()).mean())
+        making.step(-judge(maker(draws)).mean())
+
+    caused = {(name, i.step): i.cause for name, g in (("m", making), ("j", judging)) for i in g.incidents}
+    making.close()
+    judging.close()
+    assert set(caused) == {("m", 1), ("j", 2)}
+    for cause, name, sample in ((caused["m", 1], "draws", 3), (caused["j", 2], "real", 5)):
+        assert cause is not None
+        assert (cause.phase, cause.name, cause.samples) == ("input", name, (sample,))
+
+
+def test_another_networks_bad_output_is_told_as_the_input_that_it_is() -> None:
+    maker, judge = nn.Linear(4, 2), nn.Linear(2, 1)
+    judging = Guard(judge, torch.optim.SGD(judge.parameters(), 0.1))
+    noise = torch.randn(8, 4)
+    noise[3] = math.inf
+
+    judging.step(judge(maker(noise)).mean())
+
+    cause = judging.incidents[-1].cause
+    judging.close()
+    assert cause is not None
+    assert (cause.phase, cause.name) == ("input", "maker(noise)")

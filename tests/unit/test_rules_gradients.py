@@ -10,7 +10,7 @@ from rule_traces import NAMES, NUMELS, RATE, findings_of, poisoned, reading, rul
 
 from steadygrad.config import DetectConfig, FlowThresholds
 from steadygrad.detect import Detector, standard_rules
-from steadygrad.facts import Fact, Finding, GradientTable, Severity
+from steadygrad.facts import Fact, Finding, GradientTable, MaskChange, Severity
 
 
 def severities(findings: list[Finding]) -> list[Severity]:
@@ -132,6 +132,15 @@ def test_zeros_in_a_matrix_are_dead_units_only_where_the_bias_gets_nothing_eithe
     said = findings_of(rule_named("dead_units"), facts)
 
     assert [f.step for f in said] == [50] * num_found
+
+
+def test_what_the_program_masks_is_usual_from_then_on_and_what_dies_later_is_still_found() -> None:
+    usual, masked, dead = ([0.0] * 12, [0.0] * 2 + [0.8] * 2 + [0.0] * 8, [0.0] * 2 + [0.8] * 2 + [0.9] * 2 + [0.0] * 6)
+    zeros = [usual] * 50 + [masked] * 50 + [dead] * 50
+    facts: list[Fact] = [reading(t, gradients=table([0.1] * 12, shares)) for t, shares in enumerate(zeros)]
+    facts.insert(50, MaskChange(step=50))
+
+    assert [f.step for f in findings_of(rule_named("dead_units"), facts)] == [100]
 
 
 @pytest.mark.parametrize(("num_dead", "severity"), [(1, Severity.INFO), (10, Severity.WARNING)])

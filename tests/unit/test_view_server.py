@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -290,3 +291,27 @@ def test_the_command_prints_its_address_and_ends_well_on_ctrl_c(root: Path) -> N
         assert process.wait(timeout=300) == 0
         assert process.stderr.read() == ""
         stream.close()
+
+
+def test_a_page_that_does_not_take_what_is_sent_is_cut_off_without_a_word(tmp_path: Path) -> None:
+    for number in range(2000):
+        folder = tmp_path / f"{number:04}-{'x' * 150}"  # together longer than what the sockets hold
+        folder.mkdir()
+        (folder / "run.json").write_text("{}")
+        (folder / "steps.jsonl").touch()
+    command = [sys.executable, "-m", "steadygrad", "view", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        address = process.stdout.readline().removeprefix("Open ").strip()
+        host, port = str(urlsplit(address).hostname), urlsplit(address).port
+        with socket.socket() as page:
+            page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            page.connect((host, port))
+            page.sendall(f"GET /events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+            taken = 0
+            while taken < 4096:  # the rest of the list waits to be taken
+                taken += len(page.recv(64))
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=300)
+        assert process.stderr.read() == ""

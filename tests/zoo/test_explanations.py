@@ -112,6 +112,8 @@ def agree(some: list[Tensor], others: list[Tensor], tolerance: float) -> bool:
 
 
 UNSEEN = {
+    "outside_tensor_with_nan": Situation(op="outside", phase="input", kind="nan"),
+    "outside_tensor_with_inf": Situation(op="outside", phase="input", kind="inf"),
     "batch_norm_of_one_sample": Situation(op="aten.native_batch_norm", phase="forward", kind="error"),
     "optimizer_squares_overflow": Situation(op="aten._foreach_addcmul_", phase="optimizer", kind="inf"),
     "nonfinite_in_optimizer": Situation(op="aten.erfinv", phase="optimizer", kind="nan"),
@@ -181,13 +183,13 @@ def test_every_entry_that_diagnose_cannot_be_shown_is_asked_for_by_hand() -> Non
 
 
 def test_the_text_tells_the_numbers() -> None:
-    var = Operand(name="self", dtype="float32", shape=(64, 64), minimum=0.0, maximum=3.1, num_zeros=17)
+    var = Operand(name="self", source="var", dtype="float32", shape=(64, 64), minimum=0.0, maximum=3.1, num_zeros=17)
 
     told = explain(Situation(op="aten.sqrt", phase="backward", kind="inf", operands=(var,)))
 
     assert told.name == "sqrt_at_zero"
     assert told.text == (
-        "the derivative of sqrt is infinite at 0; 0 * inf then gives NaN (17 of 4096 elements of self are 0)"
+        "the derivative of sqrt is infinite at 0; 0 * inf then gives NaN (17 of 4096 elements of var are 0)"
     )
     assert "steadygrad.losses.safe_sqrt(x)" in told.fixes
 

@@ -67,7 +67,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def load_demo() -> Any:
-    """Return the demo's module, which offers `tell_demo(console, *, run_dir, device, quick) -> int`."""
+    """Return the demo's module, which offers `narrate_demo(console, *, run_dir, device, quick) -> int`."""
     module = _find_modules().get(DEMO)
     if module is None:
         raise UsageError(f"the demo is not installed: no package registers {DEMO!r} in the entry points {GROUP}.")

@@ -70,15 +70,14 @@ def run(
     if is_switched_off():
         launch(target, arguments, as_module=as_module)
         return
-    whole = WholeRun(Options(config=config, observe=observe, run_dir=folder))
+    whole = WholeRun(Options(config=config, observe=observe, run_dir=folder), fail_on=fail_on)
     whole.begin()
     try:
         launch(target, arguments, as_module=as_module)
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
-    whole.report_end()
-    if fail_on is not None and whole.has_failed(fail_on):
+    if whole.end():
         raise SystemExit(FOUND)
 
 

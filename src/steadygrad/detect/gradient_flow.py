@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from steadygrad.config import DetectConfig
 from steadygrad.detect.memory import Episode, Remembering, Streak
 from steadygrad.detect.nonfinite import SHOWN, show
-from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, Reading, Severity
+from steadygrad.detect.precision import NUM_STEPS as NUM_FLUSHED
+from steadygrad.detect.precision import is_flushed
+from steadygrad.facts import NUM_COLUMNS, Fact, Finding, GradientTable, MaskChange, PrecisionScan, Reading, Severity
 from steadygrad.stats import median
 
 FEWEST_ROWS = 8
@@ -83,10 +85,12 @@ class DeadGradient(Remembering):
 
     Compared with the parameter's own largest share of zeros before, because embeddings and experts are always sparse.
     One that was zero from the first step on is a warning only when it is half of the model. A unit that does not fire
-    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros.
+    gives its bias no gradient either: where the bias gets one, a mask or sparse inputs made the zeros. When the program
+    prunes weights, what is usual is learnt again from scratch, in the layers behind them too.
     """
 
     name = "dead_units"
+    hears = (Reading, MaskChange)
     memory = ("_usual", "_doubts", "_num_steps")
 
     def __init__(self, config: DetectConfig) -> None:
@@ -97,6 +101,8 @@ class DeadGradient(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a finding when a parameter's units have died, at the step where they did."""
+        if isinstance(fact, MaskChange):
+            self._usual, self._doubts, self._num_steps = {}, {}, 0
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.finite_grad_norm > 0:
             return
         self._num_steps += 1
@@ -156,19 +162,22 @@ class ZeroGradient(Remembering):
     """Every gradient is exactly 0, step after step, though the loss is not: it does not depend on what is trained.
 
     Seen with adapters whose matrices are both 0, an output that is cut off (a ReLU that is dead everywhere), a loss
-    that is multiplied by 0. A loss of exactly 0 is `zero_loss`. Cost: two comparisons a step.
+    that is multiplied by 0. A loss of exactly 0 is `zero_loss`, gradients that float16 cannot hold are
+    `flushed_gradient`. Cost: two comparisons a step.
     """
 
     name = "zero_gradient"
-    hears = (Reading,)
-    memory = ("_streak", "_told")
+    hears = (Reading, PrecisionScan)
+    memory = ("_streak", "_flushed", "_told")
 
     def __init__(self) -> None:
-        self._streak = Streak()
+        self._streak, self._flushed = Streak(), Streak()
         self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `NUM_ZERO` such steps in a row."""
+        if isinstance(fact, PrecisionScan) and self._flushed.feed(fact.step, is_flushed(fact)) >= NUM_FLUSHED:
+            self._told = True  # as `flushed_gradient`, with its cause
         if not isinstance(fact, Reading) or self._told or fact.is_nonfinite or fact.loss is None:
             return
         is_zero = bool(fact.gradients.names) and fact.finite_grad_norm == 0.0 != fact.loss

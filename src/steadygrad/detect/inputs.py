@@ -78,7 +78,7 @@ class NonfiniteInput(Remembering):
                 kind=self.name,
                 severity=Severity.ERROR if bad else Severity.INFO,
                 step=fact.step,
-                message=f"the batch holds NaN or Inf in {show(names)} ({spell_count(num_nonfinite, 'element')})",
+                message=f"the batch holds NaN or Inf in {_show(names)} ({spell_count(num_nonfinite, 'element')})",
                 advice="Clean the data set, or replace missing values before the model sees them."
                 if bad
                 else "Loss and gradients are finite, so it is probably masked. Mask before the arithmetic, not after.",
@@ -118,7 +118,7 @@ class OutlierInput(Remembering):
                 kind=self.name,
                 severity=Severity.WARNING,
                 step=fact.step,
-                message=f"the largest value of input {name!r} is {largest:.4g}, usually {usual:.3g}",
+                message=f"the largest value of {_spell(name)} in the batch is {largest:.4g}, usually {usual:.3g}",
                 advice="Look at this batch: a unit, a missing-value code, or a sample that was not normalised.",
                 evidence={"tensor": name, "max_abs": largest, "median": usual, "ratio": ratio},
             )
@@ -162,7 +162,16 @@ class AllLabelsMasked(Remembering):
                 kind=self.name,
                 severity=Severity.INFO if is_zero else Severity.WARNING,
                 step=fact.step,
-                message=f"every element of {show(labels)} is masked, so this batch has nothing to learn from",
+                message=f"every element of {_show(labels)} is masked, so this batch has nothing to learn from",
                 advice="Drop samples without labels (a prompt beyond the maximal length), or divide by max(1, count).",
                 evidence={"tensors": labels[:SHOWN]},
             )
+
+
+def _spell(name: str) -> str:
+    """Return the name of a tensor of the batch; 'item 0' for one that is known by its place."""
+    return f"item {name}" if name[:1].isdigit() else name
+
+
+def _show(names: list[str]) -> str:
+    return show([_spell(name) for name in names])

@@ -64,6 +64,11 @@ class UnheededAutocast(OnceRule[PrecisionScan]):
         )
 
 
+def is_flushed(scan: PrecisionScan) -> bool:
+    """Whether most of a step's gradient is 0, and float16 without a loss scale explains it."""
+    return scan.is_float16 and not scan.has_scale and scan.zero_share > FLUSHED
+
+
 class FlushedGradient(OnceRule[PrecisionScan]):
     """The forward runs in float16 without a loss scale, and most of the gradient is exactly zero."""
 
@@ -76,8 +81,7 @@ class FlushedGradient(OnceRule[PrecisionScan]):
 
     def judge(self, fact: PrecisionScan) -> Finding | None:
         """Return the finding after `NUM_STEPS` steps in a row."""
-        flushed = fact.is_float16 and not fact.has_scale and fact.zero_share > FLUSHED
-        if self._streak.feed(fact.step, flushed) < NUM_STEPS:
+        if self._streak.feed(fact.step, is_flushed(fact)) < NUM_STEPS:
             return None
         return self.report(
             step=self._streak.start,

@@ -105,7 +105,7 @@ class Blame:
                     continue
                 later[writer] = taker
                 event = self._events[writer]
-                made = self.find_output(event, read.key)
+                made = self._find_made(event, read)
                 parents = self._find_parents(event, made)
                 if parents:
                     waiting += [(parent, writer, self.find_range(parent).has_nan) for parent in parents]
@@ -116,7 +116,19 @@ class Blame:
     def _find_bad_writers(self, read: Read, *, wants_nan: bool) -> list[int]:
         """Return the writers that made a value bad; all of them if none can be singled out."""
         bad = [w for w in read.writers if self._is_as_bad(self.find_output(self._events[w], read.key), wants_nan)]
-        return bad or [w for w in read.writers[-1:] if read.slot is None or self._ranges[read.slot].is_nonfinite]
+        if bad or not (read.slot is None or self._ranges[read.slot].is_nonfinite):
+            return bad
+        unmeasured = [w for w in read.writers if self._is_unmeasured(self._events[w], read.key)]
+        return unmeasured or list(read.writers[-1:])
+
+    def _find_made(self, event: Event, read: Read) -> Range:
+        """Return the range of what an event wrote, as far as it was read."""
+        return self.find_range(read) if self._is_unmeasured(event, read.key) else self.find_output(event, read.key)
+
+    @staticmethod
+    def _is_unmeasured(event: Event, key: int) -> bool:
+        """Whether a tensor from outside was never read whole: a batch that is a slice of the dataset's memory."""
+        return event.is_given and key not in event.written
 
     @staticmethod
     def _is_as_bad(range: Range, wants_nan: bool) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steadygrad.diagnose.frames import find_caller
+from steadygrad.diagnose.argument_names import spell_inputs
+from steadygrad.diagnose.frames import Caller, find_caller
 from steadygrad.diagnose.step_arguments import find_wrappers, name_inputs
 from steadygrad.state.random_state import capture_random
 from steadygrad.state.trained_parameters import unwrap
@@ -70,7 +71,7 @@ class Capture:
     versions: tuple[tuple[str, int], ...]
     is_model_call: bool = False
     """Only the model's forward is known: its loss was computed elsewhere."""
-    caller: tuple[CodeType, int] | None = None
+    caller: Caller | None = None
     """For a model's call: the user's line that made it, which a replay does not run."""
 
     @classmethod
@@ -101,9 +102,19 @@ class Capture:
     def find_changes(self) -> tuple[str, ...]:
         """Return the tensors of the batch that were changed in place since; writes past torch are not seen."""
         before = dict(self.versions)
-        return tuple(
-            name for name, tensor in name_inputs(self.args, self.kwargs) if before.get(name, -1) != read_version(tensor)
-        )
+        inputs = name_inputs(self.args, self.kwargs)
+        changed = [(name, tensor) for name, tensor in inputs if before.get(name, -1) != read_version(tensor)]
+        if not changed:
+            return ()
+        names = {id(tensor): name for name, tensor in spell_inputs(self.fn, self.args, self.kwargs)}
+        return tuple(names.get(id(tensor), name) for name, tensor in changed)
+
+    @property
+    def call(self) -> tuple[CodeType, int] | None:
+        """Code and instruction of the program's call of the model; None where it is not known."""
+        if self.caller is None or self.caller.instruction < 0:
+            return None
+        return self.caller.code, self.caller.instruction
 
     @property
     def wrappers(self) -> tuple[nn.DataParallel[Any], ...]:

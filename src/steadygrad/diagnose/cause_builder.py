@@ -5,7 +5,8 @@ The line, the module and the operands are those of the forward op, in backward t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +17,15 @@ from steadygrad.diagnose.closeup import View, find_bad_rows, measure_operand
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.expressions import name_operands
 from steadygrad.diagnose.frames import Place, read_source, spell_place
-from steadygrad.diagnose.own_names import use_own_names
+from steadygrad.diagnose.own_names import name_fixes, use_own_names
 from steadygrad.diagnose.situation import Operand, Situation
 from steadygrad.diagnose.trace import Event, Trace
-from steadygrad.facts import Cause
+from steadygrad.facts import Cause, name_holder
 
 MAX_NEIGHBOURS = 6
 """Ops before and after the culprit that an explanation can use."""
 
-OUTSIDE_OF_STEP = "made outside of the step"
+OUTSIDE_OF_STEP = "a tensor made outside of the step"
 """Name of a tensor that is neither of the batch nor of the model."""
 
 
@@ -84,7 +85,7 @@ class CauseBuilder:
             op=self.culprit.name,
             phase=self.phase,
             kind=self.born,
-            operands=tuple(view.operands),
+            operands=add_sources(view.operands, place, self.culprit.name),
             scalars=view.scalars,
             output=view.outputs[0] if view.outputs else None,
             grad=self._find_grad() if self.phase == "backward" else None,
@@ -137,9 +138,9 @@ class CauseBuilder:
             phase=self.phase,
             op="aten.lift_fresh" if self.culprit.is_given else self.culprit.name,
             node=self.origin.event.node,
-            inputs=self.spell_operands(place, situation),
-            explanation=self.spell_explanation(why.text, place, situation),
-            fixes=use_own_names(why.fixes, self.name_operands(place, situation), self.culprit.name),
+            inputs=self.spell_operands(situation),
+            explanation=why.text,
+            fixes=use_own_names(why.fixes, situation.sources, self.culprit.name),
             name=why.name,
             symptom=f"{seen} {hurt.name.partition(' of ')[0]}",
             chain=self._describe_chain(),
@@ -187,29 +188,9 @@ class CauseBuilder:
         }
 
     @staticmethod
-    def name_operands(place: Place, situation: Situation) -> tuple[str, ...]:
-        """Return the texts of the operands on the user's line; empty where it does not spell the op."""
-        return name_operands(place.code, place.instruction, situation.op) if place.code is not None else ()
-
-    @staticmethod
-    def spell_explanation(text: str, place: Place, situation: Situation) -> str:
-        """Return an explanation that counts the elements of what the user's line names, not of 'self' and 'other'."""
-        names = CauseBuilder.name_operands(place, situation)
-        if len(names) < len(situation.operands):
-            return text
-        for operand, name in zip(situation.operands, names):
-            if name:
-                text = text.replace(f"elements of {operand.name} are", f"elements of {name} are")
-        return text
-
-    @staticmethod
-    def spell_operands(place: Place, situation: Situation) -> tuple[str, ...]:
+    def spell_operands(situation: Situation) -> tuple[str, ...]:
         """Return what went in, under the user's own names where the line spells them."""
-        names = CauseBuilder.name_operands(place, situation)
-        texts = []
-        for position, operand in enumerate(situation.operands):
-            fits = len(names) >= len(situation.operands) and names[position]
-            texts.append(spell_operand(operand, names[position] if fits else operand.name))
+        texts = [spell_operand(operand, operand.title) for operand in situation.operands]
         if situation.grad is not None:
             texts.append(spell_operand(situation.grad, "incoming gradient"))
         return tuple(texts)
@@ -236,20 +217,35 @@ class CauseBuilder:
         return event.name if place.code is None else f"{event.name} at {spell_place(place.code, place.line)}"
 
 
-def describe_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tensor]]) -> Cause:
+def add_sources(operands: Sequence[Operand], place: Place, op: str) -> tuple[Operand, ...]:
+    """Return the operands with the program's own expressions, where its line spells the op."""
+    schema_names = tuple(operand.name for operand in operands)
+    texts = () if place.code is None else name_operands(place.code, place.instruction, op, schema_names)
+    named = [dataclasses.replace(operand, source=text) for operand, text in zip(operands, texts)]
+    return (*named, *operands[len(named) :])
+
+
+def describe_given(
+    builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tensor]], batch: Sequence[tuple[str, Tensor]]
+) -> Cause:
     """The Cause of a value that was bad before the step began. `owners`: storage -> phase, name, tensor."""
     origin = builder.origin
     key = builder.find_given_key()
     phase, name, tensor = owners.get(key or 0, ("input", OUTSIDE_OF_STEP, None))
     operand = None if tensor is None else measure_operand(name, tensor)
+    is_sample = phase == "input" and any(tensor is one for _, one in batch)
     situation = Situation(
-        op=phase, phase=phase, kind=builder.born, operands=() if operand is None else (operand,), output=operand
+        op=phase if is_sample or phase == "parameter" else "outside",
+        phase=phase,
+        kind=builder.born,
+        operands=() if operand is None else (operand,),
+        output=operand,
     )
     why = explain(situation)
     hurt = origin.hurt
     where = builder.where_of(builder.place, builder.modules)
     where["module"] = name.rpartition(".")[0] if phase == "parameter" else None
-    rows = find_bad_rows(tensor) if phase == "input" and tensor is not None else ()
+    rows = find_bad_rows(tensor) if is_sample and tensor is not None else ()
     size = tensor.shape[0] if rows and tensor is not None else 0
     return Cause(
         kind=builder.born,
@@ -258,9 +254,9 @@ def describe_given(builder: CauseBuilder, owners: Mapping[int, tuple[str, str, T
         name=name,
         inputs=() if operand is None else (spell_operand(operand, name),),
         explanation=why.text,
-        fixes=why.fixes,
+        fixes=name_fixes(why, name) if phase == "input" else why.fixes,
         symptom=f"{'NaN' if hurt.range.has_nan else 'Inf'} {hurt.name.partition(' of ')[0]}",
-        chain=(f"{phase} {name}", hurt.name),
+        chain=(name_holder(phase, name).removeprefix("the "), hurt.name),
         samples=rows,
         samples_note=f"{len(rows)} of {size} in the batch ({spell_indices(rows)})" if rows else "",
         **where,

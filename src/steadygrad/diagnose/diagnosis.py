@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.diagnose.blame import Blame, Hurt, Origin
-from steadygrad.diagnose.cause_builder import OUTSIDE_OF_STEP, CauseBuilder, describe_given, name_owners
+from steadygrad.diagnose.cause_builder import OUTSIDE_OF_STEP, CauseBuilder, add_sources, describe_given, name_owners
 from steadygrad.diagnose.closeup import Closeup, View
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.failures import find_failure, find_refusal
@@ -194,10 +194,11 @@ class Diagnosis:
     def _describe(self, origin: Origin, blame: Blame) -> tuple[Cause, View | None]:
         builder = CauseBuilder(self._trace, blame, origin, self._modules)
         if origin.event.is_given:
-            inputs = dict(name_inputs(self._step.args, self._step.kwargs))
+            # Where no line of the program uses the tensor, the line that called the model is shown, with its words.
+            inputs = dict(self._step.spell_inputs(at_call=builder.place.code is None))
             owners = name_owners(self._trace, inputs, self._step.model)
             if builder.find_given_key() in owners or not origin.event.constant:
-                return describe_given(builder, owners), None
+                return describe_given(builder, owners, name_inputs(self._step.args, self._step.kwargs)), None
         closeup = Closeup(builder.targets)
         with self._replay(closeup):
             pass
@@ -257,7 +258,11 @@ class Diagnosis:
             view = closeup.views.get(event.number, View())
         phase = "backward" if event is not None and event.in_engine else "forward"
         situation = Situation(
-            op=refusal.op, phase=phase, kind="error", operands=tuple(view.operands), scalars=view.scalars
+            op=refusal.op,
+            phase=phase,
+            kind="error",
+            operands=add_sources(view.operands, refusal.place, refusal.op),
+            scalars=view.scalars,
         )
         why = explain(situation)
         return Cause(
@@ -268,8 +273,8 @@ class Diagnosis:
             symptom=spell_error(error),
             name=why.name,
             explanation=why.text,
-            fixes=use_own_names(why.fixes, CauseBuilder.name_operands(refusal.place, situation), refusal.op),
-            inputs=CauseBuilder.spell_operands(refusal.place, situation),
+            fixes=use_own_names(why.fixes, situation.sources, refusal.op),
+            inputs=CauseBuilder.spell_operands(situation),
             **CauseBuilder.where_of(refusal.place, self._modules),
         )
 

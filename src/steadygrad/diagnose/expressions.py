@@ -12,7 +12,7 @@ import itertools
 import linecache
 from types import CodeType
 
-LONGEST = 40
+LONGEST = 120
 """Longer operands are not repeated."""
 NAMESPACES = ("torch", "F", "nn", "functional", "linalg", "special", "math", "np", "losses")
 """Names before a dot that are not tensors."""
@@ -24,19 +24,49 @@ OPERATORS = {
 
 
 @functools.lru_cache(maxsize=64)
-def name_operands(code: CodeType, instruction: int, op: str) -> tuple[str, ...]:
-    """Return the source of each operand of the call at `instruction`; empty when it does not spell `op` itself."""
-    text = _find_expression(code, instruction)
-    if text is None:
-        return ()
-    try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        return ()
+def name_operands(code: CodeType, instruction: int, op: str, operands: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the source of each tensor that the call at `instruction` took; empty when it does not spell `op` itself.
+
+    `operands` are the names in the op's schema of those tensors: one of 'self' alone means that the rest were numbers.
+    """
+    tree = _parse_expression(code, instruction)
     plain = op.rpartition(".")[2].strip("_").removesuffix("_forward")
-    if plain not in _spell_ops(tree):
+    if tree is None or plain not in _spell_ops(tree):
         return ()
-    return tuple(_shorten(ast.unparse(node)) for node in _find_operands(tree))
+    found = _choose_side(tree, operands[0]) if _has_one_side(tree, operands) else _find_operands(tree)
+    return tuple(_shorten(ast.unparse(node)) for node in found) if len(found) >= len(operands) else ()
+
+
+def name_arguments_of_call(code: CodeType, instruction: int) -> tuple[list[str], dict[str, str]] | None:
+    """Return the source of what the call at `instruction` was given, by place and by name; None if it does not show."""
+    tree = _parse_expression(code, instruction)
+    if not isinstance(tree, ast.Call) or any(isinstance(one, ast.Starred) for one in tree.args):
+        return None
+    if any(keyword.arg is None for keyword in tree.keywords):
+        return None
+    named = {keyword.arg or "": _shorten(ast.unparse(keyword.value)) for keyword in tree.keywords}
+    return [_shorten(ast.unparse(one)) for one in tree.args], named
+
+
+def _parse_expression(code: CodeType, instruction: int) -> ast.expr | None:
+    text = _find_expression(code, instruction)
+    try:
+        return None if text is None else ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _has_one_side(tree: ast.expr, operands: tuple[str, ...]) -> bool:
+    return isinstance(tree, ast.BinOp) and len(operands) == 1
+
+
+def _choose_side(tree: ast.expr, operand: str) -> list[ast.expr]:
+    """Return the side of an operator that is a tensor, the other being a number; none if either may be it."""
+    assert isinstance(tree, ast.BinOp)
+    sides = [side for side in (tree.left, tree.right) if not isinstance(side, ast.Constant)]
+    if len(sides) == 2 and isinstance(tree.op, ast.Add | ast.Mult):  # a number times a tensor is called the other way
+        return []
+    return sides[-1:] if operand == "exponent" else sides[:1]
 
 
 def _spell_ops(tree: ast.expr) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -170,15 +170,26 @@ def _sort_torch(code: CodeType, path: str) -> _Sort:
     return _Sort.TORCH
 
 
-def find_caller() -> tuple[CodeType, int] | None:
-    """Return code and line of the user's innermost frame now; None when only libraries are on the stack."""
+class Caller(NamedTuple):
+    """The user's line that called the model."""
+
+    code: CodeType
+    line: int
+    instruction: int
+    """-1 when a library stands between: then what the line calls is not the model."""
+
+
+def find_caller() -> Caller | None:
+    """Return the user's innermost frame now; None when only libraries are on the stack."""
     frame: FrameType | None = sys._getframe(1)
+    is_direct = True
     for _ in range(MAX_DEPTH):
         if frame is None:
             return None
         path = frame.f_code.co_filename
         if not path.startswith(NOT_USERS) or path.startswith(RECIPES):
-            return frame.f_code, frame.f_lineno
+            return Caller(frame.f_code, frame.f_lineno, frame.f_lasti if is_direct else -1)
+        is_direct = is_direct and path.startswith((OURS, TORCH))
         frame = frame.f_back
     return None
 

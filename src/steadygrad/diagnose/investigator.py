@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steadygrad.act.call_listener import CallListener
 from steadygrad.config import DiagnoseConfig
@@ -24,10 +25,13 @@ from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.entry import diagnose_captures
 from steadygrad.diagnose.frames import read_source
+from steadygrad.diagnose.loss_calls import Span, find_calls, read_number
 from steadygrad.diagnose.meeting import Meeting
 from steadygrad.diagnose.quarantine import Quarantine
+from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.facts import Cause, Finding, Reading, Severity
 from steadygrad.state.shards import is_dtensor
+from steadygrad.state.tree import map_tensors
 
 logger = logging.getLogger("steadygrad")
 SUSPECTS = {"exploding_gradient": "exploding", "vanishing_gradient": "vanishing", "dead_units": "dead"}
@@ -57,6 +61,10 @@ class Investigator:
         self._config, self._model, self._optimizers, self._ddp = config, model, optimizers, ddp
         self._devices = {p.device for p in model.parameters()}
         self._captures: list[Capture] = []
+        self._spans: dict[int, Span] = {}
+        """Calls of the model since the last loss, by the id of their Capture."""
+        self._used: set[int] | None = None
+        """Calls that the losses of this step were made from; None: no loss was given."""
         self._inside = False
         self._hears_inside = False
         self._num_made, self._last_step = 0, -config.cooldown
@@ -66,7 +74,7 @@ class Investigator:
             if keeps and run_dir is not None
             else None
         )
-        self._hook = self._watch_model() if config.enabled else None
+        self._hooks = self._watch_model() if config.enabled else []
 
     def use_folder(self, run_dir: Path) -> None:
         """Keep batches there from now on."""
@@ -98,16 +106,38 @@ class Investigator:
         """The forward of a noted microbatch is over."""
         self._inside = False
 
-    def _watch_model(self) -> Any:
+    def _watch_model(self) -> list[Any]:
         """When a loss is given and no function, what went into the model is all that can be replayed."""
         if hasattr(self._model, "_orig_mod"):  # compiled: a hook would become part of the graph
-            return None
-        return self._model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True)
+            return []
+        end = CallListener(self.hear_end, num_arguments=4)
+        return [
+            self._model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(end, with_kwargs=True),
+        ]
 
     def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when the model is called."""
         if not self._inside and torch.is_grad_enabled():
+            if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
+                # Another network's output, whose graph is gone by the time of a replay.
+                args, kwargs = map_tensors(args, _cut), {name: map_tensors(one, _cut) for name, one in kwargs.items()}
             self._note(model, args, kwargs, is_model_call=True)
+            self._spans[id(self._captures[-1])] = (read_number(), sys.maxsize)
+
+    def hear_end(self, _model: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        """Called when the model has returned."""
+        newest = self.newest
+        first, _ = self._spans.get(id(newest), (0, 0))
+        if first and not self._inside:
+            self._spans[id(newest)] = (first, read_number())
+
+    def note_loss(self, loss: Tensor) -> None:
+        """A loss is given, before its backward: note which calls of the model it was made from."""
+        spans, self._spans = self._spans, {}
+        used = set(spans) if len(spans) < 2 else find_calls(loss, spans)
+        self._used = used | (self._used or set())
+        self._spans = {key: span for key, span in spans.items() if key not in used}
 
     def _note(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_model_call: bool
@@ -133,8 +163,11 @@ class Investigator:
 
     def take(self) -> list[Capture]:
         """Return the microbatches of the step that is over."""
-        captures, self._captures = self._captures, []
-        return captures
+        captures, used = self._captures, self._used
+        self._captures, self._spans, self._used = [], {}, None
+        if used is None:
+            return captures
+        return [one for one in captures if id(one) in used or not one.is_model_call]
 
     # --- after a bad step -------------------------------------------------------------------------------------------
 
@@ -241,16 +274,21 @@ class Investigator:
 
     def close(self) -> None:
         """Stop listening to the model."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._captures = []
+        for hook in self._hooks:
+            hook.remove()
+        self.take()
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, on the same memory, whose gradient counts all the same."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 def _name_call(cause: Cause, capture: Capture) -> Cause:
     """A cause in the batch of a model's call: the line that called the model, where the replay has none to show."""
     if cause.file is not None or capture.caller is None or cause.phase not in ("input", "parameter"):
         return cause
-    code, line = capture.caller
+    code, line = capture.caller[:2]
     return dataclasses.replace(cause, file=code.co_filename, line=line, source=read_source(code, line))
 
 

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from steadygrad.diagnose.argument_names import spell_inputs
 from steadygrad.diagnose.blame import Blame, Hurt
 from steadygrad.diagnose.calls import find_scalars, find_tensors, read_signature
+from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.cause_builder import CauseBuilder, describe_given, name_owners
 from steadygrad.diagnose.closeup import View, look_at_operands, look_at_result
 from steadygrad.diagnose.frames import StackReader
 from steadygrad.diagnose.ranges import Range
-from steadygrad.diagnose.step_arguments import name_modules
+from steadygrad.diagnose.step_arguments import name_inputs, name_modules
 from steadygrad.diagnose.trace import Trace
 from steadygrad.facts import Cause
 
@@ -83,10 +85,11 @@ class LiveTrace(TorchDispatchMode):
             look_at_result(view, result)
             self._views[number] = view
 
-    def find_cause(
-        self, loss: Tensor | None, gradients: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> Cause | None:
-        """Return what made `loss` or the bad `gradients` go wrong; None if it was not seen. Call `stop` first."""
+    def find_cause(self, loss: Tensor | None, gradients: Mapping[str, Tensor], call: Capture | None) -> Cause | None:
+        """Return what made `loss` or the bad `gradients` go wrong; None if it was not seen. Call `stop` first.
+
+        `call`: the call of the model whose arguments are the batch.
+        """
         found = [("loss", loss), *((f"gradient of {name}", gradient) for name, gradient in gradients.items())]
         hurts = [
             Hurt(name, read, _measure(tensor))
@@ -100,9 +103,11 @@ class LiveTrace(TorchDispatchMode):
             return None
         builder = CauseBuilder(self._trace, blame, origin, self._modules, self._views)
         if origin.event.is_given:
-            owners = name_owners(self._trace, inputs, self._model)
+            inputs = [] if call is None else spell_inputs(call.fn, call.args, call.kwargs, call.call)
+            owners = name_owners(self._trace, dict(inputs), self._model)
             if builder.find_given_key() in owners or not origin.event.constant:
-                return dataclasses.replace(describe_given(builder, owners), note=NOTE)
+                batch = [] if call is None else name_inputs(call.args, call.kwargs)
+                return dataclasses.replace(describe_given(builder, owners, batch), note=NOTE)
         return dataclasses.replace(builder.build(), note=NOTE)
 
 

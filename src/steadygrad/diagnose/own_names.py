@@ -2,7 +2,7 @@
 
 A fix is code that a reader copies, and a placeholder may be the name of something else in that program. A fix is
 rewritten only if on harmless numbers it computes what the op computes: the x of `safe_norm(x)` is not the operand of
-the square root that it replaces. Other fixes stay as they are, and so does prose; but where an eps would help and none
+the square root that it replaces. Other fixes stay as they are, and so does prose; but where a bound would help and none
 of them could be rewritten, the plain way to add it to the op comes first.
 """
 
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch
 
-from steadygrad.diagnose.explanations.entry import plain_name
+from steadygrad.diagnose.explanations.entry import Explanation, plain_name
 
 PLACEHOLDERS = ("x", "y", "z")
 """What the explanations call the first, second and third operand."""
@@ -37,10 +37,19 @@ def use_own_names(fixes: Sequence[str], operands: Sequence[str], op: str) -> tup
     """Return the fixes of `op` with the texts of its operands in place of x, y and z; identical ones once."""
     known = {name: tree for name, text in zip(PLACEHOLDERS, operands) if (tree := _parse(text)) is not None}
     renamed = [_rename(fix, known, op) for fix in fixes]
-    if renamed == list(fixes) and any("eps" in fix for fix in fixes):
+    if renamed == list(fixes) and any("eps" in fix or "clamp_min" in fix for fix in fixes):
         general = WITH_EPS.get(plain_name(op), ())
         renamed = [own for fix in general if (own := _rename(fix, known, op)) != fix] + renamed
     return tuple(dict.fromkeys(renamed))
+
+
+def name_fixes(why: Explanation, name: str) -> tuple[str, ...]:
+    """Return the fixes of a bad tensor, written with its own name; in words if it has none that code could use."""
+    tree = _parse(name)
+    if tree is None:
+        return why.advice
+    trees = [ast.parse(fix, mode="eval").body for fix in why.fixes]
+    return tuple(ast.unparse(ast.fix_missing_locations(_Replace({"x": tree}).visit(one))) for one in trees)
 
 
 def _rename(fix: str, known: dict[str, ast.expr], op: str) -> str:

@@ -11,6 +11,7 @@ import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steadygrad.act.call_listener import listeners_muted
 from steadygrad.act.patches import Patches
+from steadygrad.diagnose.argument_names import spell_inputs
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
@@ -105,6 +107,8 @@ class Step:
     """Optimizers that `fn` may step itself; their own state is restored."""
     is_model_call: bool = False
     """`fn` is the model: its output is not a loss, unless it contains one."""
+    call: tuple[CodeType, int] | None = None
+    """For a model's call: code and instruction of the program's line that made it."""
     extra_leaves: tuple[tuple[str, Tensor], ...] = ()
     """Leaves besides the model's parameters whose gradients count."""
     alone: nn.parallel.DistributedDataParallel | None = None
@@ -128,7 +132,9 @@ class Step:
     @classmethod
     def of(cls, capture: Capture, scale: float = 1.0) -> Step:
         """Return the step that was captured."""
-        inputs = name_inputs(capture.args, capture.kwargs)
+        given = {id(tensor) for _, tensor in name_inputs(capture.args, capture.kwargs)}
+        named = spell_inputs(capture.fn, capture.args, capture.kwargs)
+        inputs = [(name, tensor) for name, tensor in named if id(tensor) in given]
         leaves = tuple((f"input {name}", tensor) for name, tensor in inputs if tensor.requires_grad and tensor.is_leaf)
         return cls(
             fn=capture.fn,
@@ -140,8 +146,13 @@ class Step:
             autocast=capture.autocast,
             wrappers=capture.wrappers,
             is_model_call=capture.is_model_call,
+            call=capture.call,
             extra_leaves=leaves,
         )
+
+    def spell_inputs(self, *, at_call: bool = False) -> list[tuple[str, Tensor]]:
+        """Return the tensors of the batch by the program's own names; `at_call`: by those of the call of the model."""
+        return spell_inputs(self.fn, self.args, self.kwargs, self.call if at_call else None)
 
     @property
     def named_leaves(self) -> list[tuple[str, Tensor]]:

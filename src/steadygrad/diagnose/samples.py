@@ -131,7 +131,7 @@ class SampleSearch:
 @torch.no_grad()
 def describe_samples(step: Step, found: Sequence[int], size: int) -> str:
     """Return what the samples found have in common and no other has; empty when nothing stands out."""
-    for name, tensor in name_inputs(step.args, step.kwargs):
+    for name, tensor in step.spell_inputs():
         if tensor.dim() and tensor.shape[0] == size and tensor.is_floating_point() and tensor.numel():
             remark = _compare(tensor.detach().reshape(size, -1).double().cpu(), found)
             if remark:

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 
 Scalar = bool | int | float | str | None
 
+LONGEST_TITLE = 60
+PLAIN_NAMES = {"self": "the first operand", "other": "the second operand"}
+"""Names in schemas that say nothing to a reader."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
@@ -18,6 +22,8 @@ class Operand:
 
     name: str
     """The argument's name in the op's schema: 'self', 'other', 'weight'."""
+    source: str = ""
+    """The program's own expression for it; empty where its line does not show one."""
     dtype: str
     """As torch prints it without the prefix: 'float32'."""
     shape: tuple[int, ...]
@@ -32,6 +38,13 @@ class Operand:
     num_nan: int = 0
     num_inf: int = 0
     """Of either sign."""
+
+    @property
+    def title(self) -> str:
+        """What a reader knows it by."""
+        if self.source:
+            return self.source if len(self.source) <= LONGEST_TITLE else f"{self.source[: LONGEST_TITLE - 3]}..."
+        return PLAIN_NAMES.get(self.name, self.name)
 
     @property
     def numel(self) -> int:
@@ -66,3 +79,8 @@ class Situation:
     """The ops that took the result, nearest first."""
     module_type: str | None = None
     """Class name of the innermost module: 'BatchNorm1d'."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The program's own expressions for the operands."""
+        return tuple(operand.source for operand in self.operands)

@@ -6,7 +6,7 @@ done; an `Incident` joins them for the record; a `StepRecord` is one step's scal
 beyond its own fields. Import them from here, not from the files.
 """
 
-from steadygrad.facts.cause import Cause
+from steadygrad.facts.cause import Cause, name_holder
 from steadygrad.facts.incident import (
     Action,
     Evidence,
@@ -31,7 +31,7 @@ from steadygrad.facts.looks import (
     ParameterScan,
     Validation,
 )
-from steadygrad.facts.program_scans import CallScan, Load, ModelScan, PrecisionScan, RankScan, RankWait
+from steadygrad.facts.program_scans import CallScan, Load, MaskChange, ModelScan, PrecisionScan, RankScan, RankWait
 from steadygrad.facts.proof import Answer, Proof
 from steadygrad.facts.reading import (
     NUM_COLUMNS,
@@ -63,6 +63,7 @@ __all__ = [
     "InputScan",
     "InputStats",
     "Load",
+    "MaskChange",
     "ModelScan",
     "Number",
     "Outcome",
@@ -76,4 +77,5 @@ __all__ = [
     "StepRecord",
     "Validation",
     "Verdict",
+    "name_holder",
 ]

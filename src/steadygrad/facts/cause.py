@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from steadygrad.facts.card import show_card
 
+UNNAMED = (" argument", " outside of the step")
+"""How the name of a tensor ends when the program has no name for it: 'the first argument'."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
@@ -88,7 +91,7 @@ class Cause:
         rank = "" if self.rank is None else f"rank {self.rank}: "
         what = self.symptom or self.kind
         if self.phase in ("input", "parameter"):
-            return f"{step}{rank}{what}, already in the {self.phase} {self.name}"
+            return f"{step}{rank}{what}, already in {name_holder(self.phase, self.name)}"
         if self.op is None:
             return f"{step}{rank}{what}"
         where = {"backward": "the backward of ", "optimizer": "the optimizer's "}.get(self.phase, "")
@@ -98,3 +101,8 @@ class Cause:
         if self.file is None:
             return None
         return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}   {self.source or ''}".rstrip()
+
+
+def name_holder(phase: str, name: str) -> str:
+    """Return what held a bad value before the step: "the input batch['image']", 'the first argument'."""
+    return name if name.endswith(UNNAMED) else f"the {phase} {name}".rstrip()

@@ -149,5 +149,12 @@ class RankWait:
     timeout_seconds: float = 0.0
 
 
-ProgramScan = CallScan | ModelScan | RankScan | PrecisionScan
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskChange:
+    """The program has masked weights, as `torch.nn.utils.prune` does: what is 0 from here on is its will."""
+
+    step: int
+
+
+ProgramScan = CallScan | ModelScan | RankScan | PrecisionScan | MaskChange
 """What rules about the program judge, beside the facts of `program.py`."""

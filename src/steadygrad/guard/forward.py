@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from steadygrad.act.buffers import BufferKeeper
 from steadygrad.act.other_gradients import OtherGradients
@@ -91,6 +92,10 @@ class ForwardPass:
         note = contextlib.nullcontext() if replay is None else self.investigator.watch(replay, args, kwargs)
         with self._watch(args, kwargs), note:
             yield
+
+    def note_loss(self, loss: Tensor) -> None:
+        """A loss was given, and its backward is about to run."""
+        self.investigator.note_loss(loss)
 
     def take_captures(self) -> Sequence[Capture]:
         """Return what a replay of the step's microbatches needs."""

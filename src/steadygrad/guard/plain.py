@@ -49,6 +49,9 @@ class PlainLoop:
         """Watch nothing."""
         yield
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Do nothing: no call of the model is captured."""
+
     def take_captures(self) -> Sequence[Capture]:
         """Return nothing: no microbatch is captured."""
         return ()

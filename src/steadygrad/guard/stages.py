@@ -77,6 +77,8 @@ class Stages:
         self._shutdown.send_to_ranks()
         result, loss = self.passes.find_loss(subject, args, kwargs)
         if loss is not None:
+            if loss is subject:
+                self.passes.forward.note_loss(loss)
             try:
                 self.passes.backward.run_backward(loss if self.drive is None else self.drive.weigh(loss))
             except BaseException as error:  # out of memory, a signal: gradients may be incomplete

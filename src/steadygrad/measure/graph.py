@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from steadygrad.facts import Broadcast, GraphScan
+from steadygrad.measure.call_in_place import call_in_place
 from steadygrad.measure.mixed_axes import ReshapeWatch
 from steadygrad.measure.suspicious_ops import SuspiciousOps
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -108,11 +109,13 @@ class CallWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._broken or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        if self._broken:
+            return call_in_place(func, args, kwargs)
         if torch.is_grad_enabled():  # results without a graph are marked all the same
             self._try(self.suspicious_ops.before, func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = call_in_place(func, args, kwargs)
         self._try(self.suspicious_ops.after, func, args, kwargs, result)
         self._try(self.reshapes.after, func, args, result)
         return result

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.overrides import TorchFunctionMode
 
 from steadygrad.facts.program import ModeScan, RandomEvaluation
+from steadygrad.measure.call_in_place import call_in_place
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.one_call import watch_one_call
 from steadygrad.measure.suspicious_ops import find_caller
@@ -190,7 +191,7 @@ class _ActiveDropouts(TorchFunctionMode):
         if "dropout" in name or name == "scaled_dot_product_attention":
             with contextlib.suppress(Exception):
                 self._look(name, args, kwargs)
-        return func(*args, **kwargs)
+        return call_in_place(func, args, kwargs)
 
     def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == "scaled_dot_product_attention":

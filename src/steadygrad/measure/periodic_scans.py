@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.config import MeasureConfig
-from steadygrad.facts import Fact, GraphScan, Reading
+from steadygrad.facts import Fact, GraphScan, MaskChange, Reading
+from steadygrad.measure import masks
 from steadygrad.measure.activations import ActivationWatch, PendingActivations
 from steadygrad.measure.graph import GraphWatch
 from steadygrad.measure.inputs import PendingScan, scan_inputs
@@ -91,6 +92,8 @@ class PeriodicScans:
         )
         self._graph_scan: GraphScan | None = None
         self._first: list[Fact] = []
+        masks.install()
+        self._num_masks = masks.count_masks()
         self._has_begun = False
         self.num_since = 0
         """Number of optimizer steps since the weights were initialised or replaced."""
@@ -215,6 +218,9 @@ class PeriodicScans:
         self._weights.note_step(reading)
         facts, self._first = self._first, []
         step = reading.step
+        if self._num_masks != masks.count_masks():
+            self._num_masks = masks.count_masks()
+            facts.append(MaskChange(step=step))
         if looks.graph is not None:
             facts.append(looks.graph)
         if self._graph_scan is not None:

@@ -279,9 +279,16 @@ def _describe_start(
         "process": os.getpid(),
         "config": config,
         "versions": {"python": platform.python_version(), **versions},
-        "machine": {"system": platform.platform(), "processor": platform.machine(), "num_cpus": os.cpu_count()},
+        "machine": {"system": _name_system(), "processor": platform.machine(), "num_cpus": os.cpu_count()},
         "parameters": list(parameters),
     }
+
+
+def _name_system() -> str:
+    """Return 'Linux-6.1.0-x86_64'. `platform.platform()` starts a process for it, and after each start of a process
+    Python prints the program's warnings once more."""
+    found = platform.uname()
+    return f"{found.system}-{found.release}-{found.machine}"
 
 
 def _describe_end() -> dict[str, str]:

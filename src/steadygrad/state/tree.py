@@ -27,6 +27,16 @@ def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tup
         yield from _walk(kwargs, "", MAX_DEPTH)
 
 
+def spell_tensors(value: Any, name: str, depth: int = MAX_DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in `value`, each with the expression that reaches it: "batch['image']", 'batch.pixels[0]'."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth:
+        is_object = hasattr(value, "_fields") or is_instance_of_dataclass(value)
+        for key, item in _open(value):
+            yield from spell_tensors(item, f"{name}.{key}" if is_object else f"{name}[{key!r}]", depth - 1)
+
+
 def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path or "0", value

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steadygrad.facts import Severity
+from steadygrad.facts import Severity, name_holder
 from steadygrad.view.read.incident_log import find_step, look
 from steadygrad.view.read.run import RunReader
 from steadygrad.view.read.state import State, find_end
@@ -183,8 +183,7 @@ def name_cause(cause: Mapping[str, Any]) -> str:
     """Return 'NaN gradient, born in the backward of aten.sqrt'; empty if the cause names no place."""
     what = str(cause.get("symptom") or cause.get("kind") or "trouble")
     if cause.get("phase") in ("input", "parameter"):
-        name = f" {cause['name']}" if cause.get("name") else ""
-        return f"{what}, already in the {cause['phase']}{name}"
+        return f"{what}, already in {name_holder(str(cause['phase']), str(cause.get('name') or ''))}"
     if not isinstance(cause.get("op"), str):
         return ""
     return f"{what}, born in {'the backward of ' if cause.get('phase') == 'backward' else ''}{cause['op']}"

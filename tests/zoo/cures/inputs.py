@@ -52,6 +52,21 @@ CURES = {
         learned=(),
         apply=take_step,
     ),
+    "outside_tensor_with_nan": Cure(
+        broken="x",
+        sick={"x": torch.tensor([[1.0, math.nan], [3.0, 1.0], [2.0, 0.0]])},
+        healthy={"x": torch.tensor([[1.0, 2.0], [3.0, 1.0], [2.0, 0.0]])},
+        learned=(),
+        apply=take_step,
+        unseen="it is not an argument of the step",
+    ),
+    "outside_tensor_with_inf": Cure(
+        broken="x - x.mean()",
+        sick={"x": torch.tensor([[1.0, math.inf], [3.0, 1.0], [2.0, 0.0]])},
+        learned=(),
+        apply=take_step,
+        unseen="it is not an argument of the step",
+    ),
     "weight_not_finite": Cure(broken="None", sick=spoil(nn.Linear(3, 2), "weight"), apply=call_layer),
     "running_statistics_not_finite": Cure(
         broken="None", sick=spoil(nn.BatchNorm1d(3), "running_mean"), apply=call_layer

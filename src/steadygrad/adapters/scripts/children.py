@@ -2,14 +2,19 @@
 
 `PYTHONPATH` gets a folder whose `sitecustomize` every new interpreter runs at its start, and a variable holds the
 options. So launchers that start Python themselves (Lightning's, accelerate's, torchrun) pass the guard on. A process
-that makes no optimizer notices nothing. torch is not imported here.
+that makes no optimizer notices nothing. One that is started with another environment is out of reach: whether it trains
+cannot be known, so it is counted and reported. torch is not imported here.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 from steadygrad.adapters.scripts.arrival import when_torch_arrives
 from steadygrad.adapters.scripts.options import Options
@@ -18,6 +23,8 @@ from steadygrad.config.switch import is_switched_off
 VARIABLE = "STEADYGRAD_RUN"
 """Holds the options of `steadygrad run` as JSON, for processes that the script starts."""
 FOLDER = str(Path(__file__).parent / "child")
+_unguarded: list[str] = []
+"""Commands of Python processes that the script has started without the variable."""
 
 
 def guard_children(options: Options) -> None:
@@ -30,6 +37,44 @@ def guard_children(options: Options) -> None:
     os.environ[VARIABLE] = json.dumps(held)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
     os.environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *paths])
+    _note_starts()
+
+
+def describe_unguarded() -> str:
+    """Return a sentence about Python processes that were started without the guard; empty if there was none."""
+    if not _unguarded:
+        return ""
+    many = len(_unguarded) > 1
+    return (
+        f"{len(_unguarded)} Python process{'es were' if many else ' was'} started without the variable {VARIABLE} "
+        f"({_unguarded[0]}{', ...' if many else ''}): training in {'them' if many else 'it'} is NOT guarded. "
+        "Pass env={**os.environ, ...}"
+    )
+
+
+def _note_starts() -> None:
+    """Look at each process that the script starts with `subprocess`, from now on."""
+    _unguarded.clear()
+    start = subprocess.Popen.__init__
+    if hasattr(start, "__wrapped__"):
+        return
+    signature = inspect.signature(start)
+
+    @functools.wraps(start)
+    def note_and_start(*args: Any, **kwargs: Any) -> None:
+        start(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if VARIABLE not in (os.environ if given.get("env") is None else given["env"]):
+            _note_start(given["args"])
+
+    subprocess.Popen.__init__ = note_and_start  # type: ignore[method-assign]
+
+
+def _note_start(command: Any) -> None:
+    words = command.split() if isinstance(command, str) else [command] if isinstance(command, bytes) else list(command)
+    text = [os.fsdecode(word) for word in words[:3]]
+    if text and Path(text[0]).name.startswith("python"):
+        _unguarded.append(" ".join([Path(text[0]).name, *text[1:]])[:60])
 
 
 def arm() -> None:

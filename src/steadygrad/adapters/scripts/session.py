@@ -30,6 +30,7 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad.adapters.scripts.agreement import count_ranks
 from steadygrad.adapters.scripts.calls import hear_calls
+from steadygrad.adapters.scripts.hard_exit import before_hard_exit
 from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
@@ -85,6 +86,17 @@ class Session:
         for place in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
             _replace(place, "start_processes", self._around_starting)
         atexit.register(self._end)
+        before_hard_exit(self._end_hard)
+
+    def _end_hard(self, code: int) -> int:
+        """The process leaves by `os._exit`: close every record; a code other than 0 is not a run that finished."""
+        try:
+            if code and sys.exc_info()[1] is None:
+                raise SystemExit(code)  # for the record, which says how a run has ended
+            self._end()
+        except SystemExit:
+            self._end()
+        return code
 
     def _end(self) -> None:
         """Close every record, then report the totals when not every optimizer had a line of its own."""

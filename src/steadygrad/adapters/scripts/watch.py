@@ -337,10 +337,8 @@ class Watch:
             return None
         bad = set(reading.gradients.nonfinite())
         gradients = {name: p.grad for name, p in self._named if name in bad and p.grad is not None}
-        args, kwargs = self._looks.batch or ((), {})
-        inputs = dict(name_inputs(tuple(args), kwargs))
         loss = around.losses[-1].value if around.losses else None
-        cause = self._live.find_cause(loss, gradients, inputs)
+        cause = self._live.find_cause(loss, gradients, self._investigator.newest)
         if cause is None or (around.has_many_ranks and (cause.file is None or cause.phase == "input")):
             return None  # with several ranks, a gradient may come bad from another one
         self._num_live_causes += 1

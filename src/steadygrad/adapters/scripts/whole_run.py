@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steadygrad.adapters.scripts.arrival import stop_waiting, when_torch_arrives
-from steadygrad.adapters.scripts.children import guard_children
+from steadygrad.adapters.scripts.children import describe_unguarded, guard_children
+from steadygrad.adapters.scripts.hard_exit import before_hard_exit
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.facts import Severity
 
@@ -24,16 +26,24 @@ if TYPE_CHECKING:
 class WholeRun:
     """What is known about the script's run as a whole."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, *, fail_on: str | None = None) -> None:
+        """`fail_on`: the severity of an incident from which on the run has failed; None: none."""
+        self._options, self._fail_on, self._process = options, fail_on, os.getpid()
         self._session: Session | None = None
         self._before = _list_records(options.run_dir)
+        self._has_ended = False
 
     def begin(self) -> None:
         """Guard this process once it imports torch, and the processes that it starts."""
         stop_waiting()  # a process that another `steadygrad run` has started begins its own
         guard_children(self._options)
+        before_hard_exit(self._end_hard)
         when_torch_arrives(self._begin_session)
+
+    def _end_hard(self, code: int) -> int:
+        """The script leaves by `os._exit`."""
+        is_end = code == 0 and os.getpid() == self._process and not self._has_ended
+        return 1 if is_end and self.end() else code
 
     def _begin_session(self) -> None:
         from steadygrad.adapters.scripts.session import Session
@@ -41,16 +51,23 @@ class WholeRun:
         self._session = Session(self._options)
         self._session.begin()
 
-    def report_end(self) -> None:
-        """Report loudly that nothing was guarded, and why; otherwise every record prints its own line."""
+    def end(self) -> bool:
+        """Report loudly that nothing was guarded, and why, and processes that were not; records print their own lines.
+
+        Return whether the run has failed: an incident was as severe as `fail_on` or worse, here or in another process,
+        or nothing was guarded.
+        """
+        self._has_ended = True
         why = self._find_reason()
         if why is not None:
             print(f"steadygrad: NOTHING WAS GUARDED: {why}", file=sys.stderr, flush=True)
-
-    def has_failed(self, severity: str) -> bool:
-        """Whether an incident was this severe or worse, here or in another process, or nothing was guarded."""
-        limit = Severity(severity).rank
-        return self._find_reason() is not None or any(found.rank >= limit for found in self._list_severities())
+        unguarded = describe_unguarded()
+        if unguarded:
+            print(f"steadygrad: {unguarded}", file=sys.stderr, flush=True)
+        if self._fail_on is None:
+            return False
+        limit = Severity(self._fail_on).rank
+        return why is not None or any(found.rank >= limit for found in self._list_severities())
 
     def _find_reason(self) -> str | None:
         """Return why nothing was guarded; None if an optimizer was."""

@@ -31,6 +31,8 @@ class Explanation:
     """The entry's name: 'sqrt_at_zero'."""
     text: str
     fixes: tuple[str, ...]
+    advice: tuple[str, ...] = ()
+    """The fixes in words, for a tensor that the program has no name for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Entry:
     conditions: tuple[Condition, ...] = ()
     """All must hold. The entry with more of them is the more specific one."""
     evidence: Evidence | None = None
+    advice: tuple[str, ...] = ()
+    """The fixes in words; only for what was bad before any op ran."""
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -66,7 +70,8 @@ class Entry:
     def explain(self, situation: Situation) -> Explanation:
         """Return the reason with this failure's numbers."""
         found = self.evidence(situation) if self.evidence else ""
-        return Explanation(name=self.name, text=f"{self.why} ({found})" if found else self.why, fixes=self.fixes)
+        text = f"{self.why} ({found})" if found else self.why
+        return Explanation(name=self.name, text=text, fixes=self.fixes, advice=self.advice)
 
 
 def plain_name(op: str) -> str:

@@ -38,7 +38,7 @@ def show_range(key: Key = 0) -> Evidence:
         operand = find_operand(situation, key)
         if operand is None or operand.minimum is None or operand.maximum is None:
             return ""
-        return f"{operand.name} lies between {operand.minimum:g} and {operand.maximum:g}"
+        return f"{operand.title} lies between {operand.minimum:g} and {operand.maximum:g}"
 
     return show
 
@@ -49,7 +49,7 @@ def show_largest(*keys: Key) -> Evidence:
     def show(situation: Situation) -> str:
         operands = [find_operand(situation, key) for key in keys or (0,)]
         magnitudes = [
-            f"{operand.name} reaches {m:g}" for operand in operands if operand and (m := largest_magnitude(operand))
+            f"{operand.title} reaches {m:g}" for operand in operands if operand and (m := largest_magnitude(operand))
         ]
         dtype = situation.output.dtype if situation.output else ""
         limit = f"{dtype} ends at {LARGEST[dtype]:g}" if dtype in LARGEST else ""
@@ -69,7 +69,7 @@ def show_shape(key: Key = 0) -> Evidence:
 
     def show(situation: Situation) -> str:
         operand = find_operand(situation, key)
-        return f"{operand.name} has shape {tuple(operand.shape)}" if operand else ""
+        return f"{operand.title} has shape {tuple(operand.shape)}" if operand else ""
 
     return show
 
@@ -84,12 +84,7 @@ def join(*evidence: Evidence) -> Evidence:
     return lambda situation: ", ".join(found for show in evidence if (found := show(situation)))
 
 
-def _spell(operand: Operand) -> str:
-    """Return the name; in quotes where it is a place in the batch, such as '0'."""
-    return operand.name if operand.name.replace(".", "_").isidentifier() else f"'{operand.name}'"
-
-
 def _count(operand: Operand | None, field: str, what: str) -> str:
     if operand is None or not getattr(operand, field):
         return ""
-    return f"{getattr(operand, field)} of {operand.numel} elements of {_spell(operand)} are {what}"
+    return f"{getattr(operand, field)} of {operand.numel} elements of {operand.title} are {what}"

@@ -6,6 +6,10 @@ from steadygrad.diagnose.explanations.conditions import is_named
 from steadygrad.diagnose.explanations.entry import FORWARD, Entry
 from steadygrad.diagnose.explanations.evidence import count_nonfinite
 
+DROP = "drop its samples that are not finite"
+WITHOUT_NAN = ("replace its NaN with torch.nan_to_num", DROP, "fill its NaN with the mean of their column")
+WITHOUT_INF = ("bound it with torch.clamp", DROP)
+
 ENTRIES = (
     Entry(
         name="batch_with_nan",
@@ -18,6 +22,17 @@ ENTRIES = (
             "x[torch.isfinite(x).flatten(1).all(1)]",
             "torch.where(torch.isnan(x), x.nanmean(0), x)",
         ),
+        advice=WITHOUT_NAN,
+    ),
+    Entry(
+        name="outside_tensor_with_nan",
+        ops=("outside",),
+        phases=("input",),
+        kinds=("nan",),
+        why="a tensor that the step uses and does not make held NaN before any op ran",
+        evidence=count_nonfinite(),
+        fixes=("torch.nan_to_num(x)", "torch.where(torch.isfinite(x), x, 0.0)"),
+        advice=WITHOUT_NAN[:1],
     ),
     Entry(
         name="batch_with_inf",
@@ -26,6 +41,17 @@ ENTRIES = (
         why="the batch held Inf before any op ran: a log or a division in the data pipeline, or a cast to float16",
         evidence=count_nonfinite(),
         fixes=("x.clamp(-1e4, 1e4)", "x[torch.isfinite(x).flatten(1).all(1)]"),
+        advice=WITHOUT_INF,
+    ),
+    Entry(
+        name="outside_tensor_with_inf",
+        ops=("outside",),
+        phases=("input",),
+        kinds=("inf",),
+        why="a tensor that the step uses and does not make held Inf before any op ran",
+        evidence=count_nonfinite(),
+        fixes=("x.clamp(-1e4, 1e4)", "torch.where(torch.isfinite(x), x, 0.0)"),
+        advice=WITHOUT_INF[:1],
     ),
     Entry(
         name="weight_not_finite",

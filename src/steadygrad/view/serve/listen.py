@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import socket
@@ -40,8 +41,22 @@ class PageServer:
 
     def run(self) -> None:
         """Serve until interrupted; Ctrl-C is the normal way to stop it."""
-        with contextlib.closing(self._socket), contextlib.suppress(KeyboardInterrupt):
+        with contextlib.closing(self._socket), contextlib.suppress(KeyboardInterrupt), self._quiet_at_end():
             self._server.run(sockets=[self._socket])
+
+    @contextlib.contextmanager
+    def _quiet_at_end(self) -> Iterator[None]:
+        """Inside, nothing is logged once the server was told to stop: pages that are open then are simply cut off."""
+
+        def is_serving(_record: logging.LogRecord) -> bool:
+            return not self._server.should_exit
+
+        log = logging.getLogger("uvicorn.error")
+        log.addFilter(is_serving)
+        try:
+            yield
+        finally:
+            log.removeFilter(is_serving)
 
     def close(self) -> None:
         """Release the address of a server that never ran."""

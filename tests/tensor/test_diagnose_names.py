@@ -1,0 +1,185 @@
+"""What a cause calls the tensors of a step: by the program's own words, or in plain ones."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steadygrad import Guard
+from steadygrad.diagnose import diagnose
+from steadygrad.facts import Cause
+
+MODEL = nn.Linear(4, 1)
+WEIGHTS = torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0, 1.0])[:, None]
+
+
+class Pair(NamedTuple):
+    pixels: Tensor
+    label: int
+
+
+@dataclass
+class Sample:
+    pixels: Tensor
+
+
+class Program:
+    def __init__(self, bank: Tensor) -> None:
+        self.bank = bank
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return MODEL(batch).mean()
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        return MODEL(batch).mean()
+
+    def use_bank(self, batch: Tensor) -> Tensor:
+        return (MODEL(batch) + MODEL(self.bank)).mean()
+
+
+def poisoned() -> Tensor:
+    x = torch.randn(6, 4)
+    x[2, 1] = math.nan
+    return x
+
+
+def compute_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+    return (MODEL(inputs) - targets).square().mean()
+
+
+def find(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cause:
+    cause = diagnose(fn, *args, model=MODEL, **kwargs)
+    assert cause is not None
+    return cause
+
+
+BAD, GOOD = poisoned(), torch.zeros(6, 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "name"),
+    [
+        (lambda x: MODEL(x).mean(), (BAD,), {}, "x"),
+        (compute_loss, (BAD, GOOD), {}, "inputs"),
+        (compute_loss, (BAD,), {"targets": GOOD}, "inputs"),
+        (lambda batch: MODEL(batch["image"]).mean(), ({"image": BAD},), {}, "batch['image']"),
+        (lambda batch: MODEL(batch[0]).mean(), ((BAD, 1),), {}, "batch[0]"),
+        (lambda batch: MODEL(batch.pixels).mean(), (Pair(BAD, 1),), {}, "batch.pixels"),
+        (lambda batch: MODEL(batch[0].pixels).mean(), ([Sample(BAD)],), {}, "batch[0].pixels"),
+        (lambda *rest: MODEL(rest[0]).mean(), (BAD,), {}, "rest[0]"),
+        (lambda **rest: MODEL(rest["image"]).mean(), (), {"image": BAD}, "rest['image']"),
+        (functools.partial(compute_loss, targets=GOOD), (BAD,), {}, "inputs"),
+        (functools.partial(compute_loss, BAD), (GOOD,), {}, "inputs"),
+        (Program(GOOD).training_step, (BAD,), {}, "batch"),
+        (Program(GOOD), (BAD,), {}, "batch"),
+    ],
+)  # fmt: skip
+def test_a_bad_input_is_called_by_the_name_of_the_parameter(fn: Any, args: Any, kwargs: Any, name: str) -> None:
+    cause = find(fn, *args, **kwargs)
+
+    assert cause.name == name
+    assert cause.headline == f"NaN loss, already in the input {name}"
+    assert f"1 of 24 elements of {name} are NaN" in cause.explanation
+    assert cause.fixes[0] == f"torch.nan_to_num({name})"
+    assert not any("(x)" in fix for fix in cause.fixes if name != "x")
+
+
+def test_a_function_that_shows_no_parameters_has_its_arguments_counted() -> None:
+    prediction, mean = torch.ones(6, 4, requires_grad=True), 1
+    cause = find(torch._C._nn.mse_loss, prediction, target=BAD, reduction=mean)
+    assert cause.headline == "NaN loss, already in the input target"
+
+    cause = find(torch._C._nn.mse_loss, prediction, BAD, mean)
+    assert cause.headline == "NaN loss, already in the second argument"
+    assert "1 of 24 elements of the second argument are NaN" in cause.explanation
+    assert cause.fixes[0] == "replace its NaN with torch.nan_to_num"
+
+
+def test_a_tensor_from_around_the_function_is_called_by_its_variable() -> None:
+    images = poisoned()
+    cause = find(lambda: MODEL(images).mean())
+    assert cause.headline == "NaN loss, already in the input images"
+
+    cause = find(lambda x: (MODEL(x) * WEIGHTS).mean(), torch.randn(6, 4))
+    assert cause.headline == "NaN loss, already in the input WEIGHTS"
+    assert cause.explanation.startswith("a tensor that the step uses and does not make held NaN")
+    assert (cause.samples, cause.samples_note) == ((), "")  # its rows are not samples of the batch
+
+    cause = find(Program(BAD).use_bank, torch.randn(6, 4))
+    assert cause.headline == "NaN loss, already in the input self.bank"
+
+
+def test_a_tensor_that_no_name_reaches_is_told_as_one_made_outside() -> None:
+    def make() -> Tensor:
+        return kept[0]()
+
+    images = poisoned()
+    kept = [lambda: images]
+
+    cause = find(lambda: MODEL(make()).mean())
+
+    assert cause.headline == "NaN loss, already in a tensor made outside of the step"
+    assert cause.fixes == ("replace its NaN with torch.nan_to_num",)
+
+
+def test_what_a_model_was_called_with_is_called_as_on_the_line_that_is_shown() -> None:
+    images = {"left": poisoned()}
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    loss = model(images["left"] * 2).mean()
+    guard.step(loss)
+
+    cause = guard.incidents[-1].cause
+    guard.close()
+    assert cause is not None
+    assert cause.source == 'loss = model(images["left"] * 2).mean()'
+    assert cause.headline == "step 0: NaN output, already in the input images['left'] * 2"
+    assert cause.fixes[0] == "torch.nan_to_num(images['left'] * 2)"
+
+
+def test_an_operand_that_is_a_long_expression_is_told_by_that_expression() -> None:
+    def training_step(x: Tensor) -> Tensor:
+        hidden = MODEL(x)
+        return (hidden / (hidden.detach().relu().sum(dim=-1, keepdim=True).clamp(max=0.0) * 1.0)).mean()
+
+    cause = find(training_step, torch.randn(6, 4))
+
+    assert cause.inputs[0].startswith("hidden: ")
+    assert cause.inputs[1].startswith("hidden.detach().relu().sum(dim=-1, keepdim=True).clamp(m")
+    assert "elements of hidden.detach().relu()" in cause.explanation
+    assert "(hidden.detach().relu().sum(dim=-1, keepdim=True).clamp(max=0.0) * 1.0" in cause.fixes[0]
+
+
+def test_a_number_beside_the_operand_is_not_taken_for_it() -> None:
+    large = 1e38
+    cause = find(lambda x: (1e38 * (MODEL(x) * 1e10)).mean(), torch.randn(6, 4))
+    assert cause.inputs[0].startswith("MODEL(x) * 10000000000.0: ")
+
+    cause = find(lambda x: (large * (MODEL(x) * 1e10)).mean(), torch.randn(6, 4))
+    assert cause.inputs[0].startswith("the first operand: ")
+
+
+def test_a_changed_batch_is_named() -> None:
+    model = nn.Linear(4, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    images = poisoned()
+
+    def training_step(batch: dict[str, Tensor]) -> Tensor:
+        loss = model(batch["image"].clone()).mean()
+        batch["image"].zero_()
+        return loss
+
+    guard.step(training_step, {"image": images})
+
+    cause = guard.incidents[-1].cause
+    guard.close()
+    assert cause is not None
+    assert "batch['image'] of the batch changed in place after the step" in cause.note
