@@ -119,6 +119,37 @@ def clip_after_step(watch: Watch, bug: bool) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
+@case("useless_clip", "the parameters were copied for the clip, by deepcopy or after a conversion")
+def clip_of_a_copy(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    clipped = list((copy.deepcopy(model) if bug else model).parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        nn.utils.clip_grad_norm_(clipped, 0.5)
+        make_step()
+
+
+@case("useless_clip", "parameters and gradients were copied, as to float32 or to another device, and not copied back")
+def clip_of_copied_gradients(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        copies = [parameter.detach().clone() for parameter in model.parameters()]
+        for one, parameter in zip(copies, model.parameters()):
+            one.grad = parameter.grad.clone()
+        nn.utils.clip_grad_norm_(copies, 0.01)
+        if not bug:
+            for one, parameter in zip(copies, model.parameters()):
+                parameter.grad.copy_(one.grad)
+        make_step()
+
+
 @case(
     "scaled_gradient", "gradients are clipped before scaler.unscale_: pytorch.org, 'Automatic mixed precision examples'"
 )
@@ -452,6 +483,39 @@ def clip_for_each_microbatch(watch: Watch) -> None:
         for batch in (one, other):
             (compute_loss(model, batch) / 2).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        make_step()
+
+
+@healthy
+def clip_of_two_networks(watch: Watch) -> None:
+    """Two networks of the same form, each with its optimizer; the second one is trained and clipped now and then."""
+    one, other = make_model(), make_model()
+    optimizer, second = (torch.optim.SGD(model.parameters(), 0.05) for model in (one, other))
+    make_step = watch(one, optimizer, None)
+    for i, batch in enumerate(make_batches(20)):
+        optimizer.zero_grad()
+        second.zero_grad()
+        compute_loss(one, batch).backward()
+        if i % 5 == 4:
+            compute_loss(other, batch).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        make_step()
+        second.step()
+
+
+@healthy
+def norm_of_copied_gradients(watch: Watch) -> None:
+    """A norm is measured with a limit that nothing reaches, on copies."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        copies = [parameter.detach().clone() for parameter in model.parameters()]
+        for one, parameter in zip(copies, model.parameters()):
+            one.grad = parameter.grad.clone()
+        nn.utils.clip_grad_norm_(copies, float("inf"))
         make_step()
 
 

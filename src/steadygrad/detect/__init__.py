@@ -107,6 +107,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         modes.EvalWhileTraining(),
         modes.TrainModeValidation(),
         modes.DropoutInEvaluation(),
+        modes.NormInEvaluation(),
         stream.RepeatedBatch(),
         stream.RepeatedOrder(),
         stream.SortedLabels(),

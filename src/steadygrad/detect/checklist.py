@@ -33,7 +33,9 @@ CHECKS = (
     ),
     Check("samples kept apart", ("LossScan",), ("mixed_samples", "single_row")),
     Check(
-        "train and eval mode", ("ModeScan",), ("eval_while_training", "train_mode_validation", "dropout_in_evaluation")
+        "train and eval mode",
+        ("ModeScan",),
+        ("eval_while_training", "train_mode_validation", "dropout_in_evaluation", "norm_in_evaluation"),
     ),
     Check(
         "batches and their order",

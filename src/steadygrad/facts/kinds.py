@@ -58,6 +58,7 @@ _NOT_OF_SETTINGS = (
     *("lost_updates", "unheeded_autocast", "flushed_gradient", "redrawn_noise"),  # number formats
     *("wrong_loss_input", "one_element_norm", "mixed_samples", "shifted_labels", "padding_in_loss", "lost_ends"),
     *("swapped_mask", "eval_while_training", "train_mode_validation", "dropout_in_evaluation", "repeated_batch"),
+    *("norm_in_evaluation",),
     *("repeated_order", "sorted_labels", "independent_labels", "changed_dataset", "single_row"),
     *("eps_gradient", "constant_labels"),
     *("loss_plateau", "vanishing_gradient", "high_gradient_norm"),  # too small a rate causes these

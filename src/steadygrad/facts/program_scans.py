@@ -4,6 +4,7 @@ that came apart, numbers that a format cannot hold. Facts for rules about errors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +37,12 @@ class CallScan:
     """Whether a clip call was given a generator with nothing left in it."""
     clip_is_early: bool = False
     """Whether the gradients were clipped before the last backward added to them, and not since."""
+    clip_is_of_copy: bool = False
+    """Whether the only clip was given tensors with the shapes of the parameters that no optimizer holds: copies."""
+    norm_of_copy: float | None = None
+    """Norm of the gradients of those; None if they have none."""
+    max_norm: float = math.inf
+    """The norm that the clip allows; infinite if unknown."""
     clip: str = "clip_grad_norm_"
     """The function that clipped, if one did."""
     where_backward: str = ""

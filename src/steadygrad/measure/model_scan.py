@@ -10,7 +10,6 @@ and a save read a few numbers from the device, later scans of a healthy run none
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import types
 import weakref
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.facts import ModelScan
+from steadygrad.measure.held import find_held
 from steadygrad.measure.loads import take_loads
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
@@ -85,7 +85,7 @@ class ModelWatch:
         gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
         new = {name: p for name, p in self._list_unheld() if name not in self._untrained}
         if new:
-            held = _find_held()
+            held = find_held()
             new = {name: p for name, p in new.items() if id(p) not in held}
         return ModelScan(
             step=step,
@@ -241,13 +241,6 @@ def _find_freezing_setting(module: nn.Module) -> str:
 
 def _list_names(function: Any) -> set[str]:
     return set(getattr(getattr(function, "__code__", None), "co_names", ()))
-
-
-def _find_held() -> set[int]:
-    """Return the parameters of every live optimizer; walks all live objects, about 0.1 s, when one is missing."""
-    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
-    groups = [group for one in optimizers for group in vars(one).get("param_groups", ())]
-    return {id(p) for group in groups for p in group["params"]}
 
 
 def _find_states(saved: Any, depth: int) -> Iterator[Mapping[str, Any]]:

@@ -64,7 +64,9 @@ class ProgramScans:
         self._first: list[Fact] = []
         self._has_begun = False
         self._ranks: RankAgreement | None = None
-        self._calls = CallOrderWatch([p for _, p in trained.named], transfer=self._transfer, see_loss=see_loss)
+        self._calls = CallOrderWatch(
+            [p for _, p in trained.named], model=trained.model, transfer=self._transfer, see_loss=see_loss
+        )
         self._model = ModelWatch(trained)
         self._precision = PrecisionWatch(trained, transfer=self._transfer)
 
