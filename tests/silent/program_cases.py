@@ -324,6 +324,31 @@ def average_never_updated(watch: Watch, bug: bool) -> None:
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=follow)
 
 
+@case("restored_weights", "the weights that were meant to be loaded once are loaded in every step")
+def loads_in_every_step(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+
+    def load(step: int) -> None:
+        if bug or step == 0:
+            model.load_state_dict(state)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 140, before=load)
+
+
+@case("restored_weights", "averaged weights are swapped in after each step, and the average never moves")
+def swaps_old_weights_in(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def swap(step: int) -> None:
+        torch._foreach_lerp_(shadow, list(model.parameters()), 0.0 if bug else 0.5)
+        torch._foreach_copy_(list(model.parameters()), shadow)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 140, after=swap)
+
+
 @case("stale_save", "the state dict was taken once, as a copy, and is saved every time")
 def saves_a_copy(watch: Watch, bug: bool) -> None:
     model = make_model()
@@ -608,6 +633,51 @@ def folds(watch: Watch) -> None:
         model.apply(draw_anew)
         train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20)
         model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+@healthy
+def test_time_training(watch: Watch) -> None:
+    """One step on each batch, after which the adapted model is used and reset."""
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+
+    def use(step: int) -> None:
+        with torch.no_grad():
+            model(torch.randn(4, 16))
+        model.load_state_dict(state)
+
+    train_plainly(watch, model, torch.optim.SGD(model.parameters(), 0.05), 140, after=use)
+
+
+@healthy
+def federated_clients(watch: Watch) -> None:
+    """Each client takes one step from the weights of the round, which are then averaged."""
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+    sums: list[dict[str, Tensor]] = []
+
+    def collect(step: int) -> None:
+        sums.append(copy.deepcopy(model.state_dict()))
+        if len(sums) == 20:
+            state.update({name: torch.stack([one[name] for one in sums]).mean(0) for name in state})
+            sums.clear()
+        model.load_state_dict(state)
+
+    train_plainly(watch, model, torch.optim.SGD(model.parameters(), 0.05), 140, after=collect)
+
+
+@healthy
+def folds_from_the_same_weights(watch: Watch) -> None:
+    """Each fold starts from the first weights, at steps that fall together with those of a look."""
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+    train_plainly(
+        watch,
+        model,
+        torch.optim.SGD(model.parameters(), 0.05),
+        140,
+        before=lambda step: model.load_state_dict(state) if step % 16 == 0 else None,
+    )
 
 
 @healthy

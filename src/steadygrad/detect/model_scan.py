@@ -8,6 +8,7 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding, Load, ModelScan
+from steadygrad.facts.program import Restored
 from steadygrad.words import spell_count
 
 NUM_SCANS = 2
@@ -187,4 +188,38 @@ class IdleAverage(OnceRule[ModelScan]):
             "weights that it was made with",
             advice="Call ema.update_parameters(model) after each step, or pass it: Guard(model, optimizer, ema=ema).",
             evidence={"num_steps": fact.num_steps},
+        )
+
+
+class RestoredWeights(OnceRule[Restored]):
+    """Every forward runs with the weights from before the first step: the program puts them back after each step.
+
+    Needs two looks far apart. A model that is called with the weights that a step has made, as in test-time training,
+    is left alone. Cost: a few hundred weights are compared at the calls of two steps.
+    """
+
+    name = "restored_weights"
+    hears = (Restored,)
+    memory = ("_num_looks", "_first", "_told")
+
+    def __init__(self) -> None:
+        self._num_looks = self._first = 0
+
+    def judge(self, fact: Restored) -> Finding | None:
+        """Return the finding when two looks have shown it."""
+        if not fact.is_restored:
+            self._num_looks = 0
+            return None
+        self._first = self._first if self._num_looks else fact.step
+        self._num_looks += 1
+        if self._num_looks < NUM_SCANS:
+            return None
+        load = f"; load_state_dict was called last at {fact.where}" if fact.where else ""
+        return self.report(
+            step=self._first,
+            message=f"at step {fact.step} the model is called with the weights from before the first step, although "
+            f"each step moves them: they are put back every time{load}",
+            advice="Load or copy weights once, before the loop; look for load_state_dict, copy_ or an EMA that is "
+            "swapped in and never out.",
+            evidence={"where": fact.where, "num_steps": fact.step},
         )

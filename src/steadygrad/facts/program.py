@@ -150,6 +150,17 @@ class RandomEvaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The weights that the model was called with between two steps, compared with those from before the first one."""
+
+    step: int
+    is_restored: bool
+    """Whether every call ran with the first weights, although the step before had moved them."""
+    where: str = ""
+    """file:line of the last `load_state_dict` of the model, if there was one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamScan:
     """What the batches so far have in common. `loader` describes the DataLoader found, if it was looked for."""
 
@@ -210,6 +221,7 @@ ProgramFact = (
     | MixedAxes
     | ModeScan
     | RandomEvaluation
+    | Restored
     | StreamScan
     | StoredDataChange
     | SingleSample
