@@ -324,6 +324,54 @@ def average_never_updated(watch: Watch, bug: bool) -> None:
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=follow)
 
 
+@torch.no_grad()
+def follow_slowly(average: nn.Module, model: nn.Module) -> None:
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+
+
+@case("idle_average", "an average that was made by hand, and its update is missing")
+def copy_never_updated(watch: Watch, bug: bool) -> None:
+    model = make_model(0.1)
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        if not bug:
+            follow_slowly(ema, model)
+        if step % 30 == 29:
+            with torch.no_grad():
+                ema(x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+class ModelEma:
+    """As in timm: keeps its copy as `module`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = copy.deepcopy(model).eval()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs)
+
+
+@case("idle_average", "the same inside an object of its own, evaluated by a function that knows nothing of it")
+def average_object_never_updated(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    average = ModelEma(model)
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        if not bug:
+            follow_slowly(average.module, model)
+        if step % 30 == 29:
+            evaluate(average.module, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
 @case("restored_weights", "the weights that were meant to be loaded once are loaded in every step")
 def loads_in_every_step(watch: Watch, bug: bool) -> None:
     model = make_model()
@@ -580,6 +628,48 @@ def a_reference_that_stays(watch: Watch) -> None:
             torch.save(model.state_dict(), path / "model.pt")
 
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, loss=loss, after=save)
+
+
+@healthy
+def a_teacher_that_labels_now_and_then(watch: Watch) -> None:
+    """A frozen copy labels new data before each epoch; the model itself is never evaluated."""
+    model = make_model()
+    teacher = copy.deepcopy(model).eval()
+
+    def label(step: int) -> None:
+        if step % 30 == 29:
+            for x, _ in make_batches(3):
+                evaluate(teacher, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=label)
+
+
+@healthy
+def an_average_that_begins_late(watch: Watch) -> None:
+    """Evaluated from the start, and updated from step 80 on."""
+    model = make_model()
+    ema = copy.deepcopy(model).eval()
+
+    def follow(step: int) -> None:
+        if step >= 80:
+            follow_slowly(ema, model)
+        if step % 30 == 29:
+            evaluate(ema, torch.randn(8, 16))
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+@healthy
+def a_target_network_called_average(watch: Watch) -> None:
+    """Called in every step, and replaced every 500."""
+    model = make_model()
+    avg = copy.deepcopy(model).eval()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        target = evaluate(avg, batch[0]).softmax(1)
+        return compute_loss(model, batch) + 0.1 * F.cross_entropy(model(batch[0]), target)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, loss=loss)
 
 
 @healthy

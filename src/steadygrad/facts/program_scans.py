@@ -91,6 +91,9 @@ class ModelScan:
     """file:line of a `torch.save` that repeatedly wrote the weights from before the first step."""
     idle_average: bool = False
     """Whether an AveragedModel of this model was called after `num_steps` steps and has never been updated."""
+    idle_copy: tuple[str, str] = ("", "")
+    """Name of a copy of the model that is called an average, was evaluated several times and still holds the weights
+    from before the first step; and file:line of an evaluation. Empty if there is none."""
     num_steps: int = 0
     """Steps made so far."""
 

@@ -2,8 +2,8 @@
 
 Before the first step: what was loaded, what is frozen, which weights are equal. With each periodic scan: parameters
 that became trainable, were added or replaced and that no optimizer holds; tied weights that came apart. Whenever the
-program saves: whether the file holds the weights from before the first step. Whenever an
-AveragedModel of this model is called: whether it was ever updated. Names and flags are read on the host; the first scan
+program saves: whether the file holds the weights from before the first step. Whenever an AveragedModel of this model,
+or a copy (`copies.py`), is called: whether it was ever updated. Names and flags are read on the host; the first scan
 and a save read a few numbers from the device, later scans of a healthy run none.
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.facts import ModelScan
+from steadygrad.measure.copies import CopyWatch
 from steadygrad.measure.held import find_held
 from steadygrad.measure.loads import take_loads
 from steadygrad.measure.rows import is_readable
@@ -54,7 +55,12 @@ class ModelWatch:
         self._last_save = 0
         self._averages: weakref.WeakSet[AveragedModel] = weakref.WeakSet()
         self._has_idle_average = False
+        self._copies = CopyWatch(trained.model)
         self.num_steps = 0
+
+    def count_step(self) -> None:
+        """A step was made."""
+        self.num_steps = self._copies.num_steps = self.num_steps + 1
 
     def begin(self) -> ModelScan:
         """Look at the model as it is given."""
@@ -78,9 +84,12 @@ class ModelWatch:
     def close(self) -> None:
         """Hear of no more saves and averages."""
         stop_listening(self, to_saves=True)
+        self._copies.close()
 
     def scan(self, step: int) -> ModelScan:
         """Look again, after `step`."""
+        with contextlib.suppress(Exception):
+            self._copies.search(self._first, _sample)
         own = {id(p) for p in self._model.parameters()}
         gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
         new = {name: p for name, p in self._list_unheld() if name not in self._untrained}
@@ -94,6 +103,7 @@ class ModelWatch:
             came_apart=tuple(pair for pair in self._pairs if self._differs(*pair)),
             stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
             idle_average=self._has_idle_average,
+            idle_copy=self._copies.idle or ("", ""),
             num_steps=self.num_steps,
         )
 

@@ -98,7 +98,7 @@ class ProgramScans:
 
     def after_optimizer(self, step: int, pending: PendingProgram, batch: Batch | None, *, is_due: bool) -> None:
         """Queue the scans after the optimizer step, while the gradients are still there."""
-        self._model.num_steps += 1
+        self._model.count_step()
         if is_due:
             pending.model = self._try("model", lambda: self._model.scan(step))
         pending.precision = self._try("precision", lambda: self._precision.measure(is_due=is_due))

@@ -51,6 +51,16 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
     return True
 
 
+def stop_hearing(module: nn.Module, call: OnCall) -> None:
+    """Call it no more; the hook itself goes with the last listener."""
+    hooks = vars(module).get("_forward_pre_hooks")
+    if isinstance(hooks, _Hooks) and call in hooks.listeners:
+        hooks.listeners.remove(call)
+        if not hooks.listeners and hooks.ours in hooks:
+            del hooks[hooks.ours]
+            module._forward_pre_hooks_with_kwargs.pop(hooks.ours, None)
+
+
 def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None]:
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and called is module:
