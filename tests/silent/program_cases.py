@@ -410,6 +410,41 @@ def saves_a_copy(watch: Watch, bug: bool) -> None:
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=save)
 
 
+def save_every_30(choose: Callable[[], dict[str, Tensor]]) -> Callable[[int], None]:
+    path = Path(tempfile.mkdtemp()) / "last.pt"
+
+    def save(step: int) -> None:
+        if step % 30 == 29:
+            torch.save({"model": choose(), "step": step}, path)
+
+    return save
+
+
+def list_trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@case("partial_save", "only what is trained is saved, and the frozen layers were never trained: they are lost")
+def saves_no_frozen_layers(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    save = save_every_30(lambda: list_trained(model) if bug else model.state_dict())
+    train_plainly(watch, model, torch.optim.AdamW(model[3].parameters(), 1e-3), 120, after=save)
+
+
+@case("partial_save", "the trunk is trained, then frozen, and the saves no longer have it")
+def saves_no_layers_frozen_later(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    save = save_every_30(lambda: list_trained(model) if bug else model.state_dict())
+
+    def freeze(step: int) -> None:
+        if step == 20:
+            model[0].requires_grad_(False)
+        save(step)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=freeze)
+
+
 class Descent(torch.optim.Optimizer):
     def __init__(self, parameters: Any, lr: float, *, rebinds: bool) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -670,6 +705,49 @@ def a_target_network_called_average(watch: Watch) -> None:
         return compute_loss(model, batch) + 0.1 * F.cross_entropy(model(batch[0]), target)
 
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, loss=loss)
+
+
+@healthy
+def saves_without_a_pretrained_trunk(watch: Watch) -> None:
+    """The trunk was trained elsewhere and is loaded again; only the head is saved."""
+    model = make_model()
+    nn.init.normal_(model[0].weight, std=0.1)
+    model[0].requires_grad_(False)
+    save = save_every_30(lambda: list_trained(model))
+    train_plainly(watch, model, torch.optim.AdamW(model[3].parameters(), 1e-3), 120, after=save)
+
+
+@healthy
+def saves_in_two_files(watch: Watch) -> None:
+    """The frozen trunk, with random values, has a file of its own, under the names of the part."""
+    model = nn.Sequential(make_model(), nn.ReLU(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    save, path = save_every_30(lambda: list_trained(model)), Path(tempfile.mkdtemp())
+
+    def save_both(step: int) -> None:
+        save(step)
+        if step == 1:
+            torch.save(model[0].state_dict(), path / "trunk.pt")
+
+    train_plainly(watch, model, torch.optim.AdamW(model[2].parameters(), 1e-3), 120, after=save_both)
+
+
+@healthy
+def saves_adapters_only(watch: Watch) -> None:
+    """Low-rank matrices beside a frozen layer are saved without it."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = make_model().requires_grad_(False)
+            self.down, self.up = nn.Parameter(torch.randn(2, 16) * 0.1), nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + x @ self.down.T @ self.up.T
+
+    model = Adapted()
+    save = save_every_30(lambda: list_trained(model))
+    train_plainly(watch, model, torch.optim.AdamW([model.down, model.up], 1e-3), 120, after=save)
 
 
 @healthy

@@ -48,7 +48,7 @@ CHECKS = (
         (
             *("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "out_of_reach"),
             *("untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save", "idle_average"),
-            "restored_weights",
+            *("restored_weights", "partial_save"),
         ),
     ),
     Check(

@@ -239,3 +239,31 @@ class RestoredWeights(OnceRule[Restored]):
             "swapped in and never out.",
             evidence={"where": fact.where, "num_steps": fact.step},
         )
+
+
+class PartialSaved(OnceRule[ModelScan]):
+    """Saves leave out frozen parameters that exist nowhere else, so the model cannot be loaded again as it is.
+
+    Those that were trained in this run and frozen later, or that have the random values they were made with. A frozen
+    part with other values was loaded and can be again; with adapters beside it, it is left alone. Needs two saves, and
+    none in the run that has them. Cost: names are compared at each save.
+    """
+
+    name = "partial_save"
+    hears = (ModelScan,)
+
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if fact.partial_save is None:
+            return None
+        where, names = fact.partial_save.where, fact.partial_save.parameters
+        why = "have the random values they were made with"
+        if fact.partial_save.was_trained:
+            why = "were trained in this run"
+        return self.report(
+            step=fact.step,
+            message=f"torch.save at {where} leaves out {spell_count(len(names), 'frozen parameter')} that {why} and "
+            f"are in no other save: {show(list(names))}",
+            advice="Save model.state_dict() whole; leave out frozen weights only if they can be loaded from elsewhere.",
+            evidence={"where": where, "parameters": list(names[:SHOWN]), "num_parameters": len(names)},
+        )

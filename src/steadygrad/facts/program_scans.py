@@ -71,6 +71,17 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSave:
+    """Saves that hold what is trained and leave out frozen parameters which exist nowhere else."""
+
+    where: str
+    """file:line of the last one."""
+    parameters: tuple[str, ...]
+    was_trained: bool
+    """Whether they were trained in this run and frozen later; else they have the random values they were made with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelScan:
     """One scan of how model and optimizers fit together. The first comes before the first step."""
 
@@ -89,6 +100,7 @@ class ModelScan:
     loads: tuple[Load, ...] = ()
     stale_save: str = ""
     """file:line of a `torch.save` that repeatedly wrote the weights from before the first step."""
+    partial_save: PartialSave | None = None
     idle_average: bool = False
     """Whether an AveragedModel of this model was called after `num_steps` steps and has never been updated."""
     idle_copy: tuple[str, str] = ("", "")

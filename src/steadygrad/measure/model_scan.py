@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.facts import ModelScan
+from steadygrad.measure.adapters import has_adapters
 from steadygrad.measure.copies import CopyWatch
 from steadygrad.measure.held import find_held
 from steadygrad.measure.loads import take_loads
+from steadygrad.measure.partial_saves import PartialSaves, is_drawn
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -35,8 +37,6 @@ FEWEST_STEPS = 10
 MOST = 0.5
 """Share of the model's elements that must be frozen before a frozen last layer is suspicious."""
 FREEZING = ("requires_grad", "requires_grad_")
-ADAPTERS = ("lora", "adapter", "prompt", "prefix", "soft")
-"""Parts of names of parameters that are trained in place of a frozen model."""
 MAX_DEPTH = 3
 """Nested dicts of a saved object that are searched for weights."""
 
@@ -55,7 +55,7 @@ class ModelWatch:
         self._last_save = 0
         self._averages: weakref.WeakSet[AveragedModel] = weakref.WeakSet()
         self._has_idle_average = False
-        self._copies = CopyWatch(trained.model)
+        self._copies, self._partial_saves = CopyWatch(trained.model), PartialSaves(trained.model)
         self.num_steps = 0
 
     def count_step(self) -> None:
@@ -70,6 +70,7 @@ class ModelWatch:
         self._foreign = frozenset(id(p) for _, p in self._trained.named if id(p) not in own)
         self._pairs = _find_twins(model)
         self._first = {name: _sample(p) for name, p in self._list_sampled()}
+        self._partial_saves.begin()
         listen(self)
         stop_listening(self)  # to all but saves and averages
         head, share = _find_frozen_head(model)
@@ -104,6 +105,7 @@ class ModelWatch:
             stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
             idle_average=self._has_idle_average,
             idle_copy=self._copies.idle or ("", ""),
+            partial_save=self._partial_saves.find(),
             num_steps=self.num_steps,
         )
 
@@ -136,7 +138,8 @@ class ModelWatch:
         """And so are clips."""
 
     def after_save(self, saved: Any, where: str) -> None:
-        """Compare saved weights with the first ones and with the present ones."""
+        """Compare saved weights with the first ones and with the present ones, and their names with the model's."""
+        self._partial_saves.note(_find_states(saved, MAX_DEPTH), self.num_steps, where)
         if self.num_steps < FEWEST_STEPS or self._has_good_save or not self._first:
             return
         for state in _find_states(saved, MAX_DEPTH):
@@ -196,7 +199,7 @@ def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
         or weight.requires_grad
         or not is_readable(weight)
         or weight.numel() < 16
-        or _has_adapters(model)
+        or has_adapters(model)
     ):
         return "", share
     return (name if _is_new(weight, head._parameters.get("bias")) else ""), share
@@ -204,24 +207,12 @@ def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
 
 def _is_new(weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a layer has random values: those of torch's default, or around 0 beside a bias of exactly 0."""
+    if is_drawn(weight):
+        return True
     values = weight.detach().float()
-    bound = weight.shape[1] ** -0.5  # torch draws the weights of a Linear uniformly up to this
     largest, spread = float(values.abs().max()), float(values.std())
-    if 0.9 * bound < largest <= bound * 1.0001 and abs(spread / (bound / 3**0.5) - 1) < 0.15:
-        return True
-    is_drawn = spread > 0 and abs(float(values.mean())) < 4 * spread / values.numel() ** 0.5
-    return bias is not None and is_drawn and largest < 6 * spread and not bool(bias.any())
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    """Return whether frozen layers are trained through something small beside them, as with LoRA or prompts."""
-    if any(word in name for name, p in model.named_parameters() if p.requires_grad for word in ADAPTERS):
-        return True
-    return any(
-        any(p.requires_grad for p in module.parameters(recurse=False))
-        and any(not p.requires_grad for child in module.children() for p in child.parameters())
-        for module in model.modules()
-    )
+    is_centred = spread > 0 and abs(float(values.mean())) < 4 * spread / values.numel() ** 0.5
+    return bias is not None and is_centred and largest < 6 * spread and not bool(bias.any())
 
 
 def _find_unkept_promises(model: nn.Module) -> Iterator[str]:
