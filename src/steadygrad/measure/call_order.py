@@ -28,6 +28,8 @@ MOST_BACKWARDS = 256
 """Backwards without a step after which the watch ends: they are those of another training, or of a very long step."""
 NUM_KEPT = 4
 """Gradients, of the smallest parameters, that are kept until the next backward to see whether it adds to them."""
+MOST_WALKS = 2
+"""Searches of all live objects, to find out whether what is clipped are copies: a rule needs two."""
 LEAST_SCALE = 64.0
 """Smallest factor that is taken for a loss scale."""
 DIVISION, BY_NUMBER, BY_TENSOR = 0.0, 1.0, 2.0
@@ -74,6 +76,7 @@ class CallOrderWatch:
         self._smallest = sorted(parameters, key=lambda p: p.numel())[:NUM_KEPT]
         self._transfer, self._see_loss = transfer, see_loss
         self._num_averaging, self._steps_left = 0, 0
+        self._walks_left = MOST_WALKS
         self._start_step()
 
     def begin(self, *, num_averaging: int) -> None:
@@ -116,23 +119,32 @@ class CallOrderWatch:
         if call.is_spent or any(id(p) in self._own for p in call.parameters):
             self._clip, self._clip_is_early = call, False
             self._at_clip = _find_norm([p for p in call.parameters if id(p) in self._own])
-        elif self._is_of_copies(call.parameters):
+        elif self._are_alike(call.parameters):
             self._copy_clip = call
             self._at_copy = _find_norm([p for p in call.parameters if p.is_leaf])
 
-    def _is_of_copies(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these look like the parameters of this training, and no model or optimizer that trains has them.
-
-        Walks all live objects, about 0.1 s, when shapes are those of copies, as of two networks of the same form.
-        """
+    def _are_alike(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are others and look like the parameters of this training: copies, or a network of its form."""
         own = list(self._model.parameters())
         theirs = {id(p) for p in own} & {id(t) for t in tensors}
         shapes = _list_shapes(tensors)
         if theirs or not tensors or shapes not in (_list_shapes(self._parameters), _list_shapes(own)):
             return False
-        if any(tensor.retains_grad for tensor in tensors):
-            return False  # results of an operation that the program differentiates through
-        return not find_held() & {id(t) for t in tensors}
+        return not any(tensor.retains_grad for tensor in tensors)  # the program differentiates through these
+
+    def _is_of_copies(self) -> bool:
+        """Whether the only clip of this step was of tensors that no optimizer trains.
+
+        Walks all live objects, about 0.1 s, where another network of the same form is clipped and this one is not;
+        once or twice in a run.
+        """
+        if self._clip is not None or self._copy_clip is None:
+            return False
+        tensors = {id(tensor) for tensor in self._copy_clip.parameters}
+        if not self._walks_left:
+            return False
+        self._walks_left -= 1
+        return not find_held() & tensors
 
     def after_save(self, saved: Any, where: str) -> None:
         """Saves are heard elsewhere."""
@@ -161,7 +173,7 @@ class CallOrderWatch:
             clip_is_spent=self._clip is not None and self._clip.is_spent,
             clip_is_early=self._clip_is_early,
             where_backward="" if last is None else last.where,
-            clip_is_of_copy=self._clip is None and self._copy_clip is not None,
+            clip_is_of_copy=self._is_of_copies(),
             max_norm=math.inf if clip is None else clip.max_norm,
             where_clip="" if clip is None else clip.where,
             clip="" if clip is None else clip.name,

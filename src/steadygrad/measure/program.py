@@ -77,6 +77,7 @@ class ProgramWatch:
         self._try(scan_labels, labels, ModelCall(tokens, tokens > 3))
         self._try(scan_divisors, [torch.ones(2, device=device)])
         self._try(sum_on_device, tokens)
+        self._try(self._restored.compile)
 
     @property
     def has_call(self) -> bool:
