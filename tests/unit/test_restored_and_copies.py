@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import warnings
 import weakref
 from typing import Any
 
@@ -88,6 +89,29 @@ def test_a_copy_that_is_heard_is_copied_without_a_trace(model: nn.Module) -> Non
     watch.close()
     assert not ema._forward_pre_hooks
     assert not ema._forward_pre_hooks_with_kwargs
+
+
+def test_a_copy_is_heard_by_a_second_training_after_the_first(model: nn.Module) -> None:
+    ema = copy.deepcopy(model)
+    watch_copies(model).close()
+
+    watch = watch_copies(model)
+
+    assert len(ema._forward_pre_hooks) == 1
+    watch.close()
+
+
+def test_a_copy_that_is_heard_can_be_scripted() -> None:
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh())
+    ema = copy.deepcopy(model)
+    watch = watch_copies(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises against it
+        torch.jit.script(ema)
+
+    assert len(ema._forward_pre_hooks) == 1
+    watch.close()
 
 
 def test_only_a_model_of_the_same_form_with_weights_of_its_own_is_a_copy(model: nn.Module) -> None:
