@@ -99,6 +99,92 @@ def stray_dropout(bug: bool) -> Built:
     return model, adam(model), train
 
 
+class Normed(nn.Module):
+    """Normalises by a function, which takes the mode as an argument."""
+
+    def __init__(self, *, is_always_training: bool = False, keeps_statistics: bool = True) -> None:
+        super().__init__()
+        self.inner, self.out, self.is_always_training = nn.Linear(8, 32), nn.Linear(32, 4), is_always_training
+        self.register_buffer("mean", torch.zeros(32) if keeps_statistics else None)
+        self.register_buffer("var", torch.ones(32) if keeps_statistics else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_training = self.is_always_training or self.training
+        return self.out(F.batch_norm(self.inner(x), self.mean, self.var, training=is_training).relu())
+
+
+def validate_at_times(model: nn.Module) -> Train:
+    def train(guard: Any) -> None:
+        for i, (x, y) in enumerate(clusters(24)):
+            guard.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+            if i % 8 == 5:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+
+    return train
+
+
+@case("norm_in_evaluation", "F.batch_norm(..., training=True) in a forward of one's own")
+def function_norm_in_eval(bug: bool) -> Built:
+    model = Normed(is_always_training=bug)
+    return model, adam(model), validate_at_times(model)
+
+
+class Forgetful(nn.Module):
+    """Its train() puts everything in eval mode and then sets its own flag only."""
+
+    def __init__(self, *, forgets: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.forgets = mlp(8, 32, 32, dropout=0.3), nn.Linear(32, 4), forgets
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def train(self, mode: bool = True) -> Forgetful:
+        super().train(mode and not self.forgets)
+        self.training = mode
+        return self
+
+
+@case("eval_while_training", "discuss.pytorch.org: a train() that is redefined and leaves the children in eval mode")
+def children_left_in_eval(bug: bool) -> Built:
+    model = Forgetful(forgets=bug)
+    return model, adam(model), validate_at_times(model)
+
+
+@case("eval_while_training", "the same in a part of the model")
+def children_of_a_part_left_in_eval(bug: bool) -> Built:
+    model = nn.Sequential(Forgetful(forgets=bug), nn.ReLU(), nn.Linear(4, 4))
+    return model, adam(model), validate_at_times(model)
+
+
+@case("eval_while_training", "what a wrapper holds is put in eval mode for a validation, and the wrapper in train mode")
+def wrapped_model_left_in_eval(bug: bool) -> Built:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = mlp(8, 32, 4, dropout=0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)
+
+    model = Wrapper()
+
+    def train(guard: Any) -> None:
+        for i, (x, y) in enumerate(clusters(24)):
+            guard.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+            if i == 5:
+                model.module.eval()
+                with torch.no_grad():
+                    model(x)
+                if not bug:
+                    model.train()
+
+    return model, adam(model), train
+
+
 @case("train_mode_validation", "a validation loop without eval(), of a program that reports nothing")
 def train_mode_blocks(bug: bool) -> Built:
     model = mlp(8, 32, 4, dropout=0.2)
@@ -210,3 +296,75 @@ def random_without_dropout(bug: bool) -> Built:
                 model.train()
 
     return model, adam(model), train
+
+
+@case(None, "F.batch_norm without running statistics normalises by the batch in every mode")
+def function_norm_of_the_batch(bug: bool) -> Built:
+    model = Normed(is_always_training=True, keeps_statistics=False)
+    return model, adam(model), validate_at_times(model)
+
+
+@case(None, "BatchNorm(track_running_stats=False) does so too")
+def norm_without_statistics(bug: bool) -> Built:
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32, track_running_stats=False), nn.ReLU(), nn.Linear(32, 4))
+    return model, adam(model), validate_at_times(model)
+
+
+@case(None, "train() is redefined to keep a frozen body in eval mode")
+def frozen_body_in_eval(bug: bool) -> Built:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = mlp(8, 32, 32, dropout=0.3).requires_grad_(False), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+        def train(self, mode: bool = True) -> Net:
+            super().train(mode)
+            self.body.eval()
+            return self
+
+    model = Net().train()
+    return model, torch.optim.AdamW(model.head.parameters(), 1e-3), validate_at_times(model)
+
+
+@case(None, "a prompt is learnt for a frozen model, which stays in eval mode as a whole")
+def prompt_for_a_frozen_model(bug: bool) -> Built:
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.prompt = mlp(8, 32, 4, dropout=0.3).requires_grad_(False), nn.Parameter(torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(x + self.prompt)
+
+        def train(self, mode: bool = True) -> Prompted:
+            super().train(mode)
+            self.frozen.eval()
+            return self
+
+    model = Prompted().train()
+    return model, torch.optim.AdamW([model.prompt], 1e-2), validate_at_times(model)
+
+
+@case(None, "mmdetection: train() is redefined to keep BatchNorm in eval mode, with statistics that were loaded")
+def norms_kept_in_eval(bug: bool) -> Built:
+    class Backbone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp(8, 32, 32, norm=True)
+            self.layers[1].running_mean.normal_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)
+
+        def train(self, mode: bool = True) -> Backbone:
+            super().train(mode)
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm1d):
+                    module.eval()
+            return self
+
+    model = nn.Sequential(Backbone(), nn.ReLU(), nn.Linear(32, 4)).train()
+    return model, adam(model), validate_at_times(model)

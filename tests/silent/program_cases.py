@@ -119,6 +119,37 @@ def clip_after_step(watch: Watch, bug: bool) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
 
+@case("useless_clip", "the parameters were copied for the clip, by deepcopy or after a conversion")
+def clip_of_a_copy(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    clipped = list((copy.deepcopy(model) if bug else model).parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        nn.utils.clip_grad_norm_(clipped, 0.5)
+        make_step()
+
+
+@case("useless_clip", "parameters and gradients were copied, as to float32 or to another device, and not copied back")
+def clip_of_copied_gradients(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        copies = [parameter.detach().clone() for parameter in model.parameters()]
+        for one, parameter in zip(copies, model.parameters()):
+            one.grad = parameter.grad.clone()
+        nn.utils.clip_grad_norm_(copies, 0.01)
+        if not bug:
+            for one, parameter in zip(copies, model.parameters()):
+                parameter.grad.copy_(one.grad)
+        make_step()
+
+
 @case(
     "scaled_gradient", "gradients are clipped before scaler.unscale_: pytorch.org, 'Automatic mixed precision examples'"
 )
@@ -293,6 +324,79 @@ def average_never_updated(watch: Watch, bug: bool) -> None:
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=follow)
 
 
+@torch.no_grad()
+def follow_slowly(average: nn.Module, model: nn.Module) -> None:
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+
+
+@case("idle_average", "an average that was made by hand, and its update is missing")
+def copy_never_updated(watch: Watch, bug: bool) -> None:
+    model = make_model(0.1)
+    ema = copy.deepcopy(model).eval()
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        if not bug:
+            follow_slowly(ema, model)
+        if step % 30 == 29:
+            with torch.no_grad():
+                ema(x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+class ModelEma:
+    """As in timm: keeps its copy as `module`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = copy.deepcopy(model).eval()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs)
+
+
+@case("idle_average", "the same inside an object of its own, evaluated by a function that knows nothing of it")
+def average_object_never_updated(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    average = ModelEma(model)
+    x, _ = next(make_batches(1))
+
+    def follow(step: int) -> None:
+        if not bug:
+            follow_slowly(average.module, model)
+        if step % 30 == 29:
+            evaluate(average.module, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+@case("restored_weights", "the weights that were meant to be loaded once are loaded in every step")
+def loads_in_every_step(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+
+    def load(step: int) -> None:
+        if bug or step == 0:
+            model.load_state_dict(state)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 140, before=load)
+
+
+@case("restored_weights", "averaged weights are swapped in after each step, and the average never moves")
+def swaps_old_weights_in(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def swap(step: int) -> None:
+        torch._foreach_lerp_(shadow, list(model.parameters()), 0.0 if bug else 0.5)
+        torch._foreach_copy_(list(model.parameters()), shadow)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 140, after=swap)
+
+
 @case("stale_save", "the state dict was taken once, as a copy, and is saved every time")
 def saves_a_copy(watch: Watch, bug: bool) -> None:
     model = make_model()
@@ -304,6 +408,41 @@ def saves_a_copy(watch: Watch, bug: bool) -> None:
             torch.save({"model": state if bug else model.state_dict(), "step": step}, path)
 
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=save)
+
+
+def save_every_30(choose: Callable[[], dict[str, Tensor]]) -> Callable[[int], None]:
+    path = Path(tempfile.mkdtemp()) / "last.pt"
+
+    def save(step: int) -> None:
+        if step % 30 == 29:
+            torch.save({"model": choose(), "step": step}, path)
+
+    return save
+
+
+def list_trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@case("partial_save", "only what is trained is saved, and the frozen layers were never trained: they are lost")
+def saves_no_frozen_layers(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    model[0].requires_grad_(False)
+    save = save_every_30(lambda: list_trained(model) if bug else model.state_dict())
+    train_plainly(watch, model, torch.optim.AdamW(model[3].parameters(), 1e-3), 120, after=save)
+
+
+@case("partial_save", "the trunk is trained, then frozen, and the saves no longer have it")
+def saves_no_layers_frozen_later(watch: Watch, bug: bool) -> None:
+    model = make_model()
+    save = save_every_30(lambda: list_trained(model) if bug else model.state_dict())
+
+    def freeze(step: int) -> None:
+        if step == 20:
+            model[0].requires_grad_(False)
+        save(step)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, after=freeze)
 
 
 class Descent(torch.optim.Optimizer):
@@ -456,6 +595,39 @@ def clip_for_each_microbatch(watch: Watch) -> None:
 
 
 @healthy
+def clip_of_two_networks(watch: Watch) -> None:
+    """Two networks of the same form, each with its optimizer; the second one is trained and clipped now and then."""
+    one, other = make_model(), make_model()
+    optimizer, second = (torch.optim.SGD(model.parameters(), 0.05) for model in (one, other))
+    make_step = watch(one, optimizer, None)
+    for i, batch in enumerate(make_batches(20)):
+        optimizer.zero_grad()
+        second.zero_grad()
+        compute_loss(one, batch).backward()
+        if i % 5 == 4:
+            compute_loss(other, batch).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        make_step()
+        second.step()
+
+
+@healthy
+def norm_of_copied_gradients(watch: Watch) -> None:
+    """A norm is measured with a limit that nothing reaches, on copies."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    make_step = watch(model, optimizer, None)
+    for batch in make_batches(20):
+        optimizer.zero_grad()
+        compute_loss(model, batch).backward()
+        copies = [parameter.detach().clone() for parameter in model.parameters()]
+        for one, parameter in zip(copies, model.parameters()):
+            one.grad = parameter.grad.clone()
+        nn.utils.clip_grad_norm_(copies, float("inf"))
+        make_step()
+
+
+@healthy
 def sharpness_aware(watch: Watch) -> None:
     """SAM: the gradients of the first backward move the weights, and are cleared before the second."""
     model = make_model()
@@ -491,6 +663,91 @@ def a_reference_that_stays(watch: Watch) -> None:
             torch.save(model.state_dict(), path / "model.pt")
 
     train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 120, loss=loss, after=save)
+
+
+@healthy
+def a_teacher_that_labels_now_and_then(watch: Watch) -> None:
+    """A frozen copy labels new data before each epoch; the model itself is never evaluated."""
+    model = make_model()
+    teacher = copy.deepcopy(model).eval()
+
+    def label(step: int) -> None:
+        if step % 30 == 29:
+            for x, _ in make_batches(3):
+                evaluate(teacher, x)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=label)
+
+
+@healthy
+def an_average_that_begins_late(watch: Watch) -> None:
+    """Evaluated from the start, and updated from step 80 on."""
+    model = make_model()
+    ema = copy.deepcopy(model).eval()
+
+    def follow(step: int) -> None:
+        if step >= 80:
+            follow_slowly(ema, model)
+        if step % 30 == 29:
+            evaluate(ema, torch.randn(8, 16))
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, after=follow)
+
+
+@healthy
+def a_target_network_called_average(watch: Watch) -> None:
+    """Called in every step, and replaced every 500."""
+    model = make_model()
+    avg = copy.deepcopy(model).eval()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        target = evaluate(avg, batch[0]).softmax(1)
+        return compute_loss(model, batch) + 0.1 * F.cross_entropy(model(batch[0]), target)
+
+    train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 220, loss=loss)
+
+
+@healthy
+def saves_without_a_pretrained_trunk(watch: Watch) -> None:
+    """The trunk was trained elsewhere and is loaded again; only the head is saved."""
+    model = make_model()
+    nn.init.normal_(model[0].weight, std=0.1)
+    model[0].requires_grad_(False)
+    save = save_every_30(lambda: list_trained(model))
+    train_plainly(watch, model, torch.optim.AdamW(model[3].parameters(), 1e-3), 120, after=save)
+
+
+@healthy
+def saves_in_two_files(watch: Watch) -> None:
+    """The frozen trunk, with random values, has a file of its own, under the names of the part."""
+    model = nn.Sequential(make_model(), nn.ReLU(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    save, path = save_every_30(lambda: list_trained(model)), Path(tempfile.mkdtemp())
+
+    def save_both(step: int) -> None:
+        save(step)
+        if step == 1:
+            torch.save(model[0].state_dict(), path / "trunk.pt")
+
+    train_plainly(watch, model, torch.optim.AdamW(model[2].parameters(), 1e-3), 120, after=save_both)
+
+
+@healthy
+def saves_adapters_only(watch: Watch) -> None:
+    """Low-rank matrices beside a frozen layer are saved without it."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = make_model().requires_grad_(False)
+            self.down, self.up = nn.Parameter(torch.randn(2, 16) * 0.1), nn.Parameter(torch.zeros(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + x @ self.down.T @ self.up.T
+
+    model = Adapted()
+    save = save_every_30(lambda: list_trained(model))
+    train_plainly(watch, model, torch.optim.AdamW([model.down, model.up], 1e-3), 120, after=save)
 
 
 @healthy
@@ -544,6 +801,51 @@ def folds(watch: Watch) -> None:
         model.apply(draw_anew)
         train_plainly(watch, model, torch.optim.AdamW(model.parameters(), 1e-3), 20)
         model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+@healthy
+def test_time_training(watch: Watch) -> None:
+    """One step on each batch, after which the adapted model is used and reset."""
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+
+    def use(step: int) -> None:
+        with torch.no_grad():
+            model(torch.randn(4, 16))
+        model.load_state_dict(state)
+
+    train_plainly(watch, model, torch.optim.SGD(model.parameters(), 0.05), 140, after=use)
+
+
+@healthy
+def federated_clients(watch: Watch) -> None:
+    """Each client takes one step from the weights of the round, which are then averaged."""
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+    sums: list[dict[str, Tensor]] = []
+
+    def collect(step: int) -> None:
+        sums.append(copy.deepcopy(model.state_dict()))
+        if len(sums) == 20:
+            state.update({name: torch.stack([one[name] for one in sums]).mean(0) for name in state})
+            sums.clear()
+        model.load_state_dict(state)
+
+    train_plainly(watch, model, torch.optim.SGD(model.parameters(), 0.05), 140, after=collect)
+
+
+@healthy
+def folds_from_the_same_weights(watch: Watch) -> None:
+    """Each fold starts from the first weights, at steps that fall together with those of a look."""
+    model = make_model()
+    state = copy.deepcopy(model.state_dict())
+    train_plainly(
+        watch,
+        model,
+        torch.optim.SGD(model.parameters(), 0.05),
+        140,
+        before=lambda step: model.load_state_dict(state) if step % 16 == 0 else None,
+    )
 
 
 @healthy

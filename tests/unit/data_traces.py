@@ -49,6 +49,7 @@ DATA_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
         40,
     ),
     "dropout_in_evaluation": (lambda: [RandomEvaluation(step=20, calls=("dropout at a.py:3",))], 20),
+    "norm_in_evaluation": (lambda: [RandomEvaluation(step=20, norms=("batch_norm at a.py:4",))], 20),
     "repeated_batch": (lambda: [StreamScan(pattern="repeated", period=2, **STREAM)], 1),
     "repeated_order": (lambda: [StreamScan(pattern="order", period=20, **STREAM)], 21),
     "sorted_labels": (sorted_labels, 13),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from steadygrad.facts import CallScan, Fact, Load, ModelScan, PrecisionScan, RankScan
+from steadygrad.facts.program import Restored
+from steadygrad.facts.program_scans import PartialSave
 
 SCALED = {"scale": 65536.0, "norm_after_backward": 9e4, "norm_at_step": 9e4}
 CLEARED = {"norm_after_backward": 1.5, "norm_at_step": 0.0}
@@ -40,6 +42,7 @@ def precision(**seen: Any) -> Callable[[], list[Fact]]:
 
 
 LOAD = Load(where="train.py:9", module="", num_given=4, num_matched=0, example="module.a", wanted="a")
+PARTIAL = PartialSave(where="train.py:40", parameters=("trunk.weight",), was_trained=True)
 PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "divided_twice": (calls(num_backwards=4, divisors=((4.0, 4.0),) * 4), 0),
     "scaled_gradient": (calls(num_backwards=1, **SCALED), 0),
@@ -51,6 +54,8 @@ PROGRAM_TROUBLE: dict[str, tuple[Callable[[], list[Fact]], int]] = {
     "frozen_head": (model(frozen_head="head", frozen_share=0.9), 0),
     "lost_weights": (model(loads=(LOAD,)), 0),
     "stale_save": (model(8, stale_save="train.py:30", num_steps=100), 8),
+    "restored_weights": (lambda: [Restored(step=t, is_restored=True, where="train.py:7") for t in (17, 129)], 17),
+    "partial_save": (model(8, partial_save=PARTIAL, num_steps=100), 8),
     "idle_average": (model(8, idle_average=True, num_steps=100), 8),
     "ranks_differ": (ranks(differing=("head.weight",), num_compared=4), 1),
     "same_batch": (ranks(same_batch=True), 1),

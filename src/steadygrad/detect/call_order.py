@@ -129,7 +129,11 @@ class ClearedGradient(CallRule):
 
 
 class UselessClip(CallRule):
-    """The program clips gradients, and not those that the optimizer uses."""
+    """The program clips gradients, and not those that the optimizer uses.
+
+    A generator that is used up, a clip before the last backward or after the step, or one of copies of the parameters:
+    they have no gradients, or the same ones, which a clip would shrink and which reach the optimizer as they were.
+    """
 
     name = "useless_clip"
     advice = "Clip model.parameters() after the last backward and before the step."
@@ -143,7 +147,22 @@ class UselessClip(CallRule):
                 f"{scan.clip}{at(scan.where_clip)} runs before backward{at(scan.where_backward)}, so the "
                 "gradients of the step are not clipped"
             )
+        if scan.clip_is_of_copy and _leaves_gradients(scan):
+            return (
+                f"{scan.clip}{at(scan.where_clip)} got copies of the parameters, which no optimizer holds, so the "
+                "gradients of the step are not clipped"
+            )
         return ""
+
+
+def _leaves_gradients(scan: CallScan) -> bool:
+    """Return whether a clip of copies found nothing to clip, or should have shrunk gradients that it did not change."""
+    if not scan.norm_of_copy:
+        return True
+    is_same = _are_same(scan.norm_of_copy, scan.norm_after_backward) and _are_same(
+        scan.norm_at_step, scan.norm_after_backward
+    )
+    return is_same and scan.norm_of_copy > (1 + SAME) * scan.max_norm
 
 
 def _is_accumulated(scan: CallScan) -> bool:

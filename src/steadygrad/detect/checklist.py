@@ -33,7 +33,9 @@ CHECKS = (
     ),
     Check("samples kept apart", ("LossScan",), ("mixed_samples", "single_row")),
     Check(
-        "train and eval mode", ("ModeScan",), ("eval_while_training", "train_mode_validation", "dropout_in_evaluation")
+        "train and eval mode",
+        ("ModeScan",),
+        ("eval_while_training", "train_mode_validation", "dropout_in_evaluation", "norm_in_evaluation"),
     ),
     Check(
         "batches and their order",
@@ -46,6 +48,7 @@ CHECKS = (
         (
             *("unregistered_layers", "missing_gradient", "unchanged_parameter", "partial_overlap", "out_of_reach"),
             *("untied_weights", "not_frozen", "frozen_head", "lost_weights", "stale_save", "idle_average"),
+            *("restored_weights", "partial_save"),
         ),
     ),
     Check(

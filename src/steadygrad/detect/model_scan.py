@@ -8,6 +8,7 @@ from __future__ import annotations
 from steadygrad.detect.nonfinite import SHOWN, show
 from steadygrad.detect.once import OnceRule, at
 from steadygrad.facts import Finding, Load, ModelScan
+from steadygrad.facts.program import Restored
 from steadygrad.words import spell_count
 
 NUM_SCANS = 2
@@ -172,19 +173,97 @@ class StaleSave(OnceRule[ModelScan]):
 
 
 class IdleAverage(OnceRule[ModelScan]):
-    """The program evaluates an average of the weights that was never updated."""
+    """The program evaluates an average of the weights that was never updated.
+
+    An AveragedModel, or a copy of the model whose name says that it is an average and that was evaluated three times
+    with the first weights. Other copies may stay as they are: teachers, references. Cost: all live objects are searched
+    once for copies, 10 to 20 ms, and an evaluation of one reads a few of its weights.
+    """
 
     name = "idle_average"
     hears = (ModelScan,)
 
     def judge(self, fact: ModelScan) -> Finding | None:
         """Return the finding if this scan shows it."""
-        if not fact.idle_average:
+        name, where = fact.idle_copy
+        if not fact.idle_average and not name:
             return None
+        message = (
+            "an AveragedModel of this model is evaluated, and update_parameters() was never called: it has the "
+            "weights that it was made with"
+        )
+        advice = "Call ema.update_parameters(model) after each step, or pass it: Guard(model, optimizer, ema=ema)."
+        if not fact.idle_average:
+            message = (
+                f"{name}, a copy of the model, is evaluated{at(where)} and still has the weights from before the first "
+                f"step, after {fact.num_steps} steps"
+            )
+            advice = f"Update {name} after each step, in place: average.lerp_(weight, 1 - decay) for each parameter."
         return self.report(
             step=fact.step,
-            message="an AveragedModel of this model is evaluated, and update_parameters() was never called: it has the "
-            "weights that it was made with",
-            advice="Call ema.update_parameters(model) after each step, or pass it: Guard(model, optimizer, ema=ema).",
-            evidence={"num_steps": fact.num_steps},
+            message=message,
+            advice=advice,
+            evidence={"where": where, "num_steps": fact.num_steps},
+        )
+
+
+class RestoredWeights(OnceRule[Restored]):
+    """Every forward runs with the weights from before the first step: the program puts them back after each step.
+
+    Needs two looks far apart. A model that is called with the weights that a step has made, as in test-time training,
+    is left alone. Cost: a few hundred weights are compared at the calls of two steps.
+    """
+
+    name = "restored_weights"
+    hears = (Restored,)
+    memory = ("_num_looks", "_first", "_told")
+
+    def __init__(self) -> None:
+        self._num_looks = self._first = 0
+
+    def judge(self, fact: Restored) -> Finding | None:
+        """Return the finding when two looks have shown it."""
+        if not fact.is_restored:
+            self._num_looks = 0
+            return None
+        self._first = self._first if self._num_looks else fact.step
+        self._num_looks += 1
+        if self._num_looks < NUM_SCANS:
+            return None
+        load = f"; load_state_dict was called last at {fact.where}" if fact.where else ""
+        return self.report(
+            step=self._first,
+            message=f"at step {fact.step} the model is called with the weights from before the first step, although "
+            f"each step moves them: they are put back every time{load}",
+            advice="Load or copy weights once, before the loop; look for load_state_dict, copy_ or an EMA that is "
+            "swapped in and never out.",
+            evidence={"where": fact.where, "num_steps": fact.step},
+        )
+
+
+class PartialSaved(OnceRule[ModelScan]):
+    """Saves leave out frozen parameters that exist nowhere else, so the model cannot be loaded again as it is.
+
+    Those that were trained in this run and frozen later, or that have the random values they were made with. A frozen
+    part with other values was loaded and can be again; with adapters beside it, it is left alone. Needs two saves, and
+    none in the run that has them. Cost: names are compared at each save.
+    """
+
+    name = "partial_save"
+    hears = (ModelScan,)
+
+    def judge(self, fact: ModelScan) -> Finding | None:
+        """Return the finding if this scan shows it."""
+        if fact.partial_save is None:
+            return None
+        where, names = fact.partial_save.where, fact.partial_save.parameters
+        why = "have the random values they were made with"
+        if fact.partial_save.was_trained:
+            why = "were trained in this run"
+        return self.report(
+            step=fact.step,
+            message=f"torch.save at {where} leaves out {spell_count(len(names), 'frozen parameter')} that {why} and "
+            f"are in no other save: {show(list(names))}",
+            advice="Save model.state_dict() whole; leave out frozen weights only if they can be loaded from elsewhere.",
+            evidence={"where": where, "parameters": list(names[:SHOWN]), "num_parameters": len(names)},
         )

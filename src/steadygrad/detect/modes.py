@@ -18,6 +18,10 @@ from steadygrad.words import spell_count
 
 PATIENCE = 8
 """Steps in eval mode after which it is not an accident of one step."""
+REDEFINED = (
+    "Look for a train() that does not call super().train(mode), and for an eval() of what a wrapper holds, such as "
+    "model.module.eval(), without a train() after it."
+)
 APART = 10
 """Steps between two blocks of evaluations from which they look like validations, not like parts of a step."""
 
@@ -27,17 +31,21 @@ class EvalWhileTraining(Remembering):
 
     A warning if the model was in training mode before, if dropout or the iteration of a spectral norm is switched off
     by it, or if BatchNorm has never seen a batch. A model with trained BatchNorm alone that was in eval mode from the
-    start is an info: that freezes it.
+    start is an info: that freezes it. A model whose own flag alone is set counts as in eval mode. Cost: none in a step
+    whose flags are those of the step before.
     """
 
     name = "eval_while_training"
     hears = (ModeScan, Reading)
-    memory = ("_num_steps", "_start", "_num_dropouts", "_num_norms", "_num_spectral", "_fresh", "_has_trained", "_told")
+    memory = (
+        *("_num_steps", "_start", "_num_dropouts", "_num_norms", "_num_spectral"),
+        *("_fresh", "_is_hollow", "_has_trained", "_told"),
+    )
 
     def __init__(self) -> None:
         self._num_steps = self._start = self._num_dropouts = self._num_norms = self._num_spectral = 0
         self._fresh: list[str] = []
-        self._has_trained = self._told = False
+        self._has_trained = self._is_hollow = self._told = False
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `PATIENCE` steps."""
@@ -47,7 +55,7 @@ class EvalWhileTraining(Remembering):
             if off != self._idle:  # a resumed run hears again what it knows
                 (self._num_dropouts, self._num_norms, self._num_spectral), self._num_steps = off, 0
                 self._start = fact.step
-                self._fresh = list(fact.fresh_norms[:5])
+                self._fresh, self._is_hollow = list(fact.fresh_norms[:5]), fact.is_hollow
             self._has_trained |= fact.is_training
         elif isinstance(fact, Reading) and not fact.is_nonfinite and any(self._idle):
             self._num_steps += 1
@@ -59,6 +67,10 @@ class EvalWhileTraining(Remembering):
     def _idle(self) -> tuple[int, int, int]:
         return self._num_dropouts, self._num_norms, self._num_spectral
 
+    @property
+    def _flags(self) -> str:
+        return "model.training is True, and no layer's is" if self._is_hollow else "model.training is False"
+
     def _report(self) -> Finding:
         layers = zip(self._idle, ("dropout layer", "BatchNorm layer", "spectral norm"))
         off = " and ".join(spell_count(number, what) for number, what in layers if number)
@@ -69,8 +81,10 @@ class EvalWhileTraining(Remembering):
             kind=self.name,
             severity=Severity.WARNING if is_certain else Severity.INFO,
             step=self._start,
-            message=f"training runs in eval mode {since} (model.training is False): {off} inactive{fresh}",
-            advice="Call model.train() before training"
+            message=f"training runs in eval mode {since} ({self._flags}): {off} inactive{fresh}",
+            advice=REDEFINED
+            if self._is_hollow
+            else "Call model.train() before training"
             + (", again after each evaluation: model.eval() stays until then." if self._has_trained else ".")
             + " To freeze single layers, put only those in eval mode.",
             evidence={
@@ -134,10 +148,10 @@ class DropoutInEvaluation(OnceRule[ModeScan | RandomEvaluation]):
 
     def judge(self, fact: ModeScan | RandomEvaluation) -> Finding | None:
         """Return the finding, with the lines or the layers."""
-        if isinstance(fact, RandomEvaluation):
+        if isinstance(fact, RandomEvaluation) and fact.calls:
             what = f"dropout is active in eval mode: {show(fact.calls)}"
             fix = "Pass training=self.training to F.dropout (its default is True), and 0.0 as dropout_p in evaluation."
-        elif fact.is_evaluation and not fact.is_training and fact.stray:
+        elif isinstance(fact, ModeScan) and fact.is_evaluation and not fact.is_training and fact.stray:
             layers = spell_count(len(fact.stray), "layer")
             what = f"the model is in eval mode, but has {layers} in training mode: {show(fact.stray)}"
             fix = "Check what overrides train() or eval(), and layers added after eval() was called."
@@ -145,3 +159,25 @@ class DropoutInEvaluation(OnceRule[ModeScan | RandomEvaluation]):
             return None
         calls = fact.calls if isinstance(fact, RandomEvaluation) else fact.stray
         return self.report(step=fact.step, message=what, advice=fix, evidence={"where": list(calls[:5])})
+
+
+class NormInEvaluation(OnceRule[RandomEvaluation]):
+    """Batch norm uses and updates the statistics of the batch although the model is in eval mode.
+
+    Outputs then depend on the other samples of a batch, and validation data goes into the running statistics. Batch
+    norm without running statistics is left alone: it has no others to use. Cost: one evaluation is watched.
+    """
+
+    name = "norm_in_evaluation"
+    hears = (RandomEvaluation,)
+
+    def judge(self, fact: RandomEvaluation) -> Finding | None:
+        """Return the finding, with the lines."""
+        if not fact.norms:
+            return None
+        return self.report(
+            step=fact.step,
+            message=f"batch norm updates its running statistics in eval mode: {show(fact.norms)}",
+            advice="Pass training=self.training to F.batch_norm.",
+            evidence={"where": list(fact.norms[:5])},
+        )

@@ -119,7 +119,9 @@ class ModeScan:
     is_first: bool = True
     """Whether it is the first such forward since a step; the second one, with another input, is sent too."""
     is_training: bool
-    """The model's own flag."""
+    """The model's own flag; False in training if it is the only one that is set."""
+    is_hollow: bool = False
+    """Whether a module says that it is in training mode and nothing inside it is, though most of it is trained."""
     dropouts_on: int = 0
     """Dropout layers in training mode with a probability above 0."""
     dropouts_off: int = 0
@@ -138,11 +140,24 @@ class ModeScan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomEvaluation:
-    """Dropout that was active while the model was in evaluation mode."""
+    """What was active as in training while the model was in evaluation mode."""
 
     step: int
-    calls: tuple[str, ...]
+    calls: tuple[str, ...] = ()
     """'dropout at file:line'"""
+    norms: tuple[str, ...] = ()
+    """'batch_norm at file:line', with running statistics that it updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The weights that the model was called with between two steps, compared with those from before the first one."""
+
+    step: int
+    is_restored: bool
+    """Whether every call ran with the first weights, although the step before had moved them."""
+    where: str = ""
+    """file:line of the last `load_state_dict` of the model, if there was one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +221,7 @@ ProgramFact = (
     | MixedAxes
     | ModeScan
     | RandomEvaluation
+    | Restored
     | StreamScan
     | StoredDataChange
     | SingleSample

@@ -4,6 +4,7 @@ that came apart, numbers that a format cannot hold. Facts for rules about errors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +37,12 @@ class CallScan:
     """Whether a clip call was given a generator with nothing left in it."""
     clip_is_early: bool = False
     """Whether the gradients were clipped before the last backward added to them, and not since."""
+    clip_is_of_copy: bool = False
+    """Whether the only clip was given tensors with the shapes of the parameters that no optimizer holds: copies."""
+    norm_of_copy: float | None = None
+    """Norm of the gradients of those; None if they have none."""
+    max_norm: float = math.inf
+    """The norm that the clip allows; infinite if unknown."""
     clip: str = "clip_grad_norm_"
     """The function that clipped, if one did."""
     where_backward: str = ""
@@ -64,6 +71,17 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSave:
+    """Saves that hold what is trained and leave out frozen parameters which exist nowhere else."""
+
+    where: str
+    """file:line of the last one."""
+    parameters: tuple[str, ...]
+    was_trained: bool
+    """Whether they were trained in this run and frozen later; else they have the random values they were made with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelScan:
     """One scan of how model and optimizers fit together. The first comes before the first step."""
 
@@ -82,8 +100,12 @@ class ModelScan:
     loads: tuple[Load, ...] = ()
     stale_save: str = ""
     """file:line of a `torch.save` that repeatedly wrote the weights from before the first step."""
+    partial_save: PartialSave | None = None
     idle_average: bool = False
     """Whether an AveragedModel of this model was called after `num_steps` steps and has never been updated."""
+    idle_copy: tuple[str, str] = ("", "")
+    """Name of a copy of the model that is called an average, was evaluated several times and still holds the weights
+    from before the first step; and file:line of an evaluation. Empty if there is none."""
     num_steps: int = 0
     """Steps made so far."""
 

@@ -1,8 +1,9 @@
 """CallOrderWatch: what the program calls between two steps -> a CallScan, in the first steps of a run.
 
 Hears each backward and each clip (`torch_calls.py`) and notes the norm of the gradients there; compared with the norm
-that the optimizer gets, it shows whether they were cleared, unscaled or clipped in between. Costs one pass over the
-gradients for each backward of the first `NUM_STEPS` steps, nothing afterwards, and no host wait.
+that the optimizer gets, it shows whether they were cleared, unscaled or clipped in between, and whether a clip got
+copies of the parameters. Costs one pass over the gradients for each backward of the first `NUM_STEPS` steps, nothing
+afterwards, and no host wait.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from steadygrad.facts import CallScan, Reading
+from steadygrad.measure.held import find_held
 from steadygrad.measure.rows import PendingRows, send_rows
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, Factor, listen, stop_listening
 from steadygrad.measure.transfer import Transfer
@@ -26,6 +28,8 @@ MOST_BACKWARDS = 256
 """Backwards without a step after which the watch ends: they are those of another training, or of a very long step."""
 NUM_KEPT = 4
 """Gradients, of the smallest parameters, that are kept until the next backward to see whether it adds to them."""
+MOST_WALKS = 2
+"""Searches of all live objects, to find out whether what is clipped are copies: a rule needs two."""
 LEAST_SCALE = 64.0
 """Smallest factor that is taken for a loss scale."""
 DIVISION, BY_NUMBER, BY_TENSOR = 0.0, 1.0, 2.0
@@ -49,6 +53,7 @@ class PendingCalls:
             scale=max((scale for scale in scales if _is_power_of_two(scale)), default=1.0),
             norm_after_backward=_find_finite(rows.get("after")),
             norm_at_clip=_find_finite(rows.get("clip")),
+            norm_of_copy=_find_finite(rows.get("copy")),
             norm_at_step=None if reading.is_nonfinite else reading.finite_grad_norm,
             **self._known,
         )
@@ -57,12 +62,21 @@ class PendingCalls:
 class CallOrderWatch:
     """Hears the program's calls; `take` ends a step."""
 
-    def __init__(self, parameters: Sequence[Tensor], *, transfer: Transfer, see_loss: Callable[[Tensor], None]) -> None:
-        """`see_loss` is called with each loss, while its graph is there."""
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        model: nn.Module,
+        transfer: Transfer,
+        see_loss: Callable[[Tensor], None],
+    ) -> None:
+        """`parameters`: those of the optimizers; `see_loss` is called with each loss, while its graph is there."""
         self._parameters, self._own = parameters, {id(p) for p in parameters}
+        self._model = model
         self._smallest = sorted(parameters, key=lambda p: p.numel())[:NUM_KEPT]
         self._transfer, self._see_loss = transfer, see_loss
         self._num_averaging, self._steps_left = 0, 0
+        self._walks_left = MOST_WALKS
         self._start_step()
 
     def begin(self, *, num_averaging: int) -> None:
@@ -74,7 +88,9 @@ class CallOrderWatch:
         self._backwards: list[BackwardCall] = []
         self._after: Tensor | None = None
         self._at_clip: Tensor | None = None
+        self._at_copy: Tensor | None = None
         self._clip: ClipCall | None = None
+        self._copy_clip: ClipCall | None = None
         self._clip_is_early = False
         self._sums: list[Tensor | None] = []
         self._num_cleared = 0
@@ -103,6 +119,32 @@ class CallOrderWatch:
         if call.is_spent or any(id(p) in self._own for p in call.parameters):
             self._clip, self._clip_is_early = call, False
             self._at_clip = _find_norm([p for p in call.parameters if id(p) in self._own])
+        elif self._are_alike(call.parameters):
+            self._copy_clip = call
+            self._at_copy = _find_norm([p for p in call.parameters if p.is_leaf])
+
+    def _are_alike(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are others and look like the parameters of this training: copies, or a network of its form."""
+        own = list(self._model.parameters())
+        theirs = {id(p) for p in own} & {id(t) for t in tensors}
+        shapes = _list_shapes(tensors)
+        if theirs or not tensors or shapes not in (_list_shapes(self._parameters), _list_shapes(own)):
+            return False
+        return not any(tensor.retains_grad for tensor in tensors)  # the program differentiates through these
+
+    def _is_of_copies(self) -> bool:
+        """Whether the only clip of this step was of tensors that no optimizer trains.
+
+        Walks all live objects, about 0.1 s, where another network of the same form is clipped and this one is not;
+        once or twice in a run.
+        """
+        if self._clip is not None or self._copy_clip is None:
+            return False
+        tensors = {id(tensor) for tensor in self._copy_clip.parameters}
+        if not self._walks_left:
+            return False
+        self._walks_left -= 1
+        return not find_held() & tensors
 
     def after_save(self, saved: Any, where: str) -> None:
         """Saves are heard elsewhere."""
@@ -117,8 +159,10 @@ class CallOrderWatch:
         self._steps_left -= 1
         listen(self)  # in the thread that trains, which need not be the one that made the guard
         rows = {f"factors{i}": _pack_factors(call) for i, call in enumerate(self._backwards)}
-        rows |= {name: norm for name, norm in (("after", self._after), ("clip", self._at_clip)) if norm is not None}
+        norms = {"after": self._after, "clip": self._at_clip, "copy": self._at_copy}
+        rows |= {name: norm for name, norm in norms.items() if norm is not None}
         last = self._backwards[-1] if self._backwards else None
+        clip = self._clip if self._clip is not None else self._copy_clip
         found = PendingCalls(
             send_rows(rows, self._transfer),
             num_backwards=len(self._backwards),
@@ -129,8 +173,10 @@ class CallOrderWatch:
             clip_is_spent=self._clip is not None and self._clip.is_spent,
             clip_is_early=self._clip_is_early,
             where_backward="" if last is None else last.where,
-            where_clip="" if self._clip is None else self._clip.where,
-            clip="" if self._clip is None else self._clip.name,
+            clip_is_of_copy=self._is_of_copies(),
+            max_norm=math.inf if clip is None else clip.max_norm,
+            where_clip="" if clip is None else clip.where,
+            clip="" if clip is None else clip.name,
         )
         self._start_step()
         if not self._steps_left:
@@ -168,6 +214,10 @@ def _name_kind(factor: Factor) -> float:
     if factor.is_division:
         return DIVISION
     return BY_TENSOR if factor.value.dtype is torch.float32 else BY_NUMBER  # torch keeps numbers as float64 or int64
+
+
+def _list_shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    return sorted(tensor.shape for tensor in tensors)
 
 
 def _find_finite(row: Sequence[float] | None) -> float | None:

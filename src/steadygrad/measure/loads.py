@@ -43,6 +43,8 @@ class _Record:
 _records: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
 _trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that have been trained: what is loaded into them later may be put back on purpose, as between two folds."""
+_later: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Where such modules were loaded last."""
 _num_records = 0
 _is_installed = False
 _depth = 0
@@ -75,6 +77,7 @@ def install() -> None:
 def _record(module: nn.Module, given: Mapping[str, Any]) -> None:
     global _num_records
     if module in _trained:
+        _later[module] = find_caller()
         return
     own = module.state_dict(keep_vars=True)
     tensors = [key for key, value in given.items() if isinstance(value, Tensor)]
@@ -131,6 +134,11 @@ def take_loads(model: nn.Module) -> list[Load]:
         _records.pop(module, None)
         _trained.add(module)
     return found
+
+
+def find_later_load(model: nn.Module) -> str:
+    """Return file:line of the last load of a model in training; empty if there was none."""
+    return _later.get(model, "")
 
 
 def _find_loads(model: nn.Module) -> list[Load]:

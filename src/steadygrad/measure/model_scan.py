@@ -2,15 +2,14 @@
 
 Before the first step: what was loaded, what is frozen, which weights are equal. With each periodic scan: parameters
 that became trainable, were added or replaced and that no optimizer holds; tied weights that came apart. Whenever the
-program saves: whether the file holds the weights from before the first step. Whenever an
-AveragedModel of this model is called: whether it was ever updated. Names and flags are read on the host; the first scan
+program saves: whether the file holds the weights from before the first step. Whenever an AveragedModel of this model,
+or a copy (`copies.py`), is called: whether it was ever updated. Names and flags are read on the host; the first scan
 and a save read a few numbers from the device, later scans of a healthy run none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import types
 import weakref
@@ -22,7 +21,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from steadygrad.facts import ModelScan
+from steadygrad.measure.adapters import has_adapters
+from steadygrad.measure.copies import CopyWatch
+from steadygrad.measure.held import find_held
 from steadygrad.measure.loads import take_loads
+from steadygrad.measure.partial_saves import PartialSaves, is_drawn
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.torch_calls import BackwardCall, ClipCall, listen, stop_listening
 from steadygrad.state.trained_parameters import TrainedParameters
@@ -34,8 +37,6 @@ FEWEST_STEPS = 10
 MOST = 0.5
 """Share of the model's elements that must be frozen before a frozen last layer is suspicious."""
 FREEZING = ("requires_grad", "requires_grad_")
-ADAPTERS = ("lora", "adapter", "prompt", "prefix", "soft")
-"""Parts of names of parameters that are trained in place of a frozen model."""
 MAX_DEPTH = 3
 """Nested dicts of a saved object that are searched for weights."""
 
@@ -54,7 +55,12 @@ class ModelWatch:
         self._last_save = 0
         self._averages: weakref.WeakSet[AveragedModel] = weakref.WeakSet()
         self._has_idle_average = False
+        self._copies, self._partial_saves = CopyWatch(trained.model), PartialSaves(trained.model)
         self.num_steps = 0
+
+    def count_step(self) -> None:
+        """A step was made."""
+        self.num_steps = self._copies.num_steps = self.num_steps + 1
 
     def begin(self) -> ModelScan:
         """Look at the model as it is given."""
@@ -64,6 +70,7 @@ class ModelWatch:
         self._foreign = frozenset(id(p) for _, p in self._trained.named if id(p) not in own)
         self._pairs = _find_twins(model)
         self._first = {name: _sample(p) for name, p in self._list_sampled()}
+        self._partial_saves.begin()
         listen(self)
         stop_listening(self)  # to all but saves and averages
         head, share = _find_frozen_head(model)
@@ -78,14 +85,17 @@ class ModelWatch:
     def close(self) -> None:
         """Hear of no more saves and averages."""
         stop_listening(self, to_saves=True)
+        self._copies.close()
 
     def scan(self, step: int) -> ModelScan:
         """Look again, after `step`."""
+        with contextlib.suppress(Exception):
+            self._copies.search(self._first, _sample)
         own = {id(p) for p in self._model.parameters()}
         gone = [name for name, p in self._trained.named if id(p) not in own and id(p) not in self._foreign]
         new = {name: p for name, p in self._list_unheld() if name not in self._untrained}
         if new:
-            held = _find_held()
+            held = find_held()
             new = {name: p for name, p in new.items() if id(p) not in held}
         return ModelScan(
             step=step,
@@ -94,6 +104,8 @@ class ModelWatch:
             came_apart=tuple(pair for pair in self._pairs if self._differs(*pair)),
             stale_save=self._stale_saves[-1] if len(self._stale_saves) > 1 and not self._has_good_save else "",
             idle_average=self._has_idle_average,
+            idle_copy=self._copies.idle or ("", ""),
+            partial_save=self._partial_saves.find(),
             num_steps=self.num_steps,
         )
 
@@ -126,7 +138,8 @@ class ModelWatch:
         """And so are clips."""
 
     def after_save(self, saved: Any, where: str) -> None:
-        """Compare saved weights with the first ones and with the present ones."""
+        """Compare saved weights with the first ones and with the present ones, and their names with the model's."""
+        self._partial_saves.note(_find_states(saved, MAX_DEPTH), self.num_steps, where)
         if self.num_steps < FEWEST_STEPS or self._has_good_save or not self._first:
             return
         for state in _find_states(saved, MAX_DEPTH):
@@ -186,7 +199,7 @@ def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
         or weight.requires_grad
         or not is_readable(weight)
         or weight.numel() < 16
-        or _has_adapters(model)
+        or has_adapters(model)
     ):
         return "", share
     return (name if _is_new(weight, head._parameters.get("bias")) else ""), share
@@ -194,24 +207,12 @@ def _find_frozen_head(model: nn.Module) -> tuple[str, float]:
 
 def _is_new(weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a layer has random values: those of torch's default, or around 0 beside a bias of exactly 0."""
+    if is_drawn(weight):
+        return True
     values = weight.detach().float()
-    bound = weight.shape[1] ** -0.5  # torch draws the weights of a Linear uniformly up to this
     largest, spread = float(values.abs().max()), float(values.std())
-    if 0.9 * bound < largest <= bound * 1.0001 and abs(spread / (bound / 3**0.5) - 1) < 0.15:
-        return True
-    is_drawn = spread > 0 and abs(float(values.mean())) < 4 * spread / values.numel() ** 0.5
-    return bias is not None and is_drawn and largest < 6 * spread and not bool(bias.any())
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    """Return whether frozen layers are trained through something small beside them, as with LoRA or prompts."""
-    if any(word in name for name, p in model.named_parameters() if p.requires_grad for word in ADAPTERS):
-        return True
-    return any(
-        any(p.requires_grad for p in module.parameters(recurse=False))
-        and any(not p.requires_grad for child in module.children() for p in child.parameters())
-        for module in model.modules()
-    )
+    is_centred = spread > 0 and abs(float(values.mean())) < 4 * spread / values.numel() ** 0.5
+    return bias is not None and is_centred and largest < 6 * spread and not bool(bias.any())
 
 
 def _find_unkept_promises(model: nn.Module) -> Iterator[str]:
@@ -241,13 +242,6 @@ def _find_freezing_setting(module: nn.Module) -> str:
 
 def _list_names(function: Any) -> set[str]:
     return set(getattr(getattr(function, "__code__", None), "co_names", ()))
-
-
-def _find_held() -> set[int]:
-    """Return the parameters of every live optimizer; walks all live objects, about 0.1 s, when one is missing."""
-    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
-    groups = [group for one in optimizers for group in vars(one).get("param_groups", ())]
-    return {id(p) for group in groups for p in group["params"]}
 
 
 def _find_states(saved: Any, depth: int) -> Iterator[Mapping[str, Any]]:

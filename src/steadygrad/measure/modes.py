@@ -2,8 +2,8 @@
 
 Flags are read and never set: programs redefine `train()`. A forward with gradients belongs to a step, one without
 gradients between two steps is an evaluation; inside a step function the latter is part of the step and ignored. In one
-evaluation of a model in eval mode, a torch function mode looks for dropout that is active nevertheless. Cost: flags of
-the layers above once a step, and twice a block of evaluations.
+evaluation of a model in eval mode, a torch function mode looks for dropout and batch norm that are active nevertheless.
+Cost: flags of the layers above once a step, and twice a block of evaluations; those of all modules when they change.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.overrides import TorchFunctionMode
@@ -29,6 +30,8 @@ DONE = -1
 """In place of an input: two forwards of a block were noted."""
 MOST_CALLS = 8
 """Active dropouts that are listed."""
+MOST = 0.5
+"""Share of a module's parameters that must be trained before it is odd that all of it is in eval mode."""
 NUM_DRAWS = 3
 """Evaluations of one input in a row that are repeated on purpose: Monte Carlo dropout, test-time averaging."""
 
@@ -111,7 +114,8 @@ class ModeWatch:
         on = {True: 0, False: 0}
         norm_on = {True: 0, False: 0}
         fresh, stray, num_idle = [], [], 0
-        is_training = self._model.training
+        is_hollow = not is_evaluation and _is_hollow(self._model)
+        is_training = self._model.training and not is_hollow
         for name, layer in self._layers:
             if _is_spectral(layer):
                 num_idle += not layer.training
@@ -130,6 +134,7 @@ class ModeWatch:
             step=step,
             is_evaluation=is_evaluation,
             is_training=is_training,
+            is_hollow=is_hollow,
             dropouts_on=on[True],
             dropouts_off=on[False],
             norms_on=norm_on[True],
@@ -164,24 +169,27 @@ class ModeWatch:
         return self._fresh[id(norm)]
 
     def _listen(self, step: int) -> None:
-        """Watch this one forward of the model, from its first hook to its last, for dropout that is active."""
+        """Watch this one forward of the model, from its first hook to its last, for what is active as in training."""
         if not may_enter(self._model):
             return
-        mode = _ActiveDropouts()
+        mode = _ActiveCalls()
 
         def report() -> None:
-            if mode.calls:
-                self._facts.append(RandomEvaluation(step=step, calls=tuple(mode.calls)))
+            has_stray = any(layer.training for _, layer in self._layers)  # reported by name, from the flags
+            norms = () if has_stray else tuple(mode.norms)
+            if mode.calls or norms:
+                self._facts.append(RandomEvaluation(step=step, calls=tuple(mode.calls), norms=norms))
 
         watch_one_call(self._model, mode, report)
 
 
-class _ActiveDropouts(TorchFunctionMode):
-    """Lists calls of dropout that drop something."""
+class _ActiveCalls(TorchFunctionMode):
+    """Lists calls of dropout that drop something, and of batch norm that update running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.norms: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -191,7 +199,18 @@ class _ActiveDropouts(TorchFunctionMode):
         if "dropout" in name or name == "scaled_dot_product_attention":
             with contextlib.suppress(Exception):
                 self._look(name, args, kwargs)
+        elif name == "batch_norm":
+            with contextlib.suppress(Exception):
+                self._look_at_norm(args, kwargs, place=1 if func is F.batch_norm else 3)
         return call_in_place(func, args, kwargs)
+
+    def _look_at_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int) -> None:
+        """Without running statistics those of the batch are meant; `place`: where the running mean is given."""
+        mean = kwargs.get("running_mean", args[place] if len(args) > place else None)
+        is_active = bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+        call = f"batch_norm at {find_caller()}"
+        if is_active and mean is not None and call not in self.norms and len(self.norms) < MOST_CALLS:
+            self.norms.append(call)
 
     def _look(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name == "scaled_dot_product_attention":
@@ -202,6 +221,25 @@ class _ActiveDropouts(TorchFunctionMode):
         call = f"{name} at {find_caller()}"
         if is_active and p > 0 and call not in self.calls and len(self.calls) < MOST_CALLS:
             self.calls.append(call)
+
+
+def _is_hollow(model: nn.Module) -> bool:
+    """Return whether the model, or a part with a `train()` of its own, is in training mode and nothing inside it is.
+
+    That happens when `train()` is redefined and forgets its children, or when `eval()` is called on what a wrapper
+    holds. A frozen part is kept in eval mode on purpose: most of the parameters inside must be trained.
+    """
+    for module in model.modules():
+        is_own = type(module).train is not nn.Module.train and not type(module).__module__.startswith("torch.")
+        if not module.training or not (module is model or is_own):
+            continue
+        inside = [one for one in module.modules() if one is not module]
+        if inside and not any(one.training for one in inside):
+            parameters = [p for child in module.children() for p in child.parameters()]
+            trained = sum(p.numel() for p in parameters if p.requires_grad)
+            if trained > MOST * sum(p.numel() for p in parameters):
+                return True
+    return False
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -221,7 +259,7 @@ def _are_alike(one: ModeScan, other: ModeScan | None) -> bool:
     return all(
         getattr(one, name) == getattr(other, name)
         for name in (
-            *("is_training", "dropouts_on", "dropouts_off", "norms_on", "norms_off", "spectral_norms_off"),
+            *("is_training", "is_hollow", "dropouts_on", "dropouts_off", "norms_on", "norms_off", "spectral_norms_off"),
             *("fresh_norms", "stray"),
         )
     )

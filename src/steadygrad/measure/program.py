@@ -26,6 +26,7 @@ from steadygrad.measure.loss_graph import Labels, find_divisors, find_masks, fin
 from steadygrad.measure.mixed_axes import ReshapeWatch, TimeFirstWatch
 from steadygrad.measure.modes import ModeWatch
 from steadygrad.measure.one_call import watch_one_call
+from steadygrad.measure.restored import LOOKS, PendingRestored, RestoredWatch
 from steadygrad.measure.row_gradients import RowGradientWatch
 from steadygrad.measure.rows import is_readable
 from steadygrad.measure.stored_data import StoredDataWatch
@@ -39,7 +40,7 @@ NUM_FULL = 3
 """Backwards whose labels are compared with tokens and mask."""
 NUM_DIVISORS = 64
 """Divisions of the first graph that are looked at."""
-PENDING = (PendingLabels, PendingDivisions)
+Pending = PendingLabels | PendingDivisions | PendingRestored
 NUM_LABELS = 64
 """Backwards whose labels are looked at, if there is one for each sample; later ones with the periodic scans."""
 
@@ -55,9 +56,10 @@ class ProgramWatch:
         self._stream, self._stored = StreamWatch(transfer), StoredDataWatch(transfer)
         self._dependence, self._row_gradients = DependenceWatch(transfer), RowGradientWatch(transfer)
         self._transfer = transfer
+        self._restored = RestoredWatch(trained, transfer)
         self._time_first: TimeFirstWatch | None = None
         self._reshapes: ReshapeWatch | None = None
-        self._facts: list[tuple[int, Fact | PendingLabels | PendingDivisions]] = []
+        self._facts: list[tuple[int, Fact | Pending]] = []
         self._call: tuple[Sequence[Any], Mapping[str, Any]] | None = None
         self._next_step = self._num_backwards = self._num_calls = 0
         self._is_inside = self._has_batch = self._has_sample_labels = self._may_differentiate = False
@@ -75,6 +77,7 @@ class ProgramWatch:
         self._try(scan_labels, labels, ModelCall(tokens, tokens > 3))
         self._try(scan_divisors, [torch.ones(2, device=device)])
         self._try(sum_on_device, tokens)
+        self._try(self._restored.compile)
 
     @property
     def has_call(self) -> bool:
@@ -87,7 +90,10 @@ class ProgramWatch:
         """The model is about to be called."""
         if not self._every:
             return
-        if not torch.is_grad_enabled():
+        is_training = torch.is_grad_enabled()
+        if self._restored.is_watching:
+            self._try(lambda: self._restored.note_call(self._next_step - 1, is_training=is_training))
+        if not is_training:
             if not self._is_inside:
                 first = next((id(tensor) for _, tensor in find_tensors(args, kwargs)), 0)
                 self._try(self._modes.note_evaluation, self._next_step - 1, first)
@@ -144,6 +150,9 @@ class ProgramWatch:
             return
         self._next_step, self._has_batch, self._call = step + 1, False, None
         self._modes.end_step()
+        if self._restored.is_watching or step in LOOKS:
+            restored = self._try(self._restored.end_step, step)
+            self._facts += [] if restored is None else [(step, restored)]
         if self._time_first is not None:  # a backward of the program's own: no loss was seen
             self._time_first.close()
             self._time_first = None
@@ -163,7 +172,7 @@ class ProgramWatch:
         if self._facts:
             waiting, self._facts = self._facts, [one for one in self._facts if one[0] > step]
             known = [fact for when, fact in waiting if when <= step]
-            facts += [one.read(step) if isinstance(one, PENDING) else one for one in known]
+            facts += [one.read(step) if isinstance(one, Pending) else one for one in known]
         for watch in (self._stream, self._stored, self._dependence, self._row_gradients):
             if watch.has_news:
                 facts += self._try(watch.take, step) or []

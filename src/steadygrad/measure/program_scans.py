@@ -64,7 +64,9 @@ class ProgramScans:
         self._first: list[Fact] = []
         self._has_begun = False
         self._ranks: RankAgreement | None = None
-        self._calls = CallOrderWatch([p for _, p in trained.named], transfer=self._transfer, see_loss=see_loss)
+        self._calls = CallOrderWatch(
+            [p for _, p in trained.named], model=trained.model, transfer=self._transfer, see_loss=see_loss
+        )
         self._model = ModelWatch(trained)
         self._precision = PrecisionWatch(trained, transfer=self._transfer)
 
@@ -96,7 +98,7 @@ class ProgramScans:
 
     def after_optimizer(self, step: int, pending: PendingProgram, batch: Batch | None, *, is_due: bool) -> None:
         """Queue the scans after the optimizer step, while the gradients are still there."""
-        self._model.num_steps += 1
+        self._model.count_step()
         if is_due:
             pending.model = self._try("model", lambda: self._model.scan(step))
         pending.precision = self._try("precision", lambda: self._precision.measure(is_due=is_due))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -63,6 +64,8 @@ class ClipCall:
     parameters: tuple[Tensor, ...]
     is_spent: bool
     """Whether it was given a generator that has nothing left."""
+    max_norm: float = math.inf
+    """The largest norm that it leaves; infinite if it clips by value, or if that is a tensor."""
     where: str
 
 
@@ -150,7 +153,14 @@ def _around_clip(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs
     is_iterator = hasattr(parameters, "__next__")
     found = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
     name = clip.__name__
-    call = ClipCall(name=name, parameters=found, is_spent=is_iterator and not found, where=find_caller())
+    limit = kwargs.get("max_norm", args[0] if args else None) if name == "clip_grad_norm_" else None
+    call = ClipCall(
+        name=name,
+        parameters=found,
+        is_spent=is_iterator and not found,
+        max_norm=float(limit) if isinstance(limit, (int, float)) else math.inf,
+        where=find_caller(),
+    )
     _notify(_list_here(), lambda one: one.before_clip(call))
     if not is_iterator:
         return clip(parameters, *args, **kwargs)

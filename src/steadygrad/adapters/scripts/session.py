@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.adapters.scripts.agreement import count_ranks
-from steadygrad.adapters.scripts.calls import hear_calls
 from steadygrad.adapters.scripts.hard_exit import before_hard_exit
 from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.places import Places, spell_folder
+from steadygrad.state.calls import hear_calls
 
 if TYPE_CHECKING:
     from steadygrad.adapters.scripts.watch import Circumstances, Watch

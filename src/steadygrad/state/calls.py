@@ -1,4 +1,4 @@
-"""Listen for calls of a module without leaving a trace in what the script saves.
+"""Listen for calls of a module without leaving a trace in what the program saves.
 
 A forward pre-hook lives in the module's own dict, and `torch.save(model)` would pickle it. So the dicts that hold ours
 pickle and copy themselves as the plain ones they would be without it. In a compiled graph the hook does nothing.
@@ -37,6 +37,7 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
     hooks, flags = (vars(module).get(name) for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"))
     if isinstance(hooks, _Hooks):
         hooks.listeners.append(call)
+        _hook(module, hooks)
         return True
     if hasattr(module, "_get_fsdp_state"):
         module.register_forward_pre_hook(_make_hook(module, [call]), prepend=True, with_kwargs=True)
@@ -45,16 +46,35 @@ def hear_calls(module: nn.Module, call: OnCall) -> bool:
         return False  # the script's own handles refer to these dicts, and could no longer remove their hooks
     hooks, flags = _Hooks(), _Hooks()
     module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs = hooks, flags
-    handle = module.register_forward_pre_hook(_make_hook(module, hooks.listeners), with_kwargs=True)
-    hooks.ours = flags.ours = handle.id
     hooks.listeners.append(call)
+    _hook(module, hooks)
     return True
+
+
+def _hook(module: nn.Module, hooks: _Hooks) -> None:
+    """Have the listeners called, unless they are already."""
+    if hooks.ours not in hooks:
+        handle = module.register_forward_pre_hook(_make_hook(module, hooks.listeners), with_kwargs=True)
+        hooks.ours = handle.id
+        flags = module._forward_pre_hooks_with_kwargs
+        if isinstance(flags, _Hooks):
+            flags.ours = handle.id
+
+
+def stop_hearing(module: nn.Module, call: OnCall) -> None:
+    """Call it no more; the hook itself goes with the last listener."""
+    hooks = vars(module).get("_forward_pre_hooks")
+    if isinstance(hooks, _Hooks) and call in hooks.listeners:
+        hooks.listeners.remove(call)
+        if not hooks.listeners and hooks.ours in hooks:
+            del hooks[hooks.ours]
+            module._forward_pre_hooks_with_kwargs.pop(hooks.ours, None)
 
 
 def _make_hook(module: nn.Module, listeners: list[OnCall]) -> Callable[..., None]:
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling() and called is module:
-            for listener in listeners:
+            for listener in list(listeners):  # one may leave now
                 listener(called, args, kwargs)
 
     return before

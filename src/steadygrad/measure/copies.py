@@ -1,0 +1,171 @@
+"""CopyWatch: evaluations of a copy of the model -> the average that was made by hand and never moves.
+
+Copies are modules of the model's own type, with parameters of the same names and shapes. They are looked up once, among
+all live objects (10 to 20 ms), after the first steps; then their calls are heard, without a trace in what the program
+saves. A copy that is called with gradients, in steps close together (a reference or a target network), or with other
+weights than the first ones is left alone from then on. So is one whose name does not say that it is an average: a
+teacher may stay as it is. Costs one small host read in each of the first evaluations of a copy, none in a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadygrad.measure.quiet_hook import QuietHook
+from steadygrad.measure.rows import is_readable
+from steadygrad.measure.suspicious_ops import OUR_FOLDERS, find_caller
+from steadygrad.state.calls import hear_calls, stop_hearing
+
+MOST_COPIES, MOST_SEEN = 8, 512
+"""Copies that are heard, and modules of the model's type that are compared with it."""
+APART = 10
+"""Steps between two evaluations from which they look like validations, not like parts of a step."""
+NUM_EVALUATIONS = 3
+"""Evaluations with the first weights after which an average is idle: it may begin later than the training."""
+MOST_FRAMES = 32
+AVERAGES = frozenset(("ema", "swa", "avg", "average", "averaged", "shadow", "polyak"))
+"""Words in the name of an average."""
+
+
+@dataclass(slots=True)
+class _Calls:
+    last: int = 0
+    """Number of steps made at its last call."""
+    num_apart: int = 0
+    num_close: int = 0
+
+
+class CopyWatch:
+    """Call `search` once, a few steps into the training; `idle` is what was found since."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._first: Mapping[str, Tensor] = {}
+        self._calls: weakref.WeakKeyDictionary[nn.Module, _Calls] = weakref.WeakKeyDictionary()
+        """The copies; the program may drop them."""
+        self._listener = QuietHook(self._hear, num_arguments=3)
+        self._has_searched = False
+        self.num_steps = 0
+        """Steps made so far."""
+        self.idle: tuple[str, str] | None = None
+        """Name of an average that is evaluated and never moves, and file:line of the evaluation."""
+
+    def search(self, first: Mapping[str, Tensor], sample: Callable[[Tensor], Tensor]) -> None:
+        """Find copies, and hear their calls; `first` are samples of the first weights, as `sample` takes them."""
+        if self._has_searched or not first:
+            return
+        self._has_searched, self._first, self._sample = True, first, sample
+        for copy in find_copies(self._model)[:MOST_COPIES]:
+            if hear_calls(copy, self._listener):
+                self._calls[copy] = _Calls(last=-APART)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for copy in list(self._calls):
+            self._leave(copy)
+
+    def _leave(self, copy: nn.Module) -> None:
+        stop_hearing(copy, self._listener)
+        self._calls.pop(copy, None)
+
+    def _hear(self, copy: nn.Module, *_: Any) -> None:
+        """A copy is about to be called."""
+        calls, step = self._calls.get(copy), self.num_steps
+        if calls is None or step == calls.last:
+            return
+        is_apart = step - calls.last >= APART
+        calls.num_close += not is_apart
+        calls.last = step
+        if torch.is_grad_enabled() or calls.num_close > 1 or (is_apart and not self._is_first(copy)):
+            self._leave(copy)
+            return
+        calls.num_apart += is_apart
+        if calls.num_apart == NUM_EVALUATIONS:
+            name = find_average_name(copy)
+            if name:
+                self.idle = name, find_caller()
+            self._leave(copy)
+
+    @torch.no_grad()
+    def _is_first(self, copy: nn.Module) -> bool:
+        """Whether a copy holds the first weights and the model does not: reads a few numbers from the device."""
+        copied, own = (dict(one.named_parameters()) for one in (copy, self._model))
+        return all(_is_same(self._sample(copied[name]), first) for name, first in self._first.items()) and not all(
+            _is_same(self._sample(own[name]), first) for name, first in self._first.items()
+        )
+
+
+def find_copies(model: nn.Module) -> list[nn.Module]:
+    """Return live modules of the same type whose parameters have the same names and shapes and are others."""
+    kind, own = type(model), {id(module) for module in model.modules()}
+    shapes = _list_shapes(model)
+    referrers = gc.get_referrers(kind)  # an object refers to its type; a search in C, and no list of all objects
+    found = [thing for thing in referrers if type(thing) is kind and id(thing) not in own][:MOST_SEEN]
+    return [module for module in found if _is_copy(module, shapes)]
+
+
+def _is_copy(module: nn.Module, shapes: Mapping[str, tuple[torch.Size, int]]) -> bool:
+    try:
+        theirs = _list_shapes(module)
+    except Exception:  # one that is being built
+        return False
+    is_alike = theirs.keys() == shapes.keys() and all(theirs[name][0] == shapes[name][0] for name in shapes)
+    return is_alike and bool(shapes) and not {i for _, i in theirs.values()} & {i for _, i in shapes.values()}
+
+
+def _list_shapes(module: nn.Module) -> dict[str, tuple[torch.Size, int]]:
+    return {name: (p.shape, id(p)) for name, p in module.named_parameters() if is_readable(p)}
+
+
+def find_average_name(module: nn.Module) -> str:
+    """Return the name by which the calling code knows this module, if it says that it is an average; else ''."""
+    for frame in _list_frames():
+        for name, thing in [*frame.f_locals.items(), *frame.f_globals.items()]:
+            if thing is module and _is_average(name):
+                return str(name)
+            for attribute, value in _list_attributes(thing):
+                if value is module and any(map(_is_average, (name, attribute, type(thing).__name__))):
+                    return f"{name}.{attribute}"
+    return ""
+
+
+def _list_attributes(thing: Any) -> list[tuple[str, Any]]:
+    """Return what an object holds, without running code of its own; nothing for classes and plain values."""
+    try:
+        held = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return []
+    if type(held) is not dict:
+        return []
+    modules = held.get("_modules")
+    return [*held.items(), *(modules.items() if type(modules) is dict else ())]
+
+
+def _list_frames() -> Iterator[Any]:
+    """Yield the frames of the program that called us, innermost first."""
+    frame: Any = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return
+        if not frame.f_code.co_filename.startswith(OUR_FOLDERS):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_average(name: str) -> bool:
+    """Return whether a name has such a word in it: 'ema_model', 'ModelEma', not 'schema'."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return not AVERAGES.isdisjoint(re.split(r"[^a-z]+", words))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.equal(one.cpu(), other.cpu().to(one.dtype)))
