@@ -9,8 +9,7 @@ one in which the error shows. The cost is the CPU time of a step with everything
 `MeasureConfig(scan_every=0)`, which switches that off together with all other periodic scans; both take turns.
 
 The cases are those that the rules are tested with, and some rules were written for some of them: this is not a score on
-unseen errors. The results shown were put together from several runs while rules still changed; the steps of
-`deepspeed-5794` are set by its program, and `wait_alone` has no healthy twin. Repeat the command before you quote them.
+unseen errors. The steps of `deepspeed-5794` are set by its program, and `wait_alone` has no healthy twin.
 
     python benchmarks/silent.py [--quick]
 """

@@ -340,7 +340,7 @@ def summarise_silent(results: Results) -> list[Row]:
         f"TrainCheck's {len(theirs)}, rebuilt: {sum(bool(one['kind']) for one in theirs)}; TrainCheck itself "
         f"{sum(one['traincheck'] for one in theirs)}"
     )
-    return [("Errors that never crash, named without a reference run", ours, both)]
+    return [("Errors that never crash (our own cases), named without a reference run", ours, both)]
 
 
 SUMMARIES: dict[str, Callable[[Results], list[Row]]] = {

@@ -108,6 +108,18 @@ def test_ranks_that_lightning_starts_skip_the_same_step(strategy: str, tmp_path:
     assert skipped_steps(tmp_path / "run") == skipped_steps(tmp_path / "run" / "rank-1") == [5]
 
 
+def test_a_command_in_an_environment_whose_path_has_a_space_can_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "with space" / "train_it"
+    command.parent.mkdir()
+    command.write_text(f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\nprint('trained')\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    done = run(tmp_path, "-m", "steadygrad", "run", "--run-dir", "run", "train_it")
+    assert done.stdout == "trained\n", done.stderr
+
+
 def test_torchrun_can_be_run_as_a_command(tmp_path: Path) -> None:
     script = [str(SCRIPTS / "ddp.py"), "--out", "w.pt", "--poison", "3"]
     command = ["torchrun", "--nproc-per-node", "2", "--standalone", *script]

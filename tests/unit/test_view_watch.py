@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def wait_until(holds: Callable[[], bool], pane: Pane) -> None:
 @pytest.fixture
 def pane(tmp_path: Path) -> Iterator[Pane]:
     write_run(tmp_path / "run", 450)
-    pane = Pane(f"{sys.executable} -m steadygrad watch {tmp_path / 'run'}")
+    pane = Pane(shlex.join([sys.executable, "-m", "steadygrad", "watch", str(tmp_path / "run")]))
     yield pane
     pane.close()
 

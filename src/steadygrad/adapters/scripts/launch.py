@@ -53,8 +53,9 @@ def _find_command(name: str) -> str:
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is not None:
         with open(found, "rb") as file:
-            first = file.readline(200)
-        if first.startswith(b"#!") and b"python" in first:
+            first, second = file.readline(200), file.readline(200)
+        # A path of the interpreter that is long or has a space is named in the second line, for a shell.
+        if first.startswith(b"#!") and (b"python" in first or second.startswith(b"'''exec'")):
             return found
     raise UsageError(
         f"there is no script {name} in {Path.cwd()}, and no command of that name written in Python. Give the path of a "
