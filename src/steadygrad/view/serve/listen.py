@@ -46,7 +46,7 @@ class PageServer:
 
     @contextlib.contextmanager
     def _quiet_at_end(self) -> Iterator[None]:
-        """Inside, nothing is logged once the server was told to stop: pages that are open then are simply cut off."""
+        """Inside, nothing is logged once the server is stopping: open pages are cut off without a word."""
 
         def is_serving(_record: logging.LogRecord) -> bool:
             return not self._server.should_exit
