@@ -86,6 +86,7 @@ def _read_file(
             leave_out(row, reason)
             continue
         known.add(row["id"])
+        # The other languages' files name the same image: the first one's sample is completed
         sample = samples.setdefault(row["id"], Sample(row["id"]))
         if images is not None and sample.image is None:
             sample.image = _find_image(images, row["file_name"])
@@ -132,7 +133,7 @@ def _find_caption_fault(row: Any, known: set[int]) -> str | None:
 def _find_image(folder: Path, name: str) -> Path | None:
     """Return the file if it is inside the folder; a name that leads outside is not followed."""
     path = folder / name
-    inside = path.resolve().is_relative_to(folder.resolve())
+    inside = path.resolve().is_relative_to(folder.resolve())  # both resolved: the folder may itself be a link
     return path if inside and path.is_file() else None
 
 

@@ -29,7 +29,7 @@ class ModelConfig:
     """Sizes of the three encoders. The defaults train on a CPU; docs/recipes/clip6d.md has those of CLIP ViT-B/16."""
 
     pretrained: str | None = None
-    """Folder of a CLIP model with its tokenizer, as transformers saves it; none: both transformers start at random."""
+    """Folder of a CLIP model with its tokenizer, as transformers or OpenCLIP saves it; none: both start at random."""
     embed_dim: int = 128
     """Length of the vectors in the space that all modalities share."""
     image_size: int = 64

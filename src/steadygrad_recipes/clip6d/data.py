@@ -101,6 +101,7 @@ def has_modality(sample: Sample, name: str, vectors: dict[int, Tensor]) -> bool:
 
 def _split(samples: list[Sample], val_share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
     order = list(samples)
+    # A text as seed: the same in every process, whatever PYTHONHASHSEED is
     random.Random(f"split {seed}").shuffle(order)
     num_val = min(max(2, round(val_share * len(order))), len(order) // 2)
     return sorted(order[num_val:], key=lambda s: s.id), sorted(order[:num_val], key=lambda s: s.id)
@@ -115,7 +116,7 @@ def _read_vectors(folder: Path, left_out: list[LeftOut]) -> dict[int, Tensor]:
     if path is None:
         raise UsageError(f"{folder} has neither vectors.safetensors nor vectors.npz. {advice}")
     content = _load_arrays(path)
-    if set(content) < {"ids", "vectors"}:
+    if not {"ids", "vectors"} <= set(content):
         raise UsageError(f"{path} has {', '.join(content) or 'nothing'}, not ids and vectors. {advice}")
     ids, vectors = content["ids"], content["vectors"].float()
     if ids.dim() != 1 or vectors.dim() != 2 or len(ids) != len(vectors):
@@ -140,7 +141,7 @@ def _load_arrays(path: Path) -> dict[str, Tensor]:
             raise UsageError(f"{path} is not a safetensors file: {error}. Write it again.") from None
     numpy = import_extra("recipes", "numpy", what="reading vectors.npz")
     try:
-        with numpy.load(path, allow_pickle=False) as arrays:
+        with numpy.load(path, allow_pickle=False) as arrays:  # a pickle would run code
             return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except (ValueError, OSError) as error:
         raise UsageError(f"{path} is not an npz file of plain arrays: {error}. Write it with numpy.savez.") from None
@@ -159,6 +160,7 @@ class CaptionDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, key: Key) -> dict[str, Any]:
         epoch, index = key
         sample = self.samples[index]
+        # No generator is shared: which worker loads the sample, and when, makes no difference
         draw = random.Random(f"{self._seed} {epoch} {sample.id}")
         return {name: self._take(sample, name, draw if epoch >= 0 else None) for name in self._modalities}
 
@@ -189,6 +191,7 @@ def read_image(place: Any, side: int) -> Tensor | None:
     short = min(whole.size)
     left, top = ((length - short) // 2 for length in whole.size)
     square = whole.resize((side, side), images.Resampling.BICUBIC, box=(left, top, left + short, top + short))
+    # A bytearray: torch warns about a buffer that cannot be written
     return torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(side, side, 3).permute(2, 0, 1)
 
 
@@ -247,9 +250,11 @@ class CaptionLoader:
         random.Random(f"order {self._config.seed} {self._epoch}").shuffle(order)
         size = self._config.batch_size
         joined, own = size * count_ranks(), size * find_rank()
+        # All ranks shuffle alike; a step takes `joined` samples, of which this rank's begin at `own`
         starts = range(self._position * joined + own, len(self) * joined, joined)
         keys = [[(self._epoch, index) for index in order[start : start + size]] for start in starts]
         for batch in _load(self._data, keys, self._collate, self._config.workers):
+            # Before the yield: a state saved while the batch is in use must not give the batch again
             self._position += 1
             yield batch
 
@@ -265,6 +270,7 @@ class CaptionLoader:
 def iterate_validation(corpus: Corpus, config: Clip6dConfig) -> Iterator[Batch]:
     """Yield every validation sample once, in order, with its first captions; the last batch may be smaller."""
     data, size = CaptionDataset(corpus.val, corpus, config), config.batch_size
+    # Epoch -1: no draw among captions, so that validations are comparable
     keys = [[(-1, i) for i in range(start, min(start + size, len(data)))] for start in range(0, len(data), size)]
     yield from _load(data, keys, partial(collate, config=config, vector_dim=corpus.vector_dim), config.workers)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from steadygrad.state.random_state import unchanged_random
+from steadygrad.trainer.evaluating import in_eval_mode
 from steadygrad_recipes.clip6d.config import Clip6dConfig
 from steadygrad_recipes.clip6d.data import Corpus, iterate_validation
 from steadygrad_recipes.clip6d.module import join_features, present_of
@@ -31,6 +32,7 @@ def evaluate(module: Any, corpus: Corpus, config: Clip6dConfig) -> dict[str, flo
         for batch in iterate_validation(corpus, config):
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
             features, present = module.encode(batch), present_of(batch, len(module.modalities))
+            # A short batch has fewer negatives and a lower loss; taken only if it is the only one
             if len(present) == config.batch_size or not losses:
                 losses.append(module.compute_loss(features, present).float())
             seen.append(({name: f.float().cpu() for name, f in features.items()}, present.cpu()))
@@ -60,11 +62,6 @@ def find_device(module: Any) -> torch.device:
 
 @contextlib.contextmanager
 def without_trace(module: Any) -> Iterator[None]:
-    """Put the module into eval mode inside this context; restore its mode and the random state."""
-    was_training = module.training
-    module.eval()
-    try:
-        with unchanged_random([find_device(module)]):
-            yield
-    finally:
-        module.train(was_training)
+    """Put the module into eval mode inside this context; restore the mode of each part and the random state."""
+    with in_eval_mode(module), unchanged_random([find_device(module)]):
+        yield

@@ -30,6 +30,7 @@ from steadygrad_recipes.clip6d.encoders import count_parameters
 from steadygrad_recipes.clip6d.module import EnhancedLightningCLIPModule
 from steadygrad_recipes.clip6d.retrieval import RANKS, expect_by_chance, list_pairs
 from steadygrad_recipes.clip6d.saving import RunSaver
+from steadygrad_recipes.clip6d.sharding import ShardedStrategy
 from steadygrad_recipes.clip6d.storing import StoreIO, find_start
 from steadygrad_recipes.clip6d.synthetic import write_synthetic
 
@@ -83,6 +84,7 @@ def find_folder(config: Clip6dConfig, run_dir: Path) -> Path:
 
 def build_module(config: Clip6dConfig, corpus: Corpus) -> EnhancedLightningCLIPModule:
     """Build the module, with the same weights for the same seed."""
+    # Equal weights on all ranks, before DDP or sharding
     torch.manual_seed(config.seed)
     return EnhancedLightningCLIPModule(
         learning_rate=config.learning_rate,
@@ -117,6 +119,7 @@ def fit(
     run_dir.mkdir(parents=True, exist_ok=True)
     loader, progress = CaptionLoader(corpus, config), Progress()
     guards = build_guards(config, run_dir, progress) if config.protect and not is_switched_off() else None
+    # Rank 0 decides: ranks that see another newest checkpoint would resume apart
     start = share_from_first(lambda: find_start(resume, run_dir))
     if resume is not None:
         console.say("No checkpoint yet: starting from scratch" if start is None else f"Resuming at step {start[1]}")
@@ -125,6 +128,7 @@ def fit(
         saver = RunSaver(
             config, corpus, loader, guards=guards, progress=progress, io=io, run_dir=run_dir, console=console
         )
+        # The order of hooks: a step is guarded before it is evaluated and saved
         trainer = build_trainer(config, [saver] if guards is None else [guards, saver], io, run_dir)
         trainer.fit(module, loader, ckpt_path=None if start is None else start[0])
     return saver
@@ -167,13 +171,10 @@ def spread(config: Clip6dConfig) -> dict[str, Any]:
     num = count_ranks()
     if num == 1:
         return {"devices": 1}
-    if config.strategy != "ddp":
-        raise UsageError(
-            f"--strategy {config.strategy}: clip6d trains by Lightning's DistributedDataParallel. Use ddp; if memory "
-            "is short, --model.gradient-checkpointing, or a smaller batch_size."
-        )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", num))
-    return {"devices": local, "num_nodes": num // local, "strategy": "ddp", "use_distributed_sampler": False}
+    strategy = "ddp" if config.strategy == "ddp" else ShardedStrategy()
+    # CaptionLoader already gives each rank its part
+    return {"devices": local, "num_nodes": num // local, "strategy": strategy, "use_distributed_sampler": False}
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from steadygrad.adapters.lightning import EnhancedTrainingMixin, GuardCallback
 from steadygrad.extras import import_extra
 from steadygrad.losses import MultiwayScale, get_stable_loss_function, multiway_contrastive, safe_normalize
 from steadygrad.nn import add_gradient_checkpointing
+from steadygrad.state.shards import is_dtensor
 from steadygrad.trainer.ranks import count_ranks, is_first
 from steadygrad.trainer.stages import shape_rate
 from steadygrad_recipes.clip6d.config import IMAGE, VECTOR, ModelConfig
@@ -113,7 +114,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         features: dict[str, Tensor] = {}
         if self.texts:
             rows = self.text_encoder(pad_tokens([batch[name] for name in self.texts], self.fill))
-            features |= dict(zip(self.texts, rows.chunk(len(self.texts))))
+            features |= dict(zip(self.texts, rows.chunk(len(self.texts))))  # each [B, D]
         if IMAGE in self.modalities:
             features[IMAGE] = self.image_encoder(batch[IMAGE])
         if VECTOR in self.modalities:
@@ -136,6 +137,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
             negatives=cast(Any, self.negatives),
             label_smoothing=self.label_smoothing,
             present=present,
+            # Not in an evaluation: all ranks have the same validation samples, which would be their own negatives
             gather=self.gather and self.training and count_ranks() > 1,
         )
 
@@ -192,9 +194,13 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Return AdamW; the rate rises for `warmup_steps`, then follows a cosine to zero over all steps."""
-        decayed = [p for p in self.parameters() if p.dim() >= 2]
+        decayed = [p for p in self.parameters() if p.dim() >= 2]  # no decay for biases, norms and the logit scale
         others = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        sharded, whole = ([p for p in others if is_dtensor(p) == wanted] for wanted in (True, False))
+        groups = [
+            {"params": decayed, "weight_decay": self.weight_decay},
+            *({"params": some, "weight_decay": 0.0} for some in (sharded, whole) if some),  # no kernel takes both
+        ]
         fused = True if decayed[0].is_cuda else None
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, fused=fused)
         total, warmup = int(self.trainer.estimated_stepping_batches), self.warmup_steps
@@ -212,6 +218,7 @@ class EnhancedLightningCLIPModule(EnhancedTrainingMixin, LightningModule):  # ty
         features = self.encode(batch)
         present = present_of(batch, len(self.modalities))
         self.log("val_loss", self.compute_loss(features, batch.get("present")), batch_size=len(present))
+        # On the host: the features of the whole set need not fit beside the model
         self._seen.append(({name: f.float().cpu() for name, f in features.items()}, present.cpu()))
 
     def on_validation_epoch_end(self) -> None:
@@ -263,4 +270,5 @@ def average_cross_entropy(logits: Tensor) -> Tensor:
     labels = torch.zeros_like(logits)
     diagonal = torch.arange(size, device=logits.device)
     labels[(diagonal,) * num] = 1.0
+    # Classes are along dimension 1 for cross_entropy; the labels are symmetric in all axes
     return torch.stack([F.cross_entropy(logits.transpose(1, m), labels) for m in range(num)]).mean()

@@ -72,8 +72,13 @@ def print_zero_shot(module: EnhancedLightningCLIPModule, folder: Path, config: C
     texts = F.normalize(module.text_encoder(encode_captions(names, config.model)), dim=-1)
     right = total = 0
     for index, (name, files) in enumerate(classes.items()):
-        pixels = [read_image(file, config.model.image_size) for file in files]
-        images = torch.stack([one for one in pixels if one is not None])
+        read = (read_image(file, config.model.image_size) for file in files)
+        pixels = [one for one in read if one is not None]
+        if not pixels:
+            raise UsageError(
+                f"{folder / name} has no picture that can be read, of {len(files)}. Replace them, or remove the folder."
+            )
+        images = torch.stack(pixels)
         found = (F.normalize(module.image_encoder(images), dim=-1) @ texts.mT).argmax(1)
         hits = int((found == index).sum())
         right, total = right + hits, total + len(images)

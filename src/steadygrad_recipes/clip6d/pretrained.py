@@ -1,4 +1,4 @@
-"""A folder of a CLIP model, as transformers saves it -> its image and text encoders, and its tokenizer.
+"""A folder of a CLIP model, as transformers or OpenCLIP saves it -> its image and text encoders, and its tokenizer.
 
 Weights are read from safetensors, nothing is downloaded, and no code of the folder runs. The sizes of the model are its
 own: settings that contradict them are refused, with the values to write.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from steadygrad.errors import ConfigError
 from steadygrad.extras import import_extra
 from steadygrad_recipes.clip6d.config import ModelConfig
+from steadygrad_recipes.clip6d.openclip import is_openclip, read_openclip, read_pixels
 
 GAP = -1
 """Fills rows of tokens; no tokenizer has it."""
@@ -30,11 +31,11 @@ class ClipImage(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, mean: Sequence[float] = MEAN, std: Sequence[float] = STD) -> None:
         super().__init__()
         self.model = model
-        self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(STD).view(3, 1, 1), persistent=False)
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         embeds: Tensor = self.model(pixel_values=(images.float() / 255 - self.mean) / self.std).image_embeds
@@ -50,6 +51,7 @@ class ClipText(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         is_token = tokens != GAP
+        # CLIP pools at the first end token, so further ones behind it change nothing
         ids = torch.where(is_token, tokens, int(self.model.config.eos_token_id))
         embeds: Tensor = self.model(input_ids=ids, attention_mask=is_token.long()).text_embeds
         return embeds
@@ -58,16 +60,25 @@ class ClipText(nn.Module):
 def open_encoders(config: ModelConfig) -> tuple[ClipImage, ClipText]:
     """Return both encoders with their weights."""
     folder = _require_folder(config)
+    pixels = None
+    if is_openclip(folder):
+        (image, text), pixels = read_openclip(folder), read_pixels(folder)
+    else:
+        image, text = _open_transformers(folder)
+    _require_sizes(config, {"image_size": image.config.image_size, "embed_dim": image.config.projection_dim})
+    return ClipImage(image, *(pixels or (MEAN, STD))), ClipText(text)
+
+
+def _open_transformers(folder: Path) -> tuple[Any, Any]:
     transformers = import_extra("transformers", "transformers", what="model.pretrained", error=ConfigError)
-    safely: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+    safely: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}  # no network, no pickle
     try:
         image = transformers.CLIPVisionModelWithProjection.from_pretrained(folder, **safely)
         text = transformers.CLIPTextModelWithProjection.from_pretrained(folder, **safely)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.pretrained: {folder} cannot be read as a CLIP model: {reason}.") from None
-    _require_sizes(config, {"image_size": image.config.image_size, "embed_dim": image.config.projection_dim})
-    return ClipImage(image), ClipText(text)
+    return image, text
 
 
 @functools.cache
@@ -88,6 +99,7 @@ def encode_texts(texts: Sequence[str], folder: str, context: int) -> Tensor:
     end = tokenizer.eos_token_id
     rows = [list(tokenizer(text)["input_ids"]) for text in texts]
     rows = [row if row and row[-1] == end else [*row, end] for row in rows]
+    # The end stays when a text is cut: CLIP takes its vector from there
     rows = [row if len(row) <= longest else [*row[: longest - 1], end] for row in rows]
     width = max(map(len, rows))
     return torch.tensor([row + [GAP] * (width - len(row)) for row in rows])
@@ -95,13 +107,11 @@ def encode_texts(texts: Sequence[str], folder: str, context: int) -> Tensor:
 
 def _require_folder(config: ModelConfig) -> Path:
     folder = Path(str(config.pretrained))
-    if (folder / "open_clip_config.json").is_file() and not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not is_openclip(folder):
         raise ConfigError(
-            f"model.pretrained: {folder} is a model of OpenCLIP. Give one that transformers saved: its CLIPModel has "
-            "the same weights under other names, and most of them are published both ways."
+            f"model.pretrained: {folder} has no config.json. Give a folder of CLIPModel.save_pretrained, or one of "
+            "OpenCLIP with its open_clip_config.json."
         )
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.pretrained: {folder} has no config.json. Give a folder of CLIPModel.save_pretrained.")
     return folder
 
 

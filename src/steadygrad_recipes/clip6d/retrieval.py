@@ -23,7 +23,8 @@ def rank_matches(queries: Tensor, gallery: Tensor) -> Tensor:
     """For each query, count the others at least as near as its own, which is row i of the gallery. [N, D] each."""
     scores = F.normalize(queries.float(), dim=-1) @ F.normalize(gallery.float(), dim=-1).mT
     own = scores.diagonal().unsqueeze(1)
-    nearer = (scores >= own).sum(1) - 1
+    nearer = (scores >= own).sum(1) - 1  # its own is among them
+    # NaN fails `>=`, so such a query would seem to find its own first
     bad = ~(own.squeeze(1).isfinite() & scores.isfinite().all(1))
     return torch.where(bad, len(scores), nearer)
 

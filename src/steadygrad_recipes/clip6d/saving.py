@@ -28,6 +28,7 @@ from steadygrad.view.progress import describe_step
 from steadygrad_recipes.clip6d.config import Clip6dConfig
 from steadygrad_recipes.clip6d.data import CaptionLoader, Corpus
 from steadygrad_recipes.clip6d.evaluate import evaluate, guess_loss
+from steadygrad_recipes.clip6d.sharding import release_encoders
 from steadygrad_recipes.clip6d.storing import StoreIO
 
 Callback: Any = import_extra("lightning", "lightning.pytorch", "pytorch_lightning", what="the recipe clip6d").Callback
@@ -109,6 +110,7 @@ class RunSaver(Callback):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Report the epoch's numbers, then save everything."""
         if self.guard is not None:
+            # Before `take_epoch`: the last step is judged late
             self.guard.flush()
         self._hear()
         self._evaluate(trainer, pl_module)
@@ -147,6 +149,7 @@ class RunSaver(Callback):  # type: ignore[misc]
 
     def _hear(self) -> None:
         """Report the judged steps to the store, which decides by them which checkpoints are good."""
+        # Rank 0 alone writes, so it alone marks checkpoints
         for record in self._progress.take_heard() if is_first() else ():
             if record.skipped:
                 self._io.store.unhealthy_step(record.step, "it was skipped")
@@ -158,8 +161,10 @@ class RunSaver(Callback):  # type: ignore[misc]
         step = trainer.global_step
         if self._progress.evaluated == step:
             return
+        # Saved with the checkpoint: a resume at this step does not evaluate again
         self._progress.evaluated = step
         self._progress.last_metrics = evaluate(pl_module, self._corpus, self._config)
+        release_encoders(pl_module)
         line = {"step": step, "epoch": trainer.current_epoch, **self.metrics}
         if is_first():
             append_metrics(self._run_dir, line)
@@ -179,6 +184,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         """Return progress, position in the data and the random generators of every rank."""
         random = capture_random(self._devices)
         random["cuda"] = {str(device): state for device, state in random["cuda"].items()}
+        # A collective: Lightning builds a checkpoint on all ranks, also those that do not write
         every = gather_from_ranks(random)
         return {"progress": self._progress.state_dict(), "loader": self._loader.state_dict(), "random": every}
 
@@ -188,6 +194,7 @@ class RunSaver(Callback):  # type: ignore[misc]
         self._loader.load_state_dict(state["loader"])
         every = state["random"]
         every = [every] if isinstance(every, Mapping) else every  # of a run that knew one process only
+        # Kept for the first batch: Lightning draws numbers between this and that
         self._random = dict(every[find_rank() % len(every)])
 
 

@@ -125,7 +125,7 @@ def _take_vector(key: int, value: Any, vectors: dict[int, Tensor]) -> str:
     if isinstance(value, Place):
         numpy = import_extra("recipes", "numpy", what="reading vectors of a shard")
         try:
-            value = numpy.load(io.BytesIO(value.read()), allow_pickle=False)
+            value = numpy.load(io.BytesIO(value.read()), allow_pickle=False)  # a pickle would run code
         except ValueError as error:
             return f"its .npy cannot be read: {error}"
     vector = torch.as_tensor(value).float().flatten()
@@ -138,6 +138,7 @@ def _take_vector(key: int, value: Any, vectors: dict[int, Tensor]) -> str:
 def _read_tar(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the members that share a name, in the order of the file."""
     try:
+        # Uncompressed only, since places in the file are kept; nothing is extracted, so no name can write anywhere
         with tarfile.open(path, "r:") as archive:
             members = [member for member in archive if member.isfile()]
     except tarfile.TarError as error:
@@ -159,7 +160,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except Exception as error:  # pyarrow's own kinds
         raise UsageError(f"{path} is not a parquet file: {error}. Write it again.") from None
     number = 0
-    for batch in table.iter_batches(256):
+    for batch in table.iter_batches(256):  # not the whole table: images may be inside
         for row in batch.to_pylist():
             number += 1
             image = row.get("image")

@@ -47,6 +47,7 @@ class StoreIO(CheckpointIO):  # type: ignore[misc]
         try:
             about = {ENDS_EPOCH: True} if self.ends_epoch else {}
             self.store.save(state, step=checkpoint["global_step"], metrics=self.metrics, about=about)
+        # A disk that fails does not raise: the store reports it and the next save tries again
         except NonFiniteStateError as error:
             logger.error("No checkpoint was saved: %s", error)
 

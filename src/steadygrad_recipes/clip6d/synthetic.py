@@ -81,7 +81,7 @@ def write_synthetic(folder: Path, *, num: int, seed: int) -> Path:
     for language in WORDS:
         content = json.dumps(_caption_all(chosen, language), ensure_ascii=False)
         (folder / f"captions_{language}.json").write_text(content, encoding="utf-8")
-    _write_vectors(done, chosen, seed)
+    _write_vectors(done, chosen, seed)  # last: its file marks the set as complete
     return folder
 
 

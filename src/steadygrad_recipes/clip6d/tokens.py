@@ -24,7 +24,7 @@ def encode(text: str, context: int) -> list[int]:
     [256, 110, 257]
     """
     cut = text.encode()[: context - 2]
-    whole = cut.decode(errors="ignore").encode()
+    whole = cut.decode(errors="ignore").encode()  # drops a character that was cut in two
     return [BEGIN, *whole, END]
 
 
