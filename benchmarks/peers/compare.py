@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,10 @@ def ask(name: str, way: str) -> dict[str, Any]:
     return {"noticed": noticed, "saved": finite, "goes_on": finite and not raised, "names": names}
 
 
-def time_peers(names: list[str], *, rounds: int, quick: bool) -> dict[str, float]:
-    """A healthy step's processor time, which other programs disturb least, against the plain one's."""
+def time_peers(
+    names: list[str], *, rounds: int, quick: bool, middle: Callable[[list[float]], float] = statistics.median
+) -> dict[str, float]:
+    """A healthy step's processor time, which other programs disturb least, against that of the first of `names`."""
     size = (64, 2, 512) if quick else SHAPES["10M"]
     torch.manual_seed(0)
     base = GPT(*size, heads=8, context=128)
@@ -108,8 +110,8 @@ def time_peers(names: list[str], *, rounds: int, quick: bool) -> dict[str, float
                     times[name].append(time.process_time() - start)
         for step in steps.values():
             close(step)
-    middle = {name: statistics.median(taken) for name, taken in times.items()}
-    return {name: seconds / middle[names[0]] for name, seconds in middle.items()}
+    taken = {name: middle(seconds) for name, seconds in times.items()}
+    return {name: seconds / taken[names[0]] for name, seconds in taken.items()}
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:

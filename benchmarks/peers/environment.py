@@ -4,7 +4,7 @@ It lies in a cache folder ($XDG_CACHE_HOME or ~/.cache, then steadygrad/peers; o
 environment instead of loading another, and holds what requirements.txt pins. Nothing here is changed. What pip cannot
 install is said, and the comparison goes on without it.
 
-    python benchmarks/peers/environment.py [--folder DIR] [--harm] [-q]
+    python benchmarks/peers/environment.py [--folder DIR] [--harm | --silent | --traincheck] [-q]
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 KEPT = ("torch", "numpy")
 """What the peers must take as it is here."""
+PROGRAMS = {
+    "harm": ("harm.py", "what they do to healthy trainings"),
+    "silent": ("silent.py", "which errors that never crash they notice"),
+    "traincheck": ("traincheck_runs.py", "which of those TrainCheck notices; takes an hour"),
+}
+"""What is run instead of compare.py."""
 
 
 def find_cache() -> Path:
@@ -59,7 +65,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=find_cache(), help="where the environment is made")
     parser.add_argument("-q", dest="quick", action="store_true", help="what the comparison calls quick")
-    parser.add_argument("--harm", action="store_true", help="run harm.py: what they do to healthy trainings")
+    parser.set_defaults(program="compare.py")
+    for name, (program, about) in PROGRAMS.items():
+        parser.add_argument(f"--{name}", dest="program", action="store_const", const=program, help=about)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     python = make_environment(arguments.folder)
@@ -68,11 +76,7 @@ def main() -> int:
         print(f"pip could not install {', '.join(failed)}: left out.", file=sys.stderr)
     root = HERE.parent.parent
     paths = os.pathsep.join([str(root / "src"), str(HERE.parent)])
-    command = [
-        str(python),
-        str(HERE / ("harm.py" if arguments.harm else "compare.py")),
-        *(["--quick"] if arguments.quick else []),
-    ]
+    command = [str(python), str(HERE / arguments.program), *(["--quick"] if arguments.quick else [])]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
 
 
