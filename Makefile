@@ -12,11 +12,12 @@ STAMP  := $(VENV)/.installed
 # Capping oneDNN below AMX is safe everywhere and must happen before torch loads.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help demo test lint types unit coverage docs format bench release clean
+.PHONY: help demo test test-all lint types quick unit coverage docs format bench release clean
 
 help:
 	@echo "make demo    train a small transformer with three faults, unguarded and guarded (a minute)"
-	@echo "make test    lint, types, architecture, tests, the documentation built strictly"
+	@echo "make test    lint, types, architecture, tests, the documentation built strictly (ten minutes)"
+	@echo "make test-all  the same, with every case of every corpus and framework (twenty minutes)"
 	@echo "make coverage  the tests, with a report of the lines that they run in build/coverage/html"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make release  the wheel and the source archive in dist/, checked as the registry checks them"
@@ -31,7 +32,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m steadygrad demo
 
-test: lint types unit
+test: lint types quick
+
+test-all: lint types unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -39,6 +42,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# Without further cases of what a quick test shows, and without whole frameworks: tests/slow.py has the list.
+quick: $(STAMP)
+	$(BIN)/$(PYTEST) -m "not slow"
 
 unit: $(STAMP)
 	$(BIN)/$(PYTEST)

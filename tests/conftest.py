@@ -11,35 +11,51 @@ from collections.abc import Iterator
 
 # Some virtual CPUs advertise AMX and fault on it (SIGILL in half-precision matmuls); see the Makefile.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Tiny tensors: a second thread only waits, here and in every process that a test starts, and tests run beside others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before whoever imports its library first
 
 import pytest
 import torch
+
+from preloading import RANKS, preload
+from slow import find_slow, find_unused
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU, statement by statement
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU wherever it is imported
 
-torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and tests run beside others
+torch.set_num_threads(1)
 
 
 LONGEST = (
     "healthy/test_healthy.py",
     "distributed/test_tune_workers.py",
     "distributed/test_elastic.py",
+    "recipes/test_ranks.py",
     "stories/",
     "recipes/",
     "distributed/",
     "adapters/",
 )
 """Files that take longest. They come first: a worker that began one at the end would be waited for."""
+WHOLE_SUITE = 10_000
+"""More tests than this: all were collected, none chosen."""
 SHOWN_ABOVE_SECONDS = 60.0
 NUM_SHOWN = 40
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((i for i, one in enumerate(LONGEST) if f"tests/{one}" in item.nodeid), len(LONGEST))
     )
+    places = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for place in find_slow(list(places)):
+        places[place].add_marker(pytest.mark.slow)
+    unused = find_unused(list(places)) if len(items) > WHOLE_SUITE else []
+    if unused:
+        raise pytest.UsageError(f"tests/slow.py has patterns that no test fits: {', '.join(unused)}. Correct them.")
 
 
 def pytest_collection_finish() -> None:
@@ -63,6 +79,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # some libraries count at the end what the collector has left
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_is_not_looked_through() -> None:
+    """The same for what the files before have imported: a Guard and `diagnose` look for some objects among all."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_start_quickly(request: pytest.FixtureRequest) -> None:
+    """Ranks are forked from a server that has imported torch and what the file names in PRELOADED."""
+    if hasattr(request.module, "run_ranks"):
+        preload(*RANKS, *getattr(request.module, "PRELOADED", ()))
 
 
 @pytest.fixture(autouse=True)

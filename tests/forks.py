@@ -1,8 +1,9 @@
 """Programs in processes of their own, quickly: torch and Guard are imported once, each program is a fork of that.
 
 A program runs at the top level of its interpreter, so exit codes, tracebacks, signals and what happens at the end are
-those of `python -c`. All that it could tell them apart by is what is already imported: a test about imports, or about
-how a program starts, needs a real one.
+those of `python -c`. All that it could tell them apart by is what is already imported, and that modules are not taken
+apart after a good end or a `SystemExit`: a test about imports, about how a program starts, or about destructors after
+the last function of `atexit`, needs a real one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ from typing import IO
 
 SERVER = """
 import atexit, gc, json, os, socket, sys
+class Ending:  # known where the interpreter does with it what is certain
+    code = None
+def end(ending=Ending, gc=gc, os=os, sys=sys):  # the first to be registered is the last to be called
+    if type(ending.code) is int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.code & 255)  # to take a thousand modules apart takes longer than most programs
+    gc.unfreeze()  # the interpreter ends as ever
+atexit.register(end)
 import torch, torch._dynamo.convert_frame, torch.utils.data
 import steadygrad.cli, steadygrad.guard
 torch.set_num_threads(1)
@@ -56,10 +66,14 @@ os.environ.clear()
 os.environ.update(request["environment"])
 sys.argv = ["-c", *request["arguments"]]
 program = request["code"]
-atexit.register(gc.unfreeze)  # the interpreter ends as ever
-for name in ("atexit", "gc", "json", "socket", "calls", "request", "files", "file", "child", "name", "_"):
+for name in ("atexit", "end", "gc", "json", "socket", "calls", "request", "files", "file", "child", "name", "_"):
     globals().pop(name, None)
-exec(compile(program, "<string>", "exec"))
+try:
+    exec(compile(program, "<string>", "exec"))
+    Ending.code = 0
+except SystemExit as leaving:
+    Ending.code = 0 if leaving.code is None else leaving.code
+    raise
 """
 
 
