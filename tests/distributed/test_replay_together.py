@@ -106,6 +106,8 @@ class Once(Sharded):
 
 
 def train_once(enabled: bool = True) -> dict[str, Any]:
+    # Memory as allocated is then NaN: what other ranks have not filled must not look like a value of the step.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     training = Once("1d", enabled=enabled)
     return training.run(training.take_root_once)
 
@@ -174,3 +176,27 @@ def test_ranks_give_up_together_when_one_failed_or_they_would_miss_each_other() 
         "the replay was given up: it failed on another rank",
         "the replay was given up: the ranks are at different places of it",
     ]
+
+
+def train_microbatches(bad: int) -> dict[str, Any]:
+    """Two microbatches a step; in one step, microbatch `bad` of rank 1 has a NaN loss."""
+    training = Sharded("1d")
+    batches = make_own_batches("1d", 8)
+    if dist.get_rank() == 1:
+        batches[4 + bad][0][5, 0] = -1000.0
+    for first in range(0, 8, 2):
+        for x, y in batches[first : first + 2]:
+            training.guard.backward(training.take_root, x, y)
+        training.guard.step()
+    causes = [incident.cause for incident in training.guard.incidents]
+    return {
+        "skipped": training.guard.stats()["num_skipped"],
+        "causes": [(c.op, c.note) for c in causes if c is not None],
+    }
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_ranks_that_replay_together_stop_after_the_same_microbatch(bad: int) -> None:
+    for result in run_ranks(train_microbatches, 2, bad, time_limit_seconds=120):
+        note = f"Replayed on rank 1. In microbatch {bad} of 2, counted from 0."
+        assert result == {"skipped": 1, "causes": [("aten.sqrt", note)]}

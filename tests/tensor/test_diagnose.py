@@ -197,6 +197,20 @@ def test_a_compiled_model_is_replayed_eagerly() -> None:
     assert cause.reproducible == "yes, the same kind (software, not hardware)"
 
 
+def test_a_compiled_model_that_the_function_refers_to_is_replayed_too() -> None:
+    """A compiled model has `__len__`, which raises where its module has none."""
+    compiled = torch.compile(linear(), backend="eager")
+
+    def step(x: Tensor) -> Tensor:
+        return break_at_zero(compiled, x)
+
+    cause = diagnose(step, bad_batch(), model=compiled)
+    torch._dynamo.reset()
+
+    assert cause is not None
+    assert (cause.op, cause.phase) == ("aten.sqrt", "backward")
+
+
 def test_data_parallel_is_replayed_as_its_module() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -586,7 +600,7 @@ def test_of_several_microbatches_the_bad_one_is_named() -> None:
     assert capture is captures[1]
     assert cause is not None
     assert (cause.op, cause.samples) == ("aten.sqrt", (2,))
-    assert cause.note == "In microbatch 1 of 3."
+    assert cause.note == "In microbatch 1 of 3, counted from 0."
 
 
 def test_that_no_microbatch_fails_again_is_told_once() -> None:

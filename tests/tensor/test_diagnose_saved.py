@@ -121,6 +121,20 @@ def test_weights_that_are_too_large_are_left_out(tmp_path: Path) -> None:
     assert load_batch(tmp_path / path).weights == {}
 
 
+def test_weights_that_would_be_over_the_bound_are_left_out(tmp_path: Path) -> None:
+    model, batch = nn.Linear(24, 24), torch.zeros(25_000)
+    alone = Quarantine(run_dir=tmp_path / "alone").save(0, capture_of(batch))
+    assert alone is not None
+    bound = (tmp_path / "alone" / alone).with_suffix(".safetensors").stat().st_size + 1000
+
+    # The weights take 2.4 kB: less than the share of one step, more than the batch leaves.
+    path = Quarantine(run_dir=tmp_path, max_bytes=bound).save(0, capture_of(batch, model=model))
+
+    assert path is not None
+    assert load_batch(tmp_path / path).weights == {}
+    assert (tmp_path / path).with_suffix(".safetensors").stat().st_size <= bound
+
+
 def test_a_file_that_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "step-00000000.json"
     with pytest.raises(UsageError, match="cannot be read"):

@@ -24,6 +24,11 @@ MOST_ITEMS = 1000
 """A longer container that a function refers to, such as a dataset, is not searched."""
 
 
+def spell_ordinal(place: int) -> str:
+    """Return "first" for 0, and so on."""
+    return ORDINALS[place] if place < len(ORDINALS) else f"{place + 1}th"
+
+
 def spell_inputs(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -37,6 +42,7 @@ def spell_inputs(
     found = [*_spell_call(args, kwargs, call), *_spell_arguments(fn, args, kwargs), *_spell_referred(fn)]
     names: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in found:
+        # The first name wins: the words of the call, then the parameter, then what the function takes from around it.
         names.setdefault(id(tensor), (name, tensor))
     return list(names.values())
 
@@ -63,7 +69,7 @@ def _spell_arguments(
             yield from spell_tensors(value, name)
         return
     for place, value in enumerate(args):
-        argument = f"the {ORDINALS[place] if place < len(ORDINALS) else f'{place + 1}th'} argument"
+        argument = f"the {spell_ordinal(place)} argument"
         for path, tensor in spell_tensors(value, ""):
             yield f"{path} of {argument}" if path else argument, tensor
     for name, value in kwargs.items():
@@ -86,8 +92,16 @@ def _spell_referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
             yield from spell_tensors(value, name)
         fn = fn.func
     for name, value in (*_list_attributes(fn), *_list_around(fn)):
-        if isinstance(value, Tensor) or (isinstance(value, Sized) and len(value) <= MOST_ITEMS):
+        if isinstance(value, Tensor) or _is_short(value):
             yield from spell_tensors(value, name)
+
+
+def _is_short(value: Any) -> bool:
+    """Return whether a value is a container of few items."""
+    try:
+        return isinstance(value, Sized) and len(value) <= MOST_ITEMS
+    except Exception:  # the program's own code, or a compiled model: it has `__len__` even where its module has none
+        return False
 
 
 def _list_attributes(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:

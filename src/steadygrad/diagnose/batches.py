@@ -36,6 +36,7 @@ def take_samples(value: Any, indices: Sequence[int], size: int, depth: int = MAX
     if isinstance(value, nn.Module) or not depth:
         return value
     if isinstance(value, list | tuple):
+        # A list of `size` batched tensors holds features, not samples: each of them is cut instead.
         if len(value) == size and not any(_is_batched(item, size) for item in value):
             return _rebuild(value, [value[index] for index in indices])
         return _rebuild(value, [take_samples(item, indices, size, depth - 1) for item in value])
@@ -49,8 +50,10 @@ def take_samples(value: Any, indices: Sequence[int], size: int, depth: int = MAX
 def _take_rows(tensor: Tensor, indices: Sequence[int], size: int) -> Tensor:
     if not tensor.dim() or tensor.shape[0] != size:
         return tensor
+    # A copy, not a view: an op that writes to the part must not reach the batch.
     rows = torch.tensor(indices, device=tensor.device)
     taken = tensor.detach().index_select(0, rows)
+    # A leaf of its own: gradients of a part must not be added to the batch's.
     return taken.requires_grad_() if tensor.requires_grad else taken
 
 

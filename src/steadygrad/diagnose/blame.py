@@ -8,7 +8,7 @@ those alone was born where it became NaN. The earliest birth is to blame. Pure: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from steadygrad.diagnose.ranges import FINITE, Range, RangeTable
@@ -21,7 +21,7 @@ TAKES_MINUS_INF = ("softmax", "logsumexp", "scaled_dot_product", "sub", "exp", "
 
 
 MOST_HURTS = 16
-"""How many hurts are traced back one by one."""
+"""About how many gradients, and at most how many other hurts, are traced back one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class Blame:
         self._of_reads: dict[int, Range] = {}  # what was merged once; reads and events live as long as the trace
         self._of_events: dict[int, Range] = {}
 
-    def find_origin(self, hurts: Iterable[Hurt]) -> Origin | None:
-        """Return the earliest birth that reached one of `hurts`."""
+    def find_origin(self, hurts: Iterable[Hurt], accepts: Callable[[Origin], bool] = lambda _: True) -> Origin | None:
+        """Return the earliest birth that reached one of `hurts`, of those that `accepts` is true for."""
         origins = [origin for hurt in _choose_hurts(list(hurts)) if (origin := self._trace_back(hurt)) is not None]
-        return min(origins, key=self._rank, default=None)
+        return min(filter(accepts, origins), key=self._rank, default=None)
 
     def find_range(self, read: Read) -> Range:
         """Return the range of what was read."""
@@ -101,6 +101,7 @@ class Blame:
         while waiting:
             read, taker, wants_nan = waiting.pop()
             for writer in self._find_bad_writers(read, wants_nan=wants_nan):
+                # The first visit counts, so paths are trees and the walk ends, however often a bad value was read.
                 if writer in later:
                     continue
                 later[writer] = taker
@@ -137,10 +138,12 @@ class Blame:
     def _find_parents(self, event: Event, made: Range) -> list[Read]:
         """Return the reads that can have made this output bad; empty if it was born here."""
         bad = [read for read in event.reads if self.find_range(read).is_nonfinite]
+        # The Inf is the number that the program wrote: it was born here, whatever else went in.
         if event.constant and not made.has_nan:
             return []
         with_nan = [read for read in bad if self.find_range(read).has_nan]
         if made.has_nan:
+            # Without a NaN among them, two infinities made it: inf - inf, 0 * inf.
             return with_nan or bad
         return [read for read in bad if not self.find_range(read).has_nan] or bad
 
@@ -168,6 +171,7 @@ class Blame:
         if event.constant:
             return True
         if event.is_given or self._is_log_of_mask(event):
+            # The log of a mask is meant for softmax, logsumexp and attention; elsewhere a log(0) is a mistake.
             parts = TAKES_MINUS_INF if event.is_given else TAKES_MINUS_INF[:3]
             turned = "" if birth.turned is None else birth.turned.name
             return made.has_only_minus_inf and any(part in turned for part in parts)
@@ -215,6 +219,7 @@ def _choose_hurts(hurts: list[Hurt]) -> list[Hurt]:
         return hurts
     gradients = [hurt for hurt in hurts if hurt.name.startswith("gradient")]
     others = [hurt for hurt in hurts if not hurt.name.startswith("gradient")]
+    # Backward writes the gradient next to the birth first, so the lowest event is the closest.
     ordered = sorted(gradients, key=lambda hurt: max(hurt.read.writers, default=-1))
     half = MOST_HURTS // 2
     rest = ordered[half:]
@@ -225,7 +230,7 @@ def merge_ranges(ranges: Iterable[Range]) -> Range:
     """Return the range of several tensors together; NaN wins."""
     low, high = float("inf"), float("-inf")
     for one in ranges:
-        if one.has_nan:
+        if one.has_nan:  # before min() and max(), which keep or drop a NaN by its place
             return one
         low, high = min(low, one.low), max(high, one.high)
     return Range(low, high) if low <= high else FINITE

@@ -47,6 +47,7 @@ class AutocastState:
         wanted = dict(self.dtypes)
         with contextlib.ExitStack() as stack:
             for device in DEVICES:
+                # One that is open now and was not then must be closed inside, so it is entered with enabled=False.
                 if device in wanted or torch.is_autocast_enabled(device):
                     stack.enter_context(
                         torch.autocast(device, wanted.get(device), enabled=device in wanted, cache_enabled=self.cache)
@@ -86,6 +87,7 @@ class Capture:
         is_model_call: bool = False,
     ) -> Capture:
         """Take it before the forward, under the autocast that the forward will run in."""
+        # Runs before every forward, so only counters are read: a checksum would read the batch, and wait for it.
         versions = tuple((name, read_version(tensor)) for name, tensor in name_inputs(args, kwargs))
         return cls(
             fn=fn,
@@ -125,6 +127,7 @@ class Capture:
     def is_compiled(self) -> bool:
         """Whether the step, or a part of the model, was compiled."""
         modules = [] if self.model is None else list(self.model.modules())
+        # Private to torch: the first is set by torch.compile(model), the second by model.compile().
         parts = [hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules]
         return any(parts) or hasattr(self.fn, "_torchdynamo_orig_callable")
 

@@ -21,12 +21,15 @@ from steadygrad.diagnose.own_names import name_fixes, use_own_names
 from steadygrad.diagnose.situation import Operand, Situation
 from steadygrad.diagnose.trace import Event, Trace
 from steadygrad.facts import Cause, name_holder
+from steadygrad.state.shards import take_local
 
 MAX_NEIGHBOURS = 6
 """Ops before and after the culprit that an explanation can use."""
 
 OUTSIDE_OF_STEP = "a tensor made outside of the step"
 """Name of a tensor that is neither of the batch nor of the model."""
+Owner = tuple[str, str, Tensor]
+"""What a tensor from outside of the step is: 'input' or 'parameter', its name, the tensor."""
 
 
 @dataclass(slots=True)
@@ -107,6 +110,7 @@ class CauseBuilder:
             return None
         for read, operand in zip(event.reads, view.operands):
             writer = self.trace.events[read.writers[-1]]
+            # From another node: what the same node made itself is not the gradient that came in.
             if not writer.is_given and writer.forward != event.forward and (writer.in_engine or not writer.place.code):
                 return operand
         return None
@@ -115,6 +119,7 @@ class CauseBuilder:
         names: list[str] = []
         waiting, seen = [self.culprit], {self.culprit.index}
         while waiting and len(names) < MAX_NEIGHBOURS:
+            # Breadth first: explanations look at the nearest ops first.
             event = waiting.pop(0)
             for writer in dict.fromkeys(writer for read in event.reads for writer in read.writers[-2:]):
                 made = self.trace.events[writer]
@@ -225,15 +230,12 @@ def add_sources(operands: Sequence[Operand], place: Place, op: str) -> tuple[Ope
     return (*named, *operands[len(named) :])
 
 
-def describe_given(
-    builder: CauseBuilder, owners: Mapping[int, tuple[str, str, Tensor]], batch: Sequence[tuple[str, Tensor]]
-) -> Cause:
-    """The Cause of a value that was bad before the step began. `owners`: storage -> phase, name, tensor."""
+def describe_given(builder: CauseBuilder, owner: Owner | None, batch: Sequence[tuple[str, Tensor]]) -> Cause:
+    """The Cause of a value that was bad before the step began."""
     origin = builder.origin
-    key = builder.find_given_key()
-    phase, name, tensor = owners.get(key or 0, ("input", OUTSIDE_OF_STEP, None))
+    phase, name, tensor = owner or ("input", OUTSIDE_OF_STEP, None)
     operand = None if tensor is None else measure_operand(name, tensor)
-    is_sample = phase == "input" and any(tensor is one for _, one in batch)
+    is_sample = phase == "input" and any(tensor is take_local(one) for _, one in batch)
     situation = Situation(
         op=phase if is_sample or phase == "parameter" else "outside",
         phase=phase,
@@ -263,16 +265,16 @@ def describe_given(
     )
 
 
-def name_owners(
-    trace: Trace, inputs: Mapping[str, Tensor], model: nn.Module | None
-) -> dict[int, tuple[str, str, Tensor]]:
-    """Map each storage to its owner."""
-    owners: dict[int, tuple[str, str, Tensor]] = {}
+def name_owners(trace: Trace, inputs: Mapping[str, Tensor], model: nn.Module | None) -> dict[int, Owner]:
+    """Map each storage to its owner, of which this rank may hold a part."""
+    owners: dict[int, Owner] = {}
     states = [] if model is None else [*model.named_parameters(), *model.named_buffers()]
     named = [*(("parameter", name, t) for name, t in states), *(("input", name, t) for name, t in inputs.items())]
     for phase, name, tensor in named:
-        for key in trace.lineage.find_keys(tensor)[:1]:
-            owners.setdefault(key, (phase, name, tensor))
+        part = take_local(tensor)
+        for key in trace.lineage.find_keys(part)[:1]:
+            # The first name wins: tied weights, and a batch that is a view of another argument, have several.
+            owners.setdefault(key, (phase, name, part))
     return owners
 
 

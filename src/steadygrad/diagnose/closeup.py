@@ -49,13 +49,16 @@ class Closeup:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the call; look at it if it is one of those."""
+        # Backward runs a thread for each device.
         with self._lock:
             number, self._next = self._next, self._next + 1
         if number not in self._targets:
             return func(*args, **kwargs)
         signature = read_signature(func)
+        # Threads of several devices interleave differently in each replay: then the number is another call's.
         if signature.name != self._targets[number]:
             return func(*args, **kwargs)
+        # Before the call, which may write to its operands.
         view = View(operands=look_at_operands(signature, args, kwargs))
         view.scalars = find_scalars(signature, args, kwargs)
         self.views[number] = view
@@ -110,7 +113,7 @@ def measure_operand(name: str, tensor: Tensor) -> Operand:
     pieces = torch.stack([_measure_piece(piece) for piece in split_flat(values)])  # [pieces, 7]
     low, high, smallest = pieces[:, 0].amin(), pieces[:, 1].amax(), pieces[:, 2].amin()
     numbers = torch.stack([low, high, smallest, *pieces[:, 3:].sum(0)]).tolist()
-    found = numbers[0] <= numbers[1]
+    found = numbers[0] <= numbers[1]  # inf and -inf where no element is finite
     return Operand(
         name=name,
         dtype=dtype,
@@ -136,8 +139,10 @@ def _measure_piece(piece: Tensor) -> Tensor:
     x = piece if piece.dtype in (torch.float64, torch.float32) else piece.double()
     finite = x.isfinite()
     infinity = float("inf")
+    # Selected, not multiplied by the mask: 0 * NaN is NaN, and one NaN would win every reduction.
     low = torch.where(finite, x, infinity).amin()
     high = torch.where(finite, x, -infinity).amax()
     smallest = torch.where(finite & (x != 0), x.abs(), infinity).amin()
     counts = (x == 0).sum(), (x < 0).sum(), x.isnan().sum(), x.isinf().sum()
+    # float64 holds counts exactly up to 2**53; float32 only up to 2**24.
     return torch.stack([number.double() for number in (low, high, smallest, *counts)])

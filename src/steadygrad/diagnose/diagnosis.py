@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from steadygrad.diagnose.blame import Blame, Hurt, Origin
-from steadygrad.diagnose.cause_builder import OUTSIDE_OF_STEP, CauseBuilder, add_sources, describe_given, name_owners
+from steadygrad.diagnose.cause_builder import CauseBuilder, Owner, add_sources, describe_given, name_owners
 from steadygrad.diagnose.closeup import Closeup, View
 from steadygrad.diagnose.explanations import explain
 from steadygrad.diagnose.failures import find_failure, find_refusal
@@ -38,7 +38,6 @@ from steadygrad.measure.loss import find_loss
 
 EXACT = "yes, bit for bit (software, not hardware)"
 SAME_KIND = "yes, the same kind with other bits: an op of the step is not deterministic"
-SENDING = ("c10d", "_c10d_functional")
 RECEIVED = "it came from another rank, through a collective"
 TALKS = "the step itself talks to other ranks, so that it cannot be replayed on one"
 COLLECTIVE_REPLAYS = 3
@@ -73,6 +72,7 @@ class Diagnosis:
         try:
             return self._make()
         finally:
+            # Also after an error or an early answer.
             while self._collective and self._num_replays < COLLECTIVE_REPLAYS:
                 with self._replay():
                     pass
@@ -89,26 +89,27 @@ class Diagnosis:
                 find_loss(run.result)  # raises: without loss and gradient nothing was looked at
         if isinstance(first.error, CollectiveError):
             return unknown(str(first.error) if self._collective else TALKS)
+        # `_look_further` makes replays of its own, which other ranks would not make.
         if not first.hurts and not self._collective:
             return self._look_further()
         with self._replay(self._trace) as run:
             second = find_symptoms(run, self._step.model)
             self.fingerprints.append(second.fingerprint)
             terms = describe_named_terms(run.result)
+            # Inside `with`: tensors and their storages are still those that the trace has seen.
             hurts = self._find_hurts(run, second)
             self._trace.ranges.read()
         blame = Blame(self._trace.events, self._trace.ranges)
-        if self._step.sharded:
-            hurts = [hurt for hurt in hurts if not hurt.name.startswith("gradient")] + self._find_sent(blame)
         if first.error is not None:
             hurts += find_failure(self._trace, blame)
-        origin = blame.find_origin(hurts)
+        origin = self._find_own_origin(blame, hurts) if self._collective else blame.find_origin(hurts)
         if origin is None or (first.error is not None and origin.event.constant):
             return self._describe_without_origin(first, second)
         cause, view = self._describe(origin, blame)
-        if self._collective and (cause.file is None or cause.name == OUTSIDE_OF_STEP):
+        if self._collective and cause.file is None:
             return unknown(RECEIVED, kind=cause.kind)
-        if not terms and hurts[0].name == "loss":
+        # Empty for a value that this rank sent and did not use itself.
+        if not terms and hurts and hurts[0].name == "loss":
             terms = describe_summed_terms(self._trace, blame, hurts[0].read)
         cause = dataclasses.replace(cause, terms=terms, reproducible=compare_replays(first, second))
         if first.error is not None:
@@ -139,11 +140,22 @@ class Diagnosis:
         reads = ((name, self._trace.find_read(tensor), range) for name, tensor, range in found if tensor is not None)
         return [Hurt(name, read, range) for name, read, range in reads if read is not None]
 
+    def _find_own_origin(self, blame: Blame, hurts: list[Hurt]) -> Origin | None:
+        """Return where this rank itself made what hurts it; else, what it sent to others and what hurts those."""
+
+        def is_own(origin: Origin) -> bool:
+            event = origin.event
+            is_known = self._find_owner(CauseBuilder(self._trace, blame, origin, self._modules)) is not None
+            # Backends may fill what they received from a tensor of their own, which then seems to be given.
+            return not event.is_collective and (is_known or event.constant or not event.is_given)
+
+        return blame.find_origin(hurts, is_own) or blame.find_origin(self._find_sent(blame), is_own)
+
     def _find_sent(self, blame: Blame) -> list[Hurt]:
-        """Return what this rank gave to collectives: gradients from them are made of other ranks' as well."""
+        """Return what is not finite of all that this rank gave to collectives."""
         events = self._trace.events
-        given = [read for event in events if event.name.startswith(SENDING) for read in event.reads]
-        # Room for what will be received holds anything before it is.
+        given = [read for event in events if event.is_collective for read in event.reads]
+        # Not what other ranks gave: they explain it themselves.
         sent = [read for read in given if not all(events[writer].is_uninitialised for writer in read.writers)]
         ranges = [(read, blame.find_range(read)) for read in sent]
         return [Hurt("value sent to other ranks", read, one) for read, one in ranges if one.is_nonfinite]
@@ -194,17 +206,21 @@ class Diagnosis:
     def _describe(self, origin: Origin, blame: Blame) -> tuple[Cause, View | None]:
         builder = CauseBuilder(self._trace, blame, origin, self._modules)
         if origin.event.is_given:
-            # Where no line of the program uses the tensor, the line that called the model is shown, with its words.
-            inputs = dict(self._step.spell_inputs(at_call=builder.place.code is None))
-            owners = name_owners(self._trace, inputs, self._step.model)
-            if builder.find_given_key() in owners or not origin.event.constant:
-                return describe_given(builder, owners, name_inputs(self._step.args, self._step.kwargs)), None
+            owner = self._find_owner(builder)
+            if owner is not None or not origin.event.constant:
+                return describe_given(builder, owner, name_inputs(self._step.args, self._step.kwargs)), None
         closeup = Closeup(builder.targets)
         with self._replay(closeup):
             pass
         builder.views = closeup.views
         self._culprit = builder.culprit
         return builder.build(), closeup.views.get(origin.event.number)
+
+    def _find_owner(self, builder: CauseBuilder) -> Owner | None:
+        """Return what a tensor from outside of the step is; None if it is neither of the batch nor of the model."""
+        # Where no line of the program uses the tensor, the line that called the model is shown, with its words.
+        inputs = dict(self._step.spell_inputs(at_call=builder.place.code is None))
+        return name_owners(self._trace, inputs, self._step.model).get(builder.find_given_key() or 0)
 
     def _add_samples(self, cause: Cause, view: View | None) -> Cause:
         if cause.phase in ("input", "parameter"):

@@ -101,6 +101,7 @@ class Effects:
         self._todo: list[tuple[Any, str]] = [(fn, "the function"), (args, "an argument"), (dict(kwargs), "an argument")]
         while self._todo and self.obstacle is None:
             self._look(*self._todo.pop())
+        # Stopped at an obstacle, it may still refer to the program's objects.
         self._todo.clear()
 
     def undo(self) -> bool:
@@ -117,6 +118,7 @@ class Effects:
         self._alive.append(thing)
         if len(self._seen) > MAX_OBJECTS:
             self.obstacle = f"it reaches more than {MAX_OBJECTS} objects, too many to put back"
+        # Before the packages below: a module of torch's own may hold the program's objects.
         elif isinstance(thing, nn.Module):
             self._look_at_module(thing, name)
         elif isinstance(thing, types.FunctionType):
@@ -160,6 +162,7 @@ class Effects:
             if name in fn.__globals__:
                 value = fn.__globals__[name]
                 if isinstance(value, types.ModuleType) and not _is_library(getattr(value, "__file__", None) or ""):
+                    # The code does not say which names are attributes of this module: all of them are looked up.
                     self._todo += [(vars(value)[n], f"{name}.{n}") for n in used if n in vars(value)]
                 elif isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _TRACKERS:
                     self.obstacle = f"it writes to a tracker ({name})"
@@ -189,7 +192,7 @@ class Effects:
         return True
 
     def _look_at_numpy(self, thing: Any) -> None:
-        numpy = sys.modules["numpy"]
+        numpy = sys.modules["numpy"]  # not imported here: it is not a dependency, and the object shows that it is there
         if isinstance(thing, numpy.random.Generator):
             thing = thing.bit_generator
         if isinstance(thing, numpy.random.BitGenerator):
@@ -208,6 +211,7 @@ class Effects:
     def _look_at_object(self, thing: Any, name: str) -> None:
         kind = type(thing)
         package = kind.__module__.partition(".")[0]
+        # Before the packages that are not looked into: torch's iterators over a DataLoader draw from it as well.
         if isinstance(thing, Iterator | io.IOBase):
             self.obstacle = f"it draws from a {kind.__name__} ({name})"
         elif package in _OUTSIDE or isinstance(thing, threading.Thread):
@@ -222,6 +226,7 @@ class Effects:
             held = {slot: getattr(thing, slot) for slot in slots if hasattr(thing, slot)}
             self._undo.append(functools.partial(_put_back_slots, thing, held))
             self._todo += [(value, f"{name}.{slot}") for slot, value in held.items()]
+        # Written in C, with a state that Python cannot see: nothing could be put back.
         elif package not in _SAFE_EXTENSIONS and package not in sys.stdlib_module_names:
             self.obstacle = f"{name} is a {kind.__module__}.{kind.__qualname__}, whose state cannot be read"
 
@@ -233,6 +238,7 @@ def _copy(thing: Any) -> Any:
 def _put_back(thing: Any, before: Any) -> bool:
     """Write only if something changed: other code may be using the object's own dict."""
     if isinstance(thing, dict):
+        # By identity: == would run the program's own code, and compare tensors element by element.
         same = len(thing) == len(before) and all(k in thing and thing[k] is v for k, v in before.items())
     elif isinstance(thing, set):
         same = thing == before
@@ -249,6 +255,7 @@ def _put_back(thing: Any, before: Any) -> bool:
 
 
 def _put_back_attributes(module: nn.Module, before: dict[str, Any]) -> bool:
+    # Switched off by `on_one_rank`, which is still active here and puts them back itself.
     present = {name: vars(module)[name] for name in _SYNC_FLAGS if name in vars(module)}
     return _put_back(vars(module), {**before, **present})
 
@@ -269,6 +276,7 @@ def _put_back_name(namespace: dict[str, Any], name: str, value: Any) -> bool:
 def _put_back_slots(thing: Any, held: Mapping[str, Any]) -> bool:
     changed = [slot for slot, value in held.items() if getattr(thing, slot, None) is not value]
     for slot in changed:
+        # Past the class: a frozen dataclass refuses setattr.
         object.__setattr__(thing, slot, held[slot])
     return bool(changed)
 

@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from steadygrad.diagnose.argument_names import spell_ordinal
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.diagnosis import Diagnosis, unknown
 from steadygrad.diagnose.effects import Effects
+from steadygrad.diagnose.meeting import Meeting
 from steadygrad.diagnose.optimizers import find_optimizers
 from steadygrad.diagnose.replay import Step
 from steadygrad.diagnose.step_arguments import find_model
@@ -79,13 +81,15 @@ def diagnose_capture(
     program's own, put back after each replay. `how`: the fields of a Step that say who replays it, this rank alone or
     all ranks together.
     """
-    step = dataclasses.replace(Step.of(capture, scale), effects=effects, **how)
+    changed: tuple[str, ...] = ()
     try:
+        step = dataclasses.replace(Step.of(capture, scale), effects=effects, **how)
         changed = capture.find_changes()
         diagnosis = Diagnosis(step, optimizers=optimizers, suspect=suspect)
         cause = diagnosis.make()
         if expects is not None and (cause is None or cause.kind in FINITE_KINDS):
             cause = describe_unrepeated(step, expects, changed, diagnosis.fingerprints)
+    # The training goes on, and the reason stands in the incident.
     except Exception as error:
         cause = unknown(f"the replay raised {error!r:.200}")
     return None if cause is None else _qualify(cause, capture, changed)
@@ -109,18 +113,26 @@ def _qualify(cause: Cause, capture: Capture, changed: Sequence[str]) -> Cause:
 
 
 def diagnose_captures(
-    captures: Sequence[Capture], *, expects: str | None = None, **settings: Any
+    captures: Sequence[Capture], *, expects: str | None = None, meeting: Meeting | None = None, **settings: Any
 ) -> tuple[Cause | None, Capture | None]:
     """Diagnose the microbatches of a step, in order: the first Cause, and the microbatch that it is about.
 
-    `settings` are those of `diagnose_capture`. That the failure does not recur is reported after the last one.
+    `settings` are those of `diagnose_capture`. That the failure does not recur is reported after the last one. Ranks
+    that replay together (`meeting`) stop after the same microbatch, the first that is bad on one of them.
     """
     for place, capture in enumerate(captures):
         is_last = place == len(captures) - 1
-        cause = diagnose_capture(capture, expects=expects if is_last else None, **settings)
+        cause = diagnose_capture(capture, expects=expects if is_last else None, meeting=meeting, **settings)
+        # A rank that went on alone would wait for the others in its next replay.
+        if meeting is not None and not is_last and meeting.is_true_anywhere(cause is not None) and cause is None:
+            return None, None
         if cause is not None:
             many = len(captures) > 1 and cause.phase != "unknown"
-            note = f"In microbatch {place} of {len(captures)}. {cause.note}" if many else cause.note
+            # A loss given alone may come from several calls; whether each had a backward of its own is not known here.
+            which = f"microbatch {place} of {len(captures)}, counted from 0"
+            if capture.is_model_call:
+                which = f"the {spell_ordinal(place)} of {len(captures)} calls of the model"
+            note = f"In {which}. {cause.note}" if many else cause.note
             return dataclasses.replace(cause, note=note.strip()), capture
     return None, None
 
@@ -133,6 +145,7 @@ def describe_unrepeated(step: Step, kind: str, changed: Sequence[str], known: Se
     if changed or step.is_model_call:
         why = "the replay was healthy; the batch has changed since" if changed else OUTSIDE
         return unknown(why, kind=kind, reproducible="no: the replay is not exact")
+    # Another replay here would be one that the other ranks do not make.
     prints = list(known[:2]) if step.meeting is not None else []
     while len(prints) < 2:
         with step.replay() as run:

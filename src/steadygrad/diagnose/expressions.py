@@ -97,10 +97,12 @@ def _find_expression(code: CodeType, instruction: int) -> str | None:
     lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
     if not lines or not lines[0]:
         return None
+    # Columns count UTF-8 bytes, not characters. The end is cut first: on one line, cutting the start would move it.
     raw = [line.encode() for line in lines]
     raw[-1] = raw[-1][:end]
     raw[0] = raw[0][start:]
     text = b"".join(raw).decode(errors="replace")
+    # Parentheses, since the line breaks may have been inside some that were cut off.
     return f"({text})" if len(lines) > 1 else text
 
 
@@ -111,6 +113,7 @@ def _find_operands(tree: ast.expr) -> list[ast.expr]:
         return [tree.operand]
     if not isinstance(tree, ast.Call):
         return []
+    # A constant is not a tensor; what `*args` stands for cannot be counted.
     given = [argument for argument in tree.args if not isinstance(argument, ast.Constant | ast.Starred)]
     if isinstance(tree.func, ast.Attribute) and not _is_namespace(tree.func.value):
         return [tree.func.value, *given]

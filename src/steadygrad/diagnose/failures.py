@@ -35,6 +35,7 @@ def find_failure(trace: Trace, blame: Blame) -> list[Hurt]:
         if event.failed:
             bad = [read for read in event.reads if blame.find_range(read).is_nonfinite]
             return [Hurt(f"what {event.name} was given", read, blame.find_range(read)) for read in bad]
+    # A NaN anywhere before an Inf anywhere: infinities are often meant, as in masks.
     for wants_nan in (True, False):
         for event in reversed(trace.events):
             hurt = _find_bad_output(event, blame, wants_nan=wants_nan)

@@ -122,6 +122,7 @@ class StackReader:
             walk.engine = walk.engine or walk.in_backward
             return walk.engine and walk.user is None
         if sort is _Sort.CHECKPOINT:
+            # Met before the engine's frame, it recomputes; further out, backward itself was called inside a checkpoint.
             walk.recomputes = walk.recomputes or not walk.engine
         elif sort is _Sort.CALL:
             walk.module = walk.module or self._find_named(frame.f_locals.get("self"))
@@ -130,12 +131,14 @@ class StackReader:
             if sort is _Sort.USER:
                 walk.caller = walk.caller or (frame.f_code, frame.f_lineno)
             walk.module = walk.module or self._find_self(frame)
+        # In backward the walk goes on: only the engine's frame shows whether it stands between the op and the line.
         return bool(walk.user and walk.caller and walk.module and not walk.in_backward)
 
     def _find_self(self, frame: FrameType) -> nn.Module | None:
         code = frame.f_code
         if not code.co_argcount or code.co_varnames[0] != "self":
             return None
+        # Up to Python 3.12, f_locals copies every local of the frame: not for frames that can have no module.
         return self._find_named(frame.f_locals.get("self"))
 
     def _find_named(self, thing: Any) -> nn.Module | None:
@@ -161,6 +164,7 @@ class StackReader:
 
 
 def _sort_torch(code: CodeType, path: str) -> _Sort:
+    # Private names of torch: if one of them changes, modules lose their names, or backward is taken for forward.
     if code is nn.Module._call_impl.__code__:
         return _Sort.CALL
     if code.co_name == "_engine_run_backward":
@@ -187,6 +191,7 @@ def find_caller() -> Caller | None:
         if frame is None:
             return None
         path = frame.f_code.co_filename
+        # Recipes are installed beside the library, and are the user's all the same.
         if not path.startswith(NOT_USERS) or path.startswith(RECIPES):
             return Caller(frame.f_code, frame.f_lineno, frame.f_lasti if is_direct else -1)
         is_direct = is_direct and path.startswith((OURS, TORCH))

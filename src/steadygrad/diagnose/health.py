@@ -81,6 +81,7 @@ def find_amplifier(trace: Trace, blame: Blame) -> tuple[Event, float] | None:
         if not event.in_engine or event.forward is None:
             continue
         writers = [(read, trace.events[read.writers[-1]]) for read in event.reads]
+        # Only from another node: the ops of one node hand values on among themselves.
         arriving = [blame.find_range(read).max_abs for read, w in writers if w.in_engine and w.forward != event.forward]
         made = blame.find_output(event).max_abs
         if arriving and max(arriving) > 0 and made / max(arriving) > (best[1] if best else AMPLIFIED):
@@ -112,10 +113,12 @@ def _measure(step: Step, modules: dict[int, str]) -> _Sizes:
 
     def note(module: nn.Module, _: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+            # On the device, and read when the step has run: a host read here would stop the forward at every layer.
             square = output.detach().float().square().mean()
             dead = measure_dead(output) if isinstance(module, RELU_LIKE) else None
             sizes.layers.append(_Layer(modules[id(module)], module, stack.read(), square, dead))
 
+    # On the program's own modules: removed below whatever happens, or they would be saved with the model.
     handles = [module.register_forward_hook(note) for module in named.values()]
     try:
         with step.replay() as run:

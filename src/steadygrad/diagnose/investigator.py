@@ -68,6 +68,7 @@ class Investigator:
         self._inside = False
         self._hears_inside = False
         self._num_made, self._last_step = 0, -config.cooldown
+        self._last_good: int | None = None
         keeps = run_dir is not None and config.keep_batches
         self._quarantine = (
             Quarantine(run_dir=Path(run_dir), max_bytes=config.max_bytes, max_batches=config.max_batches)
@@ -112,12 +113,14 @@ class Investigator:
             return []
         end = CallListener(self.hear_end, num_arguments=4)
         return [
+            # prepend: the arguments as the program gave them, before hooks of its own change them.
             self._model.register_forward_pre_hook(CallListener(self.hear), prepend=True, with_kwargs=True),
             self._model.register_forward_hook(end, with_kwargs=True),
         ]
 
     def hear(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Called when the model is called."""
+        # Not inside a function that is noted whole, and not a validation, which no step follows.
         if not self._inside and torch.is_grad_enabled():
             if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
                 # Another network's output, whose graph is gone by the time of a replay.
@@ -137,6 +140,7 @@ class Investigator:
         spans, self._spans = self._spans, {}
         used = set(spans) if len(spans) < 2 else find_calls(loss, spans)
         self._used = used | (self._used or set())
+        # Calls that this loss does not hold may belong to the next one.
         self._spans = {key: span for key, span in spans.items() if key not in used}
 
     def _note(
@@ -144,6 +148,7 @@ class Investigator:
     ) -> None:
         capture = Capture.take(fn, args, kwargs, model=self._model, devices=self._devices, is_model_call=is_model_call)
         if len(self._captures) >= MOST_CAPTURES:
+            # Each holds its batch: an accumulation over hundreds of microbatches must not hold them all.
             del self._captures[: 1 - MOST_CAPTURES]
         self._captures.append(capture)
 
@@ -164,6 +169,7 @@ class Investigator:
     def take(self) -> list[Capture]:
         """Return the microbatches of the step that is over."""
         captures, used = self._captures, self._used
+        # After healthy steps too: this is what releases the batches.
         self._captures, self._spans, self._used = [], {}, None
         if used is None:
             return captures
@@ -173,11 +179,41 @@ class Investigator:
 
     def claim(self, reading: Reading, findings: Sequence[Finding]) -> bool:
         """Whether what was found is worth a replay, which is then counted; the same on all ranks of a training."""
-        if not (reading.is_nonfinite or self._find_suspect(findings)) or not self._can_replay(reading):
+        is_worth_it = reading.is_nonfinite or self._find_suspect(findings) is not None
+        return is_worth_it and self._can_replay(reading) and self._count(reading.step)
+
+    def note_good(self, step: int) -> None:
+        """Note a step that was made with finite numbers."""
+        self._last_good = step
+
+    def add_since_when(self, cause: Cause, given: Collection[str]) -> Cause:
+        """Add when a bad weight went bad: before the first step (`given`), in a checkpoint, or during training."""
+        if cause.phase != "parameter":
+            return cause
+        if cause.name in given:
+            note = (
+                "It was so before the first step: the checkpoint that it was loaded from, or its initialisation, "
+                "held it."
+            )
+        elif self._last_good is None:
+            note = "It was finite before the first step."
+        else:  # the weights were still finite in that step's forward
+            names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers))
+            note = (
+                f"The gradients of step {self._last_good} were finite, so it was written after them: by the step of "
+                f"{names}, or by the program itself."
+            )
+        return dataclasses.replace(cause, note=f"{note} {cause.note}".strip())
+
+    def claim_error(self, step: int) -> bool:
+        """Whether an error in `step` is worth a replay, which is then counted; not on many ranks, which do not know."""
+        return self._config.enabled and not _has_many_ranks() and self._count(step)
+
+    def _count(self, step: int) -> bool:
+        """Count a replay; False if there were enough lately."""
+        if self._num_made >= self._config.first and step - self._last_step < self._config.cooldown:
             return False
-        if self._num_made >= self._config.first and reading.step - self._last_step < self._config.cooldown:
-            return False
-        self._num_made, self._last_step = self._num_made + 1, reading.step
+        self._num_made, self._last_step = self._num_made + 1, step
         return True
 
     @property
@@ -189,7 +225,10 @@ class Investigator:
         """Return why this rank cannot take part in a replay of all ranks; empty if it can."""
         if not captures:
             return "nothing of the step was captured"
-        return Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs).obstacle or ""
+        try:
+            return Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs).obstacle or ""
+        except Exception as error:  # an object of the program's that cannot be looked at; the other ranks wait
+            return f"looking at what the step refers to raised {error!r:.120}"
 
     def investigate(
         self,
@@ -199,20 +238,23 @@ class Investigator:
         *,
         meeting: Meeting | None = None,
         is_suspect: bool = True,
+        may_raise: bool = False,
     ) -> Cause | None:
         """Return the cause of what was found, if it can be determined; keep the batch. Call `claim` first.
 
-        `meeting`: all ranks make this call at once. `is_suspect`: whether the step was bad on this rank.
+        `meeting`: all ranks make this call at once. `is_suspect`: whether the step was bad on this rank. `may_raise`:
+        the step has raised an error, and does so again.
         """
         if not captures:
             return None
         expects = _name_kind(reading) if reading.is_nonfinite and is_suspect else None
-        effects = Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs)
-        if effects.obstacle is not None:
-            self._report_obstacle(effects.obstacle)
-            return None
         inside, self._inside = self._inside, True  # the replays call the model too
         try:
+            # After the step, before the first replay: what the step changed stays, what replays change is undone.
+            effects = Effects(captures[-1].fn, captures[-1].args, captures[-1].kwargs)
+            if effects.obstacle is not None:
+                self._report_obstacle(effects.obstacle)
+                return None
             scale = reading.loss_scale or 1.0
             cause, capture = diagnose_captures(
                 captures,
@@ -225,7 +267,8 @@ class Investigator:
             )
             return self._keep_batch(cause, capture, reading.step, scale)
         except Exception as error:  # a failed diagnosis must not end the training
-            logger.error("the diagnosis of step %d failed, training continues: %r", reading.step, error)
+            if not may_raise:
+                logger.error("the diagnosis of step %d failed, training continues: %r", reading.step, error)
             return None
         finally:
             self._inside = inside
@@ -292,19 +335,6 @@ def _name_call(cause: Cause, capture: Capture) -> Cause:
     return dataclasses.replace(cause, file=code.co_filename, line=line, source=read_source(code, line))
 
 
-def add_since_when(cause: Cause, given: Collection[str]) -> Cause:
-    """Add when a weight went bad: before the first step (`given`), in a checkpoint, or during training."""
-    if cause.phase != "parameter":
-        return cause
-    if cause.name in given:
-        note = (
-            "It was so before the first step: the checkpoint that it was loaded from, or its initialisation, held it."
-        )
-    else:
-        note = "It was finite before the first step."
-    return dataclasses.replace(cause, note=f"{note} {cause.note}".strip())
-
-
 def _name_kind(reading: Reading) -> str:
     is_nan = reading.num_nan > 0 or (reading.loss is not None and reading.loss != reading.loss)
     return "nan" if is_nan else "inf"
@@ -325,5 +355,6 @@ def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
     A script does not hand it over, and a replay through it that stops early would leave its reducer half prepared.
     """
     own, kind = {id(p) for p in model.parameters()}, nn.parallel.DistributedDataParallel
+    # type(), since isinstance() asks __class__, which runs the code of lazy proxies.
     wrappers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
     return next((one for one in wrappers if own & {id(p) for p in one.parameters()}), None)

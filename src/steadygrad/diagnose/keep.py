@@ -3,7 +3,7 @@
 Random generators, gradients, training flags, `requires_grad`, hooks that act on gradients and the tensors that stand in
 the model's modules are put back; so is every storage that existed before and that an op changed in place (a buffer, a
 weight, a queue, an optimizer's moment, the batch): it is copied when the first such op comes. What Python code does to
-its own objects is not undone.
+its own objects `effects.py` undoes, as far as it can be seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch.optim.optimizer import Optimizer
 
 from steadygrad.diagnose.calls import find_tensors, read_signature
 from steadygrad.diagnose.lineage import find_storages
+from steadygrad.state.muted_warnings import warnings_muted
 from steadygrad.state.random_state import capture_random, restore_random
 
 GATHERING = "fsdp"
@@ -39,6 +39,7 @@ class StorageKeeper:
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Copy the storages from before the replay that this call changes."""
         signature = read_signature(func)
+        # Most ops change nothing, and this runs for each of them.
         if not signature.is_mutable or func.namespace == GATHERING:
             return
         for argument, value in signature.name_arguments(args, kwargs):
@@ -60,6 +61,7 @@ class StorageKeeper:
         for storage in find_storages(tensor):
             key = storage._cdata
             if key not in self._fresh and key not in self._copies:
+                # The storage is held too, so that its address stays its own.
                 self._copies[key] = (storage, storage.clone())
 
     def changed_beside(self, known: Collection[int]) -> bool:
@@ -78,6 +80,7 @@ class StorageKeeper:
     def restore(self) -> None:
         """Put every changed storage back."""
         for storage, copy in self._copies.values():
+            # The op may have resized it, as `resize_` does.
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
@@ -100,6 +103,7 @@ class _Leaf:
         """Note it, and clear the gradient: one of an earlier step would be taken for this one's."""
         hooks = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
         leaf = cls(tensor, tensor.grad, tensor.requires_grad, _version(tensor), dict(hooks))
+        # Set aside, not zeroed: backward adds to `grad` in place, and this tensor is the program's.
         tensor.grad = None
         hooks.clear()  # an optimizer that steps inside of backward must not step in a replay
         return leaf
@@ -122,6 +126,7 @@ class _Members:
         self._dicts = [(held, dict(held)) for held in dicts if isinstance(held, dict)]
         tensors = [tensor for _, before in self._dicts for tensor in before.values() if tensor is not None]
         plain = [t for t in tensors if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+        # An alias of the memory: where a forward assigns `p.data = ...`, this still has the old one.
         self._memory = [(tensor, tensor.data) for tensor in plain]
 
     def restore(self) -> None:
@@ -129,6 +134,7 @@ class _Members:
             if (tensor.data_ptr(), tensor.shape) != (data.data_ptr(), data.shape):
                 tensor.data = data
         for held, before in self._dicts:
+            # The dict itself stands for `absent`: None is a value that a module may hold.
             if len(held) != len(before) or any(held.get(name, held) is not value for name, value in before.items()):
                 held.clear()
                 held.update(before)
@@ -140,6 +146,7 @@ class Kept:
     def __init__(self, model: nn.Module | None, leaves: Iterable[Tensor], random: Mapping[str, Any] | None) -> None:
         self.storages = StorageKeeper()
         self._modules = [] if model is None else list(model.modules())
+        # Only leaves get a `grad`, and torch warns when that of another tensor is read.
         self._leaves = {id(leaf): leaf for leaf in leaves if leaf.is_leaf}
         self._random = random
 
@@ -149,15 +156,19 @@ class Kept:
         now = capture_random(_find_devices(self._leaves.values()))
         training = [(module, module.training) for module in self._modules]
         members = [_Members(module) for module in self._modules]
+        # Last, since it already changes the leaves: nothing that may raise belongs between this and `try`.
         leaves = [_Leaf.take(leaf) for leaf in self._leaves.values()]
         try:
             if self._random is not None:
                 restore_random(self._random)
+            # Casts in the cache belong to the step's own graph, and would be reused without an op to observe.
             torch.clear_autocast_cache()
-            with _eagerly(), _without_collector(), torch.enable_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the step itself has given them; a part of a batch gives false ones
+            # The step itself has given its warnings; a part of a batch gives false ones.
+            with _eagerly(), _without_collector(), torch.enable_grad(), warnings_muted():
                 yield self.storages
         finally:
+            # Those of the replay belong to its graph, which backward has freed: the program's next forward must not
+            # reuse them.
             torch.clear_autocast_cache()
             for module, flag in training:
                 module.training = flag
@@ -193,6 +204,7 @@ def _undone(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
+        # The dict itself stays: schedulers and the program may refer to it.
         optimizer.state.clear()
         optimizer.state.update(before)
         for name in [name for name in vars(optimizer) if name not in names]:  # a scheduler's mark that it stepped
@@ -204,6 +216,7 @@ def _undone(optimizer: Optimizer) -> Iterator[None]:
 @contextlib.contextmanager
 def _eagerly() -> Iterator[None]:
     """Run compiled code eagerly: a dispatch mode cannot see inside a compiled graph."""
+    # Nothing was compiled yet, and set_stance would import the compiler, which takes seconds.
     if "torch._dynamo" not in sys.modules:
         yield
         return

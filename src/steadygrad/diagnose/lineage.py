@@ -63,4 +63,5 @@ class Lineage:
         """Whether `tensor` is all of the storage."""
         if tensor.layout is not torch.strided:
             return True
+        # By size, not by strides: exact for a dense tensor; an expanded one counts as all of its storage.
         return tensor.numel() * tensor.element_size() >= self._sizes[key]

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from steadygrad.diagnose.argument_names import spell_inputs
 from steadygrad.diagnose.blame import Blame, Hurt
-from steadygrad.diagnose.calls import find_scalars, find_tensors, read_signature
+from steadygrad.diagnose.calls import find_scalars, find_tensors, have_no_values, have_parts, read_signature
 from steadygrad.diagnose.capture import Capture
 from steadygrad.diagnose.cause_builder import CauseBuilder, describe_given, name_owners
 from steadygrad.diagnose.closeup import View, look_at_operands, look_at_result
@@ -54,6 +54,7 @@ class LiveTrace(TorchDispatchMode):
     def start(self) -> None:
         """Watch from now on, unless the program has a mode of its own open: leaving it would end this one instead."""
         if _get_current_dispatch_mode() is None:
+            # Entered without `with`, since the step lies between two hooks: `stop` must find it innermost again.
             self.__enter__()  # type: ignore[no-untyped-call]
             self.is_running = True
 
@@ -68,10 +69,14 @@ class LiveTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._trace.num_calls >= MOST_CALLS or os.getpid() != self._process:  # a worker forked while the step ran
+        if have_parts(types):
+            return NotImplemented
+        is_elsewhere = os.getpid() != self._process  # a worker forked while the step ran
+        if self._trace.num_calls >= MOST_CALLS or is_elsewhere or have_no_values(types):
             return func(*args, **kwargs)
         number = self._trace.num_calls
         result = self._trace.call(func, args, kwargs)
+        # `_is_bad` waits for the device at each op, until enough bad results were looked at.
         if len(self._views) < MOST_VIEWS and any(map(_is_bad, find_tensors(result))):
             self._look(number, func, args, kwargs, result)
         return result
@@ -96,6 +101,7 @@ class LiveTrace(TorchDispatchMode):
             for name, tensor in found
             if tensor is not None and _is_bad(tensor) and (read := self._trace.find_read(tensor)) is not None
         ]
+        # After the last find_read, which may add a range.
         self._trace.ranges.read()
         blame = Blame(self._trace.events, self._trace.ranges)
         origin = blame.find_origin(hurts)
@@ -104,10 +110,10 @@ class LiveTrace(TorchDispatchMode):
         builder = CauseBuilder(self._trace, blame, origin, self._modules, self._views)
         if origin.event.is_given:
             inputs = [] if call is None else spell_inputs(call.fn, call.args, call.kwargs, call.call)
-            owners = name_owners(self._trace, dict(inputs), self._model)
-            if builder.find_given_key() in owners or not origin.event.constant:
+            owner = name_owners(self._trace, dict(inputs), self._model).get(builder.find_given_key() or 0)
+            if owner is not None or not origin.event.constant:
                 batch = [] if call is None else name_inputs(call.args, call.kwargs)
-                return dataclasses.replace(describe_given(builder, owners, batch), note=NOTE)
+                return dataclasses.replace(describe_given(builder, owner, batch), note=NOTE)
         return dataclasses.replace(builder.build(), note=NOTE)
 
 

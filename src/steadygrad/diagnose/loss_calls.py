@@ -33,6 +33,7 @@ def find_calls(loss: Tensor, spans: Mapping[int, Span]) -> set[int]:
         node = waiting.pop()
         if node is None or node in seen:
             continue
+        # Held itself, not by its id: a wrapper that was freed may leave its id to that of another node.
         seen.add(node)
         if len(seen) > MAX_NODES:
             return set(spans)

@@ -24,6 +24,10 @@ class Meeting:
         self._exchange = exchange
         self._is_over = False
 
+    def is_true_anywhere(self, word: bool) -> bool:
+        """Return whether some rank says True. Call it between two replays, on every rank."""
+        return any(self._exchange(word))
+
     def begin(self) -> None:
         """Begin a replay, on every rank."""
         self._is_over = False

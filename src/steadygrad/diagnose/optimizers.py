@@ -45,6 +45,7 @@ def find_optimizers(model: nn.Module | None) -> list[Optimizer]:
         return []
     known = [optimizer for optimizer in _seen if _holds(optimizer, wanted)]
     if not known:
+        # type(), since isinstance() asks __class__, which runs the code of lazy proxies.
         _seen.update(thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer))
         known = [optimizer for optimizer in _seen if _holds(optimizer, wanted)]
     return known
@@ -56,9 +57,11 @@ def _holds(optimizer: Optimizer, wanted: set[int]) -> bool:
 
 def trace_optimizers(step: Step, optimizers: Sequence[Optimizer]) -> OptimizerOrigin | None:
     """Run the step, then each optimizer; return the first that corrupts a parameter."""
+    # A hook may do anything outside of torch, which a replay could not undo.
     usable = [optimizer for optimizer in optimizers if not _has_hooks(optimizer)]
     if not usable:
         return None
+    # Inside the replay its gradients are there, and its keeper restores the weights that the optimizer changes.
     with step.replay() as run:
         for optimizer in usable:
             found = _trace_one(step, run, optimizer)
@@ -82,6 +85,7 @@ def _trace_one(step: Step, run: Run, optimizer: Optimizer) -> OptimizerOrigin | 
         table.read()
         bad = [(name, p, table[slot]) for name, p, slot in slots if table[slot].is_nonfinite]
         reads = [(name, trace.find_read(p), range) for name, p, range in bad]
+        # After find_read, which may add a range.
         trace.ranges.read()
     blame = Blame(trace.events, trace.ranges)
     for name, read, range in reads:

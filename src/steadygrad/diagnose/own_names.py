@@ -70,11 +70,14 @@ def _computes_the_same(fix: str, op: str, num: int) -> bool:
 
     library = SimpleNamespace(losses=losses, nn=nn)
     generator = torch.Generator().manual_seed(0)
+    # Between 0.25 and 0.75: inside the domain of log, sqrt, acos and division alike.
     values = [0.25 + 0.5 * torch.rand(4, 4, generator=generator) for _ in range(num)]
     known = {"torch": torch, "F": torch.nn.functional, "math": math, "steadygrad": library, "eps": 1e-6}
     try:
+        # A fix may draw numbers, as rsample() does: the program's generator must not move.
         with torch.random.fork_rng(devices=[]):
             expected = getattr(torch.ops.aten, plain_name(op))(*values)
+            # Only fixes of our own library are evaluated, with x, y and z: never text from the program or from a file.
             got = eval(fix, {**known, **dict(zip(PLACEHOLDERS, values))})
             return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-3, atol=1e-3)
     except Exception:  # it needs other operands, or names that are not the op's

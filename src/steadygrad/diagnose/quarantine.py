@@ -55,7 +55,7 @@ class Quarantine:
     """Size limit of all files together."""
     max_batches: int = 16
     weights_share: float = 0.5
-    """Share of `max_bytes` that the weights of one step may take."""
+    """Share of `max_bytes` that the weights of all kept steps together may take."""
     refused: str = field(default="", init=False)
     """Why the last batch was not kept."""
 
@@ -72,27 +72,29 @@ class Quarantine:
             "autocast": {device: str(dtype).removeprefix("torch.") for device, dtype in capture.autocast.dtypes},
             "missing": packed.missing,
         }
-        self.refused = self._find_refusal(_count_bytes(packed.tensors))
+        # Asked before the weights are copied to the host.
+        self.refused, room = self._find_room(_count_bytes(packed.tensors))
         if self.refused:
             return None
-        packed.tensors |= self._take_weights(capture.inner_model)
+        packed.tensors |= self._take_weights(capture.inner_model, room)
         return self._write(step, tree, packed.tensors)
 
-    def _find_refusal(self, num_bytes: int) -> str:
+    def _find_room(self, num_bytes: int) -> tuple[str, int]:
+        """Return why `num_bytes` more cannot be kept, empty if they can; and how many bytes would then be left."""
         files = list((self.run_dir / FOLDER).glob("*.safetensors"))
+        room = self.max_bytes - sum(file.stat().st_size for file in files) - num_bytes
         if len(files) >= self.max_batches:
-            return f"{len(files)} batches are kept already"
-        if sum(file.stat().st_size for file in files) + num_bytes > self.max_bytes:
-            return f"{num_bytes} more bytes would be over the bound of {self.max_bytes}"
-        return ""
+            return f"{len(files)} batches are kept already", room
+        return "" if room >= 0 else f"{num_bytes} more bytes would be over the bound of {self.max_bytes}", room
 
-    def _take_weights(self, model: nn.Module | None) -> dict[str, Tensor]:
+    def _take_weights(self, model: nn.Module | None, room: int) -> dict[str, Tensor]:
         """Return the model's state, when it is small enough; a replay elsewhere needs it, or a checkpoint."""
         state = {} if model is None else {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         if any(map(is_dtensor, state.values())):  # this rank's parts alone are of no use
             return {}
-        if _count_bytes(state) > self.weights_share * self.max_bytes / self.max_batches:
+        if _count_bytes(state) > min(room, self.weights_share * self.max_bytes / self.max_batches):
             return {}
+        # clone: tied weights share memory, which safetensors refuses.
         return {f"weights.{name}": t.detach().cpu().contiguous().clone() for name, t in state.items()}
 
     def _write(self, step: int, tree: Mapping[str, Any], tensors: dict[str, Tensor]) -> str:
@@ -105,6 +107,7 @@ class Quarantine:
                 aside.write_text(json.dumps(tree, allow_nan=False) + "\n", encoding="utf-8")
             else:
                 save_file(tensors, aside)
+            # The JSON comes second: a batch is found by it, so its tensors are in place by then.
             aside.replace(folder / f"{name}{suffix}")
         return f"{FOLDER}/{name}.json"
 
@@ -143,6 +146,7 @@ def plain_random(state: Mapping[str, Any]) -> dict[str, Any]:
     plain["cuda"] = {str(device): generator for device, generator in state["cuda"].items()}
     if "numpy" in state:
         name, keys, *rest = state["numpy"]
+        # int64, since uint32 is not among the dtypes that every reader of safetensors knows.
         plain["numpy"] = [str(name), torch.tensor(keys.astype("int64")), *(float(number) for number in rest)]
     return plain
 

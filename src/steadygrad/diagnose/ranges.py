@@ -37,7 +37,7 @@ class Range:
     @property
     def has_only_minus_inf(self) -> bool:
         """Whether the only values that are not finite are -Inf, as in a mask."""
-        return self.low == -math.inf and self.high < math.inf
+        return self.low == -math.inf and self.high < math.inf  # a NaN fails both
 
     @property
     def max_abs(self) -> float:
@@ -63,6 +63,7 @@ class RangeTable:
         values = _as_reals(tensor)
         if values is None:
             return NO_SLOT
+        # Propagates NaN. The results are new tensors of one element: nothing refers to `values` afterwards.
         low, high = torch.aminmax(values)
         key = (low.device, low.dtype)
         some = self._pairs.setdefault(key, [])

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from steadygrad.act.call_listener import listeners_muted
 from steadygrad.act.patches import Patches
 from steadygrad.diagnose.argument_names import spell_inputs
+from steadygrad.diagnose.calls import have_no_values, have_parts
 from steadygrad.diagnose.capture import AutocastState, Capture
 from steadygrad.diagnose.effects import Effects
 from steadygrad.diagnose.keep import Kept, StorageKeeper, undone
@@ -42,8 +43,8 @@ _num_replays = 0
 def is_replaying() -> bool:
     """Whether a step is being run again, to find what broke it.
 
-    A replay undoes what it does to tensors and generators, not what the program does to objects of its own: a function
-    that counts its calls or writes a log asks this first.
+    A replay undoes what it does to tensors, generators and the objects that the step refers to, but not what leaves the
+    process: a function that writes a log or sends a message asks this first.
     """
     return _num_replays > 0
 
@@ -53,6 +54,7 @@ def replaying() -> Iterator[None]:
     """Inside, `is_replaying()` is true, and what the function prints or logs is dropped: it was output before."""
     global _num_replays
     _num_replays += 1
+    # All of this is process-wide: what other threads print or log meanwhile is dropped too.
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -166,6 +168,7 @@ class Step:
         kept = Kept(self.model, [leaf for _, leaf in self.named_leaves], self.random)
         autocast = contextlib.nullcontext() if self.autocast is None else self.autocast.enter()
         with (
+            # Left in reverse order: `kept` restores tensors after everything that may still touch them has ended.
             replaying(),
             kept() as keeper,
             autocast,
@@ -179,8 +182,10 @@ class Step:
             try:
                 self._run_observed(run, outside, observer)
                 self._settle()
+                # Still inside: what the caller looks at (weights, buffers, gradients) is put back when it leaves.
                 yield run
             finally:
+                # Not known to `kept`, which is entered before the graph shows these leaves.
                 for leaf, grad in outside:
                     leaf.grad = grad
                 self._settle()
@@ -195,6 +200,7 @@ class Step:
             with observe(run.keeper, observer, alone=self.is_alone, meeting=self.meeting):
                 self._run(run, outside)
         finally:
+            # Also after an error: the other ranks wait for this word.
             if self.meeting is not None:
                 self.meeting.finish(failed=run.error is not None)
 
@@ -214,11 +220,15 @@ class Step:
             if self.stops_at_bad_loss and run.loss is not None and not run.loss.isfinite().all():
                 return
             if run.loss is not None and run.loss.requires_grad:
+                # Before backward, which frees the graph that shows them.
                 outside += self._clear_outside(run.loss)
+                # Scaled as the step was: a gradient that overflows in fp16 does so only then.
                 (run.loss if self.scale == 1.0 else run.loss * self.scale).backward()
+        # Not Ctrl-C, which passes; what was changed is put back on its way out.
         except Exception as error:
             run.error = error
         finally:
+            # After an error too: gradients that were made before it are part of what went wrong.
             named = [*self.named_leaves, *(("", leaf) for leaf, _ in outside)]
             run.grads = {
                 name or f"a tensor of shape {tuple(leaf.shape)} outside of the model": take_local(leaf.grad)
@@ -239,12 +249,13 @@ class Step:
 
 
 def call_user(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the frame where the user's part of the stack begins."""
+    """Call the user's function. In a stack, this frame marks where the user's part begins."""
     return fn(*args, **kwargs)
 
 
 def sum_outputs(result: Any) -> Tensor | None:
     """Return a stand-in for a loss computed elsewhere: every output contributes, except -inf, which masks."""
+    # float: the sum of fp16 outputs may overflow where none of them does. A fill, since -inf * 0 is NaN.
     parts = [tensor.float().masked_fill(tensor == -torch.inf, 0.0).sum() for tensor in find_floats(result)]
     return torch.stack(parts).sum() if parts else None
 
@@ -335,6 +346,12 @@ class _ReplayMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # torch sets this mode aside in here, so what keeper and observer compute is not observed.
+        if have_parts(types):
+            return NotImplemented
+        if have_no_values(types):  # not in every replay: the observers count calls
+            return func(*args, **kwargs)
+        # Before the call, not after: alone, it would never return.
         if func.namespace in COLLECTIVES:
             if self._alone:
                 raise CollectiveError(f"{func} talks to other ranks")

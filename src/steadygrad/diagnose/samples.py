@@ -89,6 +89,7 @@ class SampleSearch:
             parts = [part for part in parts if len(part) > 1]
         found.sort()
         rest = [index for index in everything if index not in set(found)]
+        # The proof: without them the step is healthy. Samples that only fail together are not found by halving.
         if rest and self._fails(rest):
             raise CannotSplit("could not be determined: the step fails without the samples that fail alone")
         return tuple(found)
@@ -112,6 +113,7 @@ class SampleSearch:
     def _fails(self, indices: Sequence[int]) -> bool:
         size = self._size
         assert size is not None
+        # Counted before the run, so that the bound is never exceeded.
         self._work += max(self._least_work, len(indices) / size)
         if self._work > MAX_WORK:
             raise CannotSplit("could not be determined within the runs that a diagnosis may take: many samples fail")
@@ -119,6 +121,7 @@ class SampleSearch:
             self._step,
             args=tuple(take_samples(arg, indices, size) for arg in self._step.args),
             kwargs={name: take_samples(value, indices, size) for name, value in self._step.kwargs.items()},
+            # Spares the backward of every part that fails in its forward.
             stops_at_bad_loss=True,
         )
         with step.replay() as run:
@@ -133,6 +136,7 @@ def describe_samples(step: Step, found: Sequence[int], size: int) -> str:
     """Return what the samples found have in common and no other has; empty when nothing stands out."""
     for name, tensor in step.spell_inputs():
         if tensor.dim() and tensor.shape[0] == size and tensor.is_floating_point() and tensor.numel():
+            # Copies the whole input to the host, once for a diagnosis; in double, since float8 has few ops.
             remark = _compare(tensor.detach().reshape(size, -1).double().cpu(), found)
             if remark:
                 return f"{remark} in {name}"
@@ -140,10 +144,11 @@ def describe_samples(step: Step, found: Sequence[int], size: int) -> str:
 
 
 def _compare(rows: Tensor, found: Sequence[int]) -> str:
-    """Return rows: [samples, elements]."""
+    """Return what tells the rows at `found` from all others, empty if nothing does; `rows`: [samples, elements]."""
     bad = torch.zeros(len(rows), dtype=torch.bool)
     bad[list(found)] = True
     finite = rows.isfinite().all(1)
+    # [samples]; infinities become the largest float64 and stay far above any other.
     largest = rows.nan_to_num(0.0).abs().amax(1)
     constant = (rows == rows[:, :1]).all(1) if rows.shape[1] > 1 else torch.zeros_like(bad)
     usual = float(largest[~bad].max()) if bool((~bad).any()) else math.inf

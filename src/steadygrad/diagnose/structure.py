@@ -60,6 +60,7 @@ class Packed:
         tree = {"kind": "tensor", "name": path, "requires_grad": tensor.requires_grad and tensor.is_leaf}
         if dense.is_complex():
             tree["complex"] = True
+            # Not every reader of safetensors knows complex dtypes; conj() is a flag that the bytes do not show.
             dense = torch.view_as_real(dense.resolve_conj())
         if dense.dtype not in PLAIN:
             self.missing.append(f"{path}: {dense.dtype}")
@@ -69,6 +70,7 @@ class Packed:
 
     def _pack_container(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, Mapping):
+            # Pairs, not a JSON object, which would turn integer keys into strings.
             items = [[self._pack_key(key), self.pack(item, f"{path}.{key}", depth)] for key, item in value.items()]
             return {"kind": "dict", "items": items}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -122,5 +124,6 @@ def _unpack_tensor(tree: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Te
 
 def _make_named_tuple(tree: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
     name = str(tree.get("type", ""))
+    # The names come from a file: `rename` replaces those of fields that namedtuple() would refuse.
     fits = name.isidentifier() and not keyword.iskeyword(name)
     return collections.namedtuple(name if fits else "Batch", list(fields), rename=True)(*fields.values())

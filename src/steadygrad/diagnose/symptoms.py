@@ -1,7 +1,7 @@
 """What a replay left behind -> Symptoms: the loss, the gradients and the states that are not finite, and a fingerprint.
 
-The fingerprint is a sum of the bits of loss and gradients as integers: exact, in any order, so two replays are equal
-bit for bit exactly when it is. One host read. Reads only.
+The fingerprint is a sum of the bits of loss and gradients as integers: exact, in any order, so two replays that are
+equal bit for bit have the same one, and two that differ almost never have. Reads only; waits for the device.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ class Symptoms:
 
 
 def find_symptoms(run: Run, model: nn.Module | None) -> Symptoms:
-    """Look at everything that `run` left, with one read."""
+    """Look at everything that `run` left."""
     table = RangeTable()
     loss = None if run.loss is None else table.add(run.loss)
     gradients = {name: table.add(grad) for name, grad in run.grads.items()}
     states = {
         name: (table.add(now), table.add(before))
         for name, now in name_states(model)
+        # Only what the replay changed; all others are as they were before it.
         if (before := run.keeper.find_copy(now)) is not None
     }
     bits = [sum_bits(tensor) for tensor in ([] if run.loss is None else [run.loss]) + [*run.grads.values()]]
@@ -80,6 +81,7 @@ def sum_bits(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
+    # Integers wrap around in a sum and lose nothing, so the order of a parallel reduction does not matter.
     return values.contiguous().view(INTEGERS[values.element_size()]).sum(dtype=torch.int64)
 
 

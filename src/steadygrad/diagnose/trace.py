@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadygrad.diagnose.calls import Signature, find_tensors, has_nonfinite_scalar, read_signature
+from steadygrad.diagnose.calls import COLLECTIVES, WAIT, Signature, find_tensors, has_nonfinite_scalar, read_signature
 from steadygrad.diagnose.frames import Place, StackReader
 from steadygrad.diagnose.lineage import Lineage
 from steadygrad.diagnose.ranges import NO_SLOT, RangeTable
@@ -66,6 +66,11 @@ class Event:
         """Whether it stands for a tensor from outside."""
         return self.name == GIVEN
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether it exchanges values with other ranks."""
+        return self.name.startswith(COLLECTIVES)
+
 
 class Trace:
     """Sees each call before and after it is made."""
@@ -86,6 +91,10 @@ class Trace:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the call, and note it."""
         signature = read_signature(func)
+        if signature.name == WAIT:  # writes nothing, and what it is given is not there yet
+            self._next += 1
+            return func(*args, **kwargs)
+        # Before the call: an in-place op overwrites what it has read.
         event = self._try(self._begin, signature, args, kwargs)
         try:
             result = func(*args, **kwargs)
@@ -128,6 +137,7 @@ class Trace:
         event.is_uninitialised = signature.is_uninitialised
         if has_nonfinite_scalar(args, kwargs):
             event.constant = True
+            # The program may have read the number from a tensor before, with item(): what it read then is a parent too.
             event.reads += tuple(read for index in self._to_host for read in self.events[index].reads)
         if signature.name == FRESH:
             self._mark_constants(reads, event.place)
@@ -145,10 +155,12 @@ class Trace:
     def _new_event(self, name: str, reads: tuple[Read, ...], place: Place) -> Event:
         event = Event(len(self.events), name, self._next - 1, reads, place=place)
         self.events.append(event)
+        # Private to torch, and only valid inside a node that the engine runs.
         node = torch._C._current_autograd_node() if place.by_engine or place.in_backward else None
         if node is not None:
             event.in_engine, event.node = place.by_engine, node.name().rpartition("::")[2]
             event.forward = self._find_forward(node._sequence_nr(), event.node)
+        # The node of this op was made just before its dispatch, so it has the last number given out in this thread.
         thread, number = threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1
         known = self._by_sequence.setdefault(number, [])
         if not any(other == thread for other, _ in known):  # ops without a node of their own come later
@@ -170,13 +182,16 @@ class Trace:
         if not writers:
             writers = (self._add_given(key),)
         first = self.events[writers[-1]]
+        # Read as it was written: the writer's range holds. A part of it, or of several writes, is measured on its own.
         if len(writers) == 1 and self.lineage.covers(key, tensor) and not first.is_uninitialised:
+            # At its first use: an op may change it in place later.
             if first.is_given and key not in first.written:
                 first.written[key] = self.ranges.add(tensor)
             return Read(key, writers)
         if tensor.layout is not torch.strided or not tensor.is_floating_point():
             return Read(key, writers, None if first.written else NO_SLOT)
         cut = (key, writers, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        # The same view of the same writes, as a loop over time steps reads it, is measured once.
         if cut not in self._partial:
             self._partial[cut] = self.ranges.add(tensor)
         return Read(key, writers, self._partial[cut])
@@ -191,7 +206,9 @@ class Trace:
         self, event: Event, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         changed = []
-        if signature.is_mutable:
+        if signature.filled_part is not None:
+            self._write(event, result[signature.filled_part])
+        elif signature.is_mutable:
             for argument, value in signature.name_arguments(args, kwargs):
                 if argument.is_written:
                     changed += list(find_tensors(value))
@@ -208,6 +225,7 @@ class Trace:
         keys = self.lineage.find_keys(tensor)
         for key in keys:
             covers = self.lineage.covers(key, tensor)
+            # The rest still holds what was there before the step.
             if not covers and not self.lineage.writers(key):
                 self._add_given(key)
             self.lineage.write(key, event.index, everything=covers)

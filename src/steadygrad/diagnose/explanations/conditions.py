@@ -37,6 +37,7 @@ def find_operand(situation: Situation, key: Key) -> Operand | None:
     """The operand at that place, or of that name; None when it was not measured."""
     if isinstance(key, int):
         return situation.operands[key] if -len(situation.operands) <= key < len(situation.operands) else None
+    # By the name in the op's schema; for a tensor from outside, by its name in the model.
     return next((operand for operand in situation.operands if operand.name == key), None)
 
 

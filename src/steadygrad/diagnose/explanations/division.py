@@ -80,6 +80,7 @@ BY_ZERO = (
         name="eps_lost_in_half",
         ops=("div",),
         conditions=(has_zeros(1), comes_from("add", within=NEAR), in_dtype(*HALF)),
+        # 3e-8 is half of 2**-24, the smallest float16; so in all entries about a lost eps.
         why="the divisor is 0 in float16: an eps below 3e-8 that is added to it rounds to 0",
         evidence=count_zeros(1),
         fixes=("x / (y + 1e-2)", "x / y.clamp_min(1e-3)", "steadygrad.losses.safe_div(x, y)"),
@@ -179,6 +180,7 @@ BY_ZERO = (
         name="division_slope_overflow",
         ops=("div", "reciprocal"),
         phases=BACKWARD,
+        # -1 is the divisor of both: the second operand of div, the only one of reciprocal.
         conditions=(unless(has_zeros(-1)),),
         why="the derivative -x / y**2 of a division is too large to hold for a tiny divisor",
         evidence=show_range(-1),

@@ -57,6 +57,7 @@ class Entry:
     @property
     def rank(self) -> tuple[bool, int]:
         """Larger is more specific: one that names the op wins, then one that asks for more."""
+        # Adding a condition to an entry raises its rank: it may then win over entries that it lost to before.
         return bool(self.ops), len(self.conditions) + (len(self.kinds) == 1)
 
     def matches(self, situation: Situation) -> bool:

@@ -36,6 +36,7 @@ ENTRIES = (
         name="nan_from_infinity",
         phases=FORWARD,
         kinds=("nan",),
+        # The second, since a condition on an operand holds where none was measured: here it must be known.
         conditions=(either(has_infs(0), has_infs(1)), lambda situation: bool(situation.operands)),
         why="an infinity went in and NaN came out: inf - inf, 0 * inf or inf / inf",
         evidence=join(count_infs(0), count_infs(1)),

@@ -55,6 +55,7 @@ ENTRIES: tuple[Entry, ...] = tuple(entry for family in FAMILIES for entry in fam
 def choose_entry(situation: Situation) -> Entry:
     """Return the most specific entry that matches."""
     matching = (entry for entry in ENTRIES if entry.matches(situation))
+    # max() returns the first of equals: the order of FAMILIES, and of entries in a file, decides.
     return max(matching, key=lambda entry: entry.rank, default=fallbacks.LAST)
 
 

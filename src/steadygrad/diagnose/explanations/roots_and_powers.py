@@ -152,6 +152,7 @@ DISTANCES = (
         ops=("linalg_vector_norm", "norm"),
         phases=FORWARD,
         kinds=("inf",),
+        # 1.8e19 is the root of 3.4e38, the largest float32; 255.9 that of 65504, the largest float16
         why="a norm squares its elements, and squares of anything above 1.8e19 leave the range of float32",
         evidence=show_largest(),
         fixes=(

@@ -107,6 +107,7 @@ ENTRIES = (
         ops=("add", "sub"),
         phases=FORWARD,
         kinds=("inf",),
+        # finfo.min of float32 and bfloat16 is -3.4e38
         conditions=(reaches(1e38), goes_to("softmax", "log_softmax", "safe_softmax")),
         why="two masks of finfo.min were added: their sum is -inf, and a row of them NaN after softmax",
         evidence=show_largest(0, 1),
