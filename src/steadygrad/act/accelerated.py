@@ -89,6 +89,7 @@ class AcceleratorDrive:
         run_backward: Callable[..., None] = self._accelerator.backward
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
+            # Before backward: it frees the graph, and its collectives must come after the exchange of losses.
             guard.watch_backward(self.weigh(loss))
             run_backward(loss, **kwargs)
 
@@ -104,6 +105,7 @@ class AcceleratorDrive:
         for wrapped in self._wrapped:
             if _is_wrapper(wrapped):
                 self._patches.replace(wrapped, "step", types.MethodType(step, wrapped))  # schedulers want a method
+                # Private to accelerate: what `optimizer.step_was_skipped` returns.
                 self._patches.replace(wrapped, "_is_overflow", WasSkipped(guard))
         self._hooks += watch_forwards(self.model, guard)
 

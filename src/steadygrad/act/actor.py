@@ -85,6 +85,7 @@ class Actor:
                 return self._rates.scale_lr(lower)  # the only thing left to try
             return Outcome(action=Action.NONE, message=f"could not roll back: {self._snapshots.describe()}")
         then, num_again, misfits = restored
+        # Also marks the rollback as new: guard/rollback.py then clears what was remembered about the weights.
         self._window.open(self._snapshots.effective_skip(now))
         message = "; ".join(
             [
@@ -108,6 +109,7 @@ class Actor:
 
     def _restore(self) -> tuple[int, int, list[str]] | None:
         """Restore an earlier state; return its step, the steps made again from there, and what did not fit."""
+        # On many ranks both calls are collectives. All ranks decided on the same Reading, so all get here.
         if self._snapshots.can_restore:
             then = self._snapshots.restore()
             return then, self._snapshots.num_again, self._snapshots.misfits

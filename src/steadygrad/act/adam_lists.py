@@ -49,6 +49,7 @@ class QuickLists:
     @contextlib.contextmanager
     def lend(self) -> Iterator[None]:
         """Inside, the optimizer gathers its lists quickly."""
+        # Only while it steps: a copied or pickled optimizer must not carry this.
         self._optimizer._init_group = self._gather
         try:
             yield
@@ -69,6 +70,7 @@ class QuickLists:
         params = group["params"]
         gradients = list(map(_gradient, params))
         states = self._find_states(group)
+        # all(states): an empty state, of a parameter that has not stepped yet, is false.
         plain = group["fused"] and not group["amsgrad"] and not group["differentiable"] and all(states)
         if not plain or not all(map(_is_not, gradients, _NOTHING)) or any(map(_is_sparse, gradients)):
             lists = (params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)
@@ -87,6 +89,7 @@ class QuickLists:
         if len(state) != len(self._held) or not all(map(operator.is_, state.values(), self._held)):
             self._held, self._found = list(state.values()), {}
         known = self._found.get(id(group))
+        # load_state_dict makes new groups, which may reuse an id: the parameters themselves are compared.
         if known is None or len(known[0]) != len(params) or not all(map(operator.is_, known[0], params)):
             known = self._found[id(group)] = (list(params), [state.get(p, {}) for p in params])
         return known[1]

@@ -86,6 +86,8 @@ class Place(NamedTuple):
         if now is None or tensor is None or copy is None:
             setattr(self.module, self.name, tensor)
         elif now is not tensor:
+            # A cache that has only grown may stay. The clone: `copy` may be a view into a pack, which the next step
+            # overwrites.
             if not (is_cache(self.module, self.name) and now.shape != copy.shape and is_finite(now)):
                 self.module._buffers[self.name] = tensor if are_equal(tensor, copy) else copy.clone()
         elif find_kind(tensor) != find_kind(copy):
@@ -107,14 +109,16 @@ class Place(NamedTuple):
             or find_kind(now) != find_kind(copy)
             or not is_writable(now)
         ):
+            # Rare: a buffer that no kernel can select costs a wait for the device.
             if bool(found):
                 self.put_back()
             return
+        # A select, not a product: `now` holds NaN exactly when it matters.
         chosen = torch.where(found.to(copy.device).bool(), copy, now)
         if now is tensor:
             tensor.data.copy_(chosen)
         else:
-            self.module._buffers[self.name] = chosen
+            self.module._buffers[self.name] = chosen  # never written into: it may be the user's own batch
 
 
 class Pack:
@@ -167,6 +171,7 @@ class FrozenTables:
             if is_plain and tensor.numel() > LARGE:
                 budget -= tensor.numel() * tensor.element_size()
                 if budget < 0:
+                    # No version shows what F.batch_norm writes, but its statistics are far smaller than this.
                     self._unchanged[key] = (id(tensor), find_version(tensor))
             if not is_plain or key in self._unchanged:
                 apart.add(key)
@@ -223,6 +228,7 @@ def is_writable(tensor: Tensor) -> bool:
     if is_lazy(tensor):
         return False
     plain = tensor.layout is torch.strided and not is_dtensor(tensor) and not tensor.is_meta
+    # 1: elements share memory, as after expand(); 0: they do not; 2: unknown.
     return plain and not tensor.is_inference() and torch._debug_has_internal_overlap(tensor) != 1
 
 

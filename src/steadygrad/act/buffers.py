@@ -59,6 +59,7 @@ class BufferKeeper:
 
     def hear(self, model: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
         """Called when the model is called. Without gradients that is a validation, `update_bn`, or part of a step."""
+        # A shallow copy shares the model's hooks: the replicas of DataParallel are such copies.
         if not any(model is one for one in self._heard):
             return
         if torch.is_grad_enabled():
@@ -89,6 +90,7 @@ class BufferKeeper:
         if self._has_none():
             return
         self._modules, where, tensors, odd = walk(self._model, self._odd)
+        # Runs before each step's first forward: for the same tensors, one foreach copy for each device and dtype.
         is_same = where == self._where and all(map(operator.is_, tensors, self._tensors))
         if is_same and list(map(find_kind, tensors)) == self._kinds:
             for pack in self._packs:
@@ -172,10 +174,13 @@ class BufferKeeper:
     def as_saved(self) -> Iterator[None]:
         """Inside, the buffers hold their values from before the current forward; on exit the present ones return."""
         paused, self._paused = self._paused, True  # a replay's forward does not begin a step
+        # Nested: the buffers hold the saved values already.
         whole, single = self._split() if self.has_begun and not paused else ([], [])
         present = [Place.of(place.module, place.name) for place in single]
         with torch.no_grad():
             for pack in whole:
+                # `fresh` holds the present values until the end: neither select() nor find_spoilt(), which write to it,
+                # may be called inside.
                 pack.read(pack.fresh_views)
                 pack.write(pack.saved_views)
             for place in single:
@@ -193,6 +198,7 @@ class BufferKeeper:
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Restore the buffers' present values on exit, whatever a replay does to them inside."""
+        # Copies every buffer once more, on its device: only while a step is replayed or tested.
         present, paused, self._paused = BufferKeeper(self._model), self._paused, True
         try:
             yield

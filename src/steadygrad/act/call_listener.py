@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from steadygrad.measure.torch_calls import calls_muted
+from steadygrad.measure.uncompiled import uncompiled
 
+# Counted, not a flag: a replay may run inside another. The same for all threads.
 _num_muted = 0
 
 
@@ -44,6 +46,7 @@ class CallListener:
     def __init__(self, hear: Callable[..., None], *, num_arguments: int = 3) -> None:
         self._hear, self._num_arguments = weakref.WeakMethod(hear), num_arguments
 
+    @uncompiled
     def __call__(self, model: nn.Module, *more: Any) -> None:
         if torch.compiler.is_compiling() or _num_muted:
             return
@@ -56,13 +59,15 @@ class CallListener:
 
 
 class _Before:
-    """Calls a CallListener and then the compiled call of a module, whose own hooks are inside the graph."""
+    """Calls CallListeners and then the compiled call of a module, whose own hooks are inside the graph."""
 
-    def __init__(self, listener: CallListener, model: nn.Module, call: Callable[..., Any]) -> None:
-        self.listener, self.model, self.call = listener, model, call
+    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        self.model, self.call = model, call
+        self.listeners: list[CallListener] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.listener(self.model, args, kwargs)
+        for listener in tuple(self.listeners):  # one may leave now
+            listener(self.model, args, kwargs)
         return self.call(*args, **kwargs)
 
 
@@ -77,9 +82,14 @@ class CallListeners:
     def follow(self) -> None:
         """Listen to calls that were compiled since the last `follow()`."""
         for model in self._models:
+            # Private to torch: what model.compile() sets. nn.Module leaves it out of copies and pickles.
             call = model._compiled_call_impl
-            if call is not None and not (isinstance(call, _Before) and call.listener is self._listener):
-                model._compiled_call_impl = _Before(self._listener, model, call)
+            if call is None:
+                continue
+            if not isinstance(call, _Before):
+                model._compiled_call_impl = call = _Before(model, call)
+            if self._listener not in call.listeners:  # one wrapper for all guards: this runs at every step
+                call.listeners.insert(0, self._listener)
 
     def close(self) -> None:
         """Stop listening."""
@@ -87,5 +97,7 @@ class CallListeners:
             hook.remove()
         for model in self._models:
             call = model._compiled_call_impl
-            if isinstance(call, _Before) and call.listener is self._listener:
-                model._compiled_call_impl = call.call
+            if isinstance(call, _Before) and self._listener in call.listeners:
+                call.listeners.remove(self._listener)
+                if not call.listeners:
+                    model._compiled_call_impl = call.call

@@ -113,6 +113,7 @@ class EngineDrive:
         engine, run_backward = self._engine, self._engine.backward
 
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # DeepSpeed 0.19: backward(loss, retain_graph, scale_wrt_gas).
             scales = kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
             share = engine.gradient_accumulation_steps() if scales else 1
             guard.watch_backward(loss if share == 1 else loss / share)
@@ -136,6 +137,7 @@ class EngineDrive:
             guard.step()
         finally:
             self._is_stepping = False
+            # Also after an error, a halt for one: gradients that stayed would be added to the next step's.
             if partitions.num_steps == num_before:
                 loss = None if guard.last is None else guard.last.loss
                 partitions.discard(keep_scale=loss is not None and not math.isfinite(loss))
@@ -152,6 +154,7 @@ class EngineDrive:
         """Return the engine's `save_checkpoint`, which refuses what is not finite and reads back what it wrote."""
 
         def save_checkpoint(save_dir: Any, tag: Any = None, client_state: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # This and the reading back are collectives: DeepSpeed has all ranks call save_checkpoint.
             bad = self._find_bad()
             if bad:
                 guard.note(_report(guard, f"nothing was saved to {save_dir}: these are not finite: {bad}"))
@@ -171,6 +174,7 @@ class EngineDrive:
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             path, client_state = load(*args, **kwargs)
+            # Taken out again: the program must get back the client state that it saved.
             state = client_state.pop(OWN_STATE, None) if isinstance(client_state, dict) else None
             if state is not None:
                 guard.load_state_dict(state)

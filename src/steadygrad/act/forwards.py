@@ -27,12 +27,13 @@ def watch_forwards(model: nn.Module, guard: Watching) -> list[RemovableHandle]:
         # A forward inside this one (a model that calls itself) belongs to the same batch.
         if module.training and torch.is_grad_enabled() and not inside:
             watch = guard.watch_forward(None, *args, **kwargs)
+            # Entered here and left in `after`: no `with` can span two hooks.
             watch.__enter__()
             inside.append(watch)
 
     def after(_module: nn.Module, _args: Any, _output: Any) -> None:
         if inside:
-            inside.pop().__exit__(None, None, None)
+            inside.pop().__exit__(None, None, None)  # torch gives a hook no error, even if forward raised one
 
     return [
         model.register_forward_pre_hook(before, with_kwargs=True),

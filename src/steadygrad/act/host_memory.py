@@ -31,6 +31,7 @@ def _read_cgroup() -> int | None:
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
+            # v1 has a huge number in place of "max"; the system's free memory is below it then.
             most, now = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
             stats = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
         except (OSError, ValueError):  # no such group, or "max"

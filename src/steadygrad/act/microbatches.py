@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from steadygrad.act.buffers import BufferKeeper
-from steadygrad.act.reflex import multiply
 from steadygrad.act.scaler import LossScale
+from steadygrad.clip.edit import multiply
 from steadygrad.measure import Measurement, Meter, Transfer
 from steadygrad.measure.measurement import FOUND, LOSS
 
@@ -44,6 +44,7 @@ class Accumulated:
         """Sum of the microbatches' losses; None when the user ran backward without the Guard."""
         if len(self.losses) < 2:
             return self.losses[0] if self.losses else None
+        # float64: a sum of fp16 losses may overflow, and one of bf16 losses keeps 8 bits.
         return torch.stack([loss.double() for loss in self.losses]).sum()
 
 
@@ -70,6 +71,8 @@ class MicrobatchGate:
         self._scaler.scale(loss).backward()
         m = self._meter.measure(loss, scale=self._scaler.factor, told_scale=self._scaler.now)
         numbers = None if m is None else m.take_to_host(self._transfer)
+        if m is not None and numbers is not None:
+            self._meter.check_gradients(m, numbers)
         if m is None or numbers is None or numbers[FOUND] == 0:
             _add_gradients(self._parameters, kept)
             self._buffers.begin(anew=True)  # a later bad microbatch returns to this state
@@ -99,6 +102,7 @@ def _add_gradients(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) 
         if parameter.grad is None:
             parameter.grad = before
         elif before.layout is torch.strided:
+            # Into the tensor that was there first, as autograd does: others may hold it.
             parameter.grad = before.add_(parameter.grad)
         else:
             parameter.grad = parameter.grad + before  # dense operand first: sparse + dense is not supported

@@ -35,6 +35,7 @@ class OtherGradients:
             return
         if any(tensor.requires_grad for _, tensor in find_tensors(args, kwargs)):
             self._is_anothers = True
+        # Only the first call of a step looks for gradients: that walks all parameters.
         elif not self._was_called:
             self._was_called, self._began_clean = True, not self._find()
 

@@ -31,6 +31,7 @@ class Patches:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set `value` on the instance; `undo()` restores the instance's own attribute of this name, if it had one."""
+        # Not getattr: a method of the class must come back as such, not as an attribute of the instance.
         self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 

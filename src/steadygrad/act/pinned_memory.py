@@ -13,16 +13,21 @@ import ctypes
 import functools
 import mmap
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from steadygrad.state.collect import Source
+
 ALIGNMENT = 64
 """Bytes; a multiple of every element's size."""
 BLOCK = 64 << 20
 """Bytes of a block that many tensors share. CUDA registers it in 1.5 ms, which a launch may have to wait for."""
+PACE = 3.0
+"""Pause after each block that a thread pins or allocates, as a multiple of the time it took, in which launches wait."""
 PAGE = 2 << 20
 """Bytes of a huge page, used where the system has them: they are touched and registered twice as fast."""
 
@@ -35,6 +40,7 @@ class PinnedMemory:
         self._blocks: list[Tensor] = []
         self._sizes: list[int] = []  # of all blocks, including those a thread is still pinning
         self._thread: threading.Thread | None = None
+        self._is_awaited = threading.Event()
         self._error: BaseException | None = None
         self.layout: list[object] = []
         """Dtypes, shapes and strides that `make_room` made room for last."""
@@ -61,41 +67,52 @@ class PinnedMemory:
         return plan_blocks(tuple(self._sizes), tuple(sizes), self._pinned)
 
     def prepare(self, sizes: Sequence[int], then: Callable[[], None] | None = None) -> None:
-        """Have a thread allocate the blocks for tensors of these sizes, so that `make_room` need not wait.
+        """Have a thread allocate blocks for tensors of these sizes, a little at a time: `make_room` need not wait then.
 
         `then` is called in that thread afterwards; it may fail.
         """
         self._finish()
         added = self.plan(sizes)[1]
         if added:
+            # Before the thread starts: from now on plan() counts these blocks as there.
             self._sizes += added
             self._thread = threading.Thread(target=self._add, args=(added, then), name="steadygrad-pin", daemon=True)
             self._thread.start()
 
-    def make_room(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return a host tensor like each of these; raise RuntimeError or MemoryError if there is no memory for them."""
+    def make_room(self, sources: Sequence[Source]) -> list[Tensor]:
+        """Return a host tensor for each of these; raise RuntimeError or MemoryError if there is no memory for them."""
         for event in self.events:
             if not event.query():  # a snapshot discarded at once may still be copying
                 event.synchronize()
+        # In place: the finalizers of the blocks hold this very list.
         self.events.clear()
-        self._left = []
+        self._left = []  # the rest of a discarded snapshot
+        # The thread appends to the blocks until here.
         self._finish()
-        layout: list[object] = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        layout: list[object] = [source.layout for source in sources]
         if layout == self.layout and layout:
             return list(self._hosts)
-        places, added = self.plan([count_bytes(tensor) for tensor in tensors])
+        places, added = self.plan([source.num_bytes for source in sources])
         self._sizes += added
         self._add(added)
         if self._error is not None:
             raise self._error
-        views = zip(places, tensors)
         self.layout, self.places = layout, places
-        self._hosts = [make_view(self._blocks[block], offset, tensor) for (block, offset), tensor in views]
+        self._hosts = make_views(self._blocks, places, [source.tensor for source in sources])
         return list(self._hosts)
 
     def make_blocks(self, device: torch.device) -> list[Tensor]:
         """Return blocks on the device of the same sizes."""
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in self._sizes]
+
+    def make_blocks_slowly(self, device: torch.device) -> None:
+        """Have torch's allocator keep memory for such blocks, a little at a time. For `prepare`'s thread."""
+        # All of them until the end: the allocator would hand out one that was freed again and again.
+        held = []
+        for size in self._sizes:
+            began = time.monotonic()
+            held.append(torch.empty(size, dtype=torch.uint8, device=device))
+            self._pause(time.monotonic() - began)
 
     def plan_fetch(self, mirror: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
         """Have `fetch_some` copy a mirror's blocks to the host on `stream`."""
@@ -131,19 +148,29 @@ class PinnedMemory:
     def _add(self, sizes: Sequence[int], then: Callable[[], None] | None = None) -> None:
         try:
             for size in sizes:
+                began = time.monotonic()
                 self._blocks.append(pin(size, self.events) if self._pinned else torch.empty(size, dtype=torch.uint8))
+                self._pause(time.monotonic() - began)
             if then is not None:
                 with contextlib.suppress(RuntimeError):  # no memory left on the device
                     then()
         except (RuntimeError, MemoryError, OSError) as error:  # `make_room` raises it on the calling thread
             self._error = RuntimeError(str(error))
 
+    def _pause(self, seconds: float) -> None:
+        """Let training go on after `seconds` of work, unless it waits for this, or this is its own thread."""
+        if threading.current_thread() is self._thread:
+            self._is_awaited.wait(PACE * seconds)  # not sleep(): _finish() ends the pause at once
+
     def _finish(self) -> None:
         if self._thread is not None:
+            self._is_awaited.set()
             self._thread.join()
             self._thread = None
+            self._is_awaited.clear()
 
 
+# The lists in the cache are shared by all callers, so none of them may change what it gets.
 @functools.lru_cache(maxsize=16)  # a state has the same layout from one snapshot to the next
 def plan_blocks(
     blocks: tuple[int, ...], sizes: tuple[int, ...], pinned: bool
@@ -152,6 +179,7 @@ def plan_blocks(
     capacity, used = list(blocks), [0] * len(blocks)
     places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
     remaining = sum(map(_aligned, sizes))
+    # Large ones first: the small ones then fill the gaps.
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = _aligned(sizes[i])
         block = next((b for b in range(len(used)) if used[b] + size <= capacity[b]), None)
@@ -184,6 +212,7 @@ def pin(size: int, events: Sequence[torch.cuda.Event] = ()) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     # The finalizer holds `pages`, so that they stay mapped while registered with CUDA; at exit the process frees all.
     unregister, address = cudart.cudaHostUnregister, block.data_ptr()
+    # On the storage, not the tensor: views of the block keep the storage alive, not `block`.
     weakref.finalize(block.untyped_storage(), _unpin, unregister, address, pages, events).atexit = False
     return block
 
@@ -207,7 +236,7 @@ def _relax_capture() -> bool:
         exchange = library.cudaThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return False
-    relaxed = ctypes.c_int(2)
+    relaxed = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
     return bool(exchange(ctypes.byref(relaxed)) == 0)
 
 
@@ -215,12 +244,14 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def count_bytes(tensor: Tensor) -> int:
-    """Return the size in bytes of the tensor's elements."""
-    return tensor.numel() * tensor.element_size()
-
-
-def make_view(block: Tensor, offset: int, like: Tensor) -> Tensor:
-    """View `block` with the dtype, shape and, if it has no gaps, strides of `like`, so that the copy is one memcpy."""
-    strides = like.stride() if like.is_contiguous() else torch.empty_like(like, device="meta").stride()
-    return block[offset : offset + count_bytes(like)].view(like.dtype).as_strided(like.shape, strides)
+def make_views(blocks: Sequence[Tensor], places: Sequence[tuple[int, int]], like: Sequence[Tensor]) -> list[Tensor]:
+    """View blocks like the tensors in `like`, with their strides if they have no gaps, so that a copy is one memcpy."""
+    typed: dict[tuple[int, torch.dtype], Tensor] = {}
+    views = []
+    for (block, offset), tensor in zip(places, like):
+        whole = typed.get((block, tensor.dtype))
+        if whole is None:
+            whole = typed[block, tensor.dtype] = blocks[block].view(tensor.dtype)
+        strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        views.append(whole.as_strided(tensor.shape, strides, offset // tensor.element_size()))
+    return views

@@ -27,13 +27,14 @@ def choose_precision(device: str | torch.device | None = None) -> Precision:
         capability = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or capability >= (8, 0):  # the first NVIDIA generation that computes in bf16
             return Precision.BF16
-        return Precision.FP16 if capability >= (5, 3) else Precision.FP32
+        return Precision.FP16 if capability >= (5, 3) else Precision.FP32  # 5.3 has native fp16 arithmetic
     if kind == "cpu":
         return Precision.BF16 if _cpu_has_bf16() and half_matmul_works(Precision.BF16) else Precision.FP32
     return Precision.FP32
 
 
 def _cpu_has_bf16() -> bool:
+    # Private to torch, and not in every version.
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in probes)
 
@@ -43,7 +44,11 @@ def half_matmul_works(precision: Precision) -> bool:
     """Whether a half-precision matmul works on this CPU, tried in a separate process because it may crash."""
     dtype = str(DTYPES[precision]).removeprefix("torch.")
     code = f"import torch; a = torch.ones(64, 64, dtype=torch.{dtype}); assert float((a @ a)[0, 0]) == 64.0"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    try:
+        # -P: a torch.py in the current directory must not be run
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:  # a machine so busy that it cannot answer: fp32 is always right
+        return False
     return done.returncode == 0
 
 

@@ -64,6 +64,7 @@ class _Knob:
             if isinstance(rate, Tensor) and id(rate) in seen:
                 continue
             seen.add(id(rate))
+            # A clone: dividing by the factor later would not give back the same bits.
             own = rate.detach().clone() if isinstance(rate, Tensor) else rate
             _assign(group, self.key, rate * self.factor)
             yield _Held(group, self.key, self.factor, own, group[self.key], _version(group[self.key]))
@@ -113,6 +114,7 @@ class _HeldRates:
     def __enter__(self) -> None:
         try:
             for knob in self._knobs:
+                # extend() keeps what the generator gave before an error, so that is put back too.
                 self._held.extend(knob.hold())
         except BaseException:
             self._put_back()
@@ -121,6 +123,7 @@ class _HeldRates:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
+            # By identity, and before the rates are put back: an optimizer that writes its rate leaves another object.
             writers = [optimizer for optimizer, group, rate in self._before if group.get("lr") is not rate]
             if writers:
                 self._owner.note_writers(writers)
@@ -169,7 +172,16 @@ class Rates:
     def learning_rates(self) -> tuple[float, ...]:
         """Return the learning rate of each group as the next step uses it; NaN for a group without one."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        # At every step: float() waits for the device if a rate is a tensor there.
         return tuple(math.nan if (rate := group.get("lr")) is None else float(rate * self.factor) for group in groups)
+
+    def find_bad(self, rates: Sequence[float]) -> dict[int, float]:
+        """Return those of `learning_rates()` that are NaN or Inf, by the position of their group."""
+        if all(map(math.isfinite, rates)):  # nearly always
+            return {}
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        given = [(place, rate) for place, rate in enumerate(rates) if groups[place].get("lr") is not None]
+        return {place: rate for place, rate in given if not math.isfinite(rate)}
 
     def list_settings(self) -> tuple[tuple[float, float], ...]:
         """Return learning rate and weight decay of every group, as a step would use them now."""

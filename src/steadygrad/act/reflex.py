@@ -17,9 +17,8 @@ from torch import Tensor
 
 from steadygrad.act.adam_lists import QuickLists, can_gather_quickly
 from steadygrad.clip import Clipper
-from steadygrad.clip.edit import scale_gradients, stored_values
+from steadygrad.clip.edit import multiply, scale_gradients
 from steadygrad.measure import Measurement
-from steadygrad.optim import FusedAdamW
 from steadygrad.state.shards import is_dtensor
 
 
@@ -42,7 +41,6 @@ class Reflex:
         self.expects_clipping = False
         self._lists = {id(o): QuickLists(o) for o in self._optimizers if can_gather_quickly(o)}
         self._folds_exactly = not any(isinstance(optimizer, torch.optim.SGD) for optimizer in self._optimizers)
-        self._folds_freely = all(isinstance(optimizer, FusedAdamW) for optimizer in self._optimizers)
 
     def hint(self) -> None:
         """Log once that `fused=True` would remove the host read."""
@@ -54,9 +52,17 @@ class Reflex:
                 stacklevel=4,
             )
 
+    @torch.no_grad()
+    def compile(self, device: torch.device) -> None:
+        """Load the kernel that takes a skipped step out of a fused optimizer's counters."""
+        counters = [torch.zeros((), device=device) for _ in range(2)]
+        torch._foreach_sub_(counters, [torch.zeros((), device=device)] * 2)
+
     def clip(self, m: Measurement, scale: Tensor | None) -> Tensor | None:
         """Write the coefficient into the header; return the loss scale that the gradients still carry."""
         clipper = self._clipper
+        if not m.names:
+            return scale  # a rank without gradients: the step is bad on all of them
         if clipper is None or (clipper.constant_norm is not None and not clipper.edits_gradients):
             return scale  # the measurement has the coefficient already
         return self._clip(clipper, m, scale)
@@ -79,11 +85,12 @@ class Reflex:
         beforehand by a kernel that does nothing when it is 1. The first always costs 4 bytes per element, the second 8
         or nothing, so the first is used while the last step was clipped. When that becomes known depends on the
         device's speed, so the choice must not change a single bit: half-precision gradients, which the optimizer's
-        kernel scales without rounding, always take the first, and so does `FusedAdamW`, which writes nothing back.
-        Fused SGD always takes the second: in torch 2.11 a `grad_scale` of 1 changes the last bit of its weights.
+        kernel scales without rounding, always take the first. Fused SGD always takes the second: in torch 2.11 a
+        `grad_scale` of 1 changes the last bit of its weights.
         """
         divisor: Tensor | None = None
         if self._clipper is not None and not self._clipper.edits_gradients:
+            # The kernel divides by grad_scale, so this is 1 / coefficient.
             divisor = m.flags[1]
         if scale is not None:
             divisor = scale if divisor is None else divisor * scale
@@ -91,6 +98,7 @@ class Reflex:
             divisor = None
         for optimizer in self._optimizers:
             _make_momentum(optimizer)
+            # A fused step() of torch reads these two attributes, which GradScaler.step sets in the same way.
             optimizer.found_inf = m.found  # type: ignore[attr-defined]
             optimizer.grad_scale = divisor  # type: ignore[attr-defined]
             try:
@@ -102,14 +110,14 @@ class Reflex:
 
     def _folds(self, m: Measurement) -> bool:
         """Whether the coefficient goes into the optimizer's kernel."""
-        is_better = self._folds_freely or self.expects_clipping or not m.plan.is_single_precision
+        is_better = self.expects_clipping or not m.plan.is_single_precision
         return self._folds_exactly and is_better
 
     def step_on_host(self, m: Measurement, factor: float) -> None:
         """Take a step known to be good: scale the gradients if that changes anything, and step."""
         if self._clipper is not None and self._clipper.edits_gradients:
             factor = 1.0
-        if factor != 1.0:
+        if factor != 1.0:  # saves a pass over the gradients
             multiply(m.gradients, factor)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -123,17 +131,6 @@ class Reflex:
     def ready_for_device(self) -> bool:
         """False for a fused optimizer whose skipped first step would keep an uninitialised momentum."""
         return self.fused and not any(_lacks_damped_momentum(optimizer) for optimizer in self._optimizers)
-
-
-def multiply(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply all gradients in place; dense ones take one launch per dtype and device."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    with torch.no_grad():
-        for gradient in gradients:
-            values = stored_values(gradient)
-            groups.setdefault((values.device, values.dtype), []).append(values)
-        for group in groups.values():
-            torch._foreach_mul_(group, factor)
 
 
 def _momentum_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -92,6 +92,8 @@ class Restorer:
         if isinstance(saved, list | tuple | deque):
             fits = isinstance(live, list | tuple | deque) and len(live) == len(saved)
             return remake(saved, [self._put(live[i] if fits else None, item) for i, item in enumerate(saved)])
+        # A copy, since the state may be restored again. The memo maps the training's own objects to themselves: a
+        # reference to the model stays one.
         return copy.deepcopy(saved, self._memo)
 
     def _put_dict(self, live: Any, saved: dict[Any, Any]) -> dict[Any, Any]:
@@ -110,6 +112,7 @@ class Restorer:
             and host.layout in (torch.strided, torch.sparse_coo)
         )
         if not fits:
+            # copy=True: `host` lies in memory that another snapshot will use.
             return host.to(device, copy=True)
         assert isinstance(live, Tensor)
         if host.layout is not torch.strided:
@@ -145,12 +148,14 @@ class Restorer:
         self, optimizer: torch.optim.Optimizer, kept: OptimizerState, resized: Mapping[int, Tensor]
     ) -> None:
         """Restore groups and state without torch's load_state_dict, which casts state to the parameters' dtype."""
+        # Groups that were added since have no saved one, and stay as they are.
         for group, saved in zip(optimizer.param_groups, kept.groups):
             for key in [key for key in (group.keys() | saved.keys()) - {"params"} if self._goes_back(optimizer, key)]:
                 if key in saved:
                     group[key] = self._put(group.get(key), saved[key])
                 else:
                     del group[key]
+        # A resized parameter keeps its present state, which fits; the saved one does not.
         kept_keys = {_identify(key) for key, _ in kept.state} | resized.keys()
         state: dict[Any, Any] = optimizer.state
         for key in [key for key in state if _identify(key) not in kept_keys]:
@@ -171,6 +176,7 @@ class Restorer:
     # --- extras -----------------------------------------------------------------------------------------------------
 
     def _put_extra(self, name: str, extra: Any, saved: Any) -> list[str]:
+        # The fields that state/collect.py took: GradScaler.state_dict() would have waited for the device.
         if isinstance(extra, torch.amp.GradScaler):
             for field, value in saved.items():
                 setattr(extra, field, self._put(getattr(extra, field), value))

@@ -57,6 +57,7 @@ class ScalerDriver:
             return loss * self._carried.to(loss.device, non_blocking=True)
         scaled = self._scaler.scale(loss)
         scale = self._scaler._get_scale_async()
+        # A clone: update() writes into the scaler's own tensor.
         self._carried = None if scale is None else scale.clone()
         return scaled
 
@@ -83,6 +84,7 @@ class ScalerDriver:
 
     def _is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         assert self._scaler is not None
+        # Private to GradScaler, keyed by id(optimizer); unscale_() sets the stage.
         states: dict[int, dict[str, Any]] = self._scaler._per_optimizer_states
         return id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED"
 
@@ -106,10 +108,12 @@ class ScalerDriver:
         before = None if bad_loss is None else (scale.clone(), growth.clone())
         found = bad_gradient.float().to(scale.device).reshape(1)
         for optimizer in self._optimizers:
+            # A clone for each: GradScaler.update() adds the others to the first in place.
             scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {scale.device: found.clone()}
         scaler.update()
         if before is not None and bad_loss is not None:
             ignore = bad_loss.to(scale.device)
+            # Undone on the device: the host does not know yet whether the loss was bad.
             scale.copy_(torch.where(ignore, before[0], scale))
             growth.copy_(torch.where(ignore, before[1], growth))
 

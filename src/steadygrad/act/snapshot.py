@@ -55,6 +55,7 @@ class Snapshot:
 
     def values(self) -> Iterator[tuple[str, bool, bool]]:
         """Yield each checked tensor's name, whether it must be finite, and whether it is."""
+        # The copies into `largest` are queued before these events too.
         for event in self.pinned_memory.events:
             event.synchronize()
         for label, largest in zip(self.labels, self.largest.tolist()):

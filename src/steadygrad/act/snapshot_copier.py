@@ -73,7 +73,7 @@ class Copier:
         if device.type != "cuda" or not has_room(memory, device) or not self._has_kernels(sources, memory.layout):
             return False
         current, side = torch.cuda.current_stream(device), self._find_stream(device)
-        with torch.cuda.stream(side):  # where `make_reserve` allocated them
+        with torch.cuda.stream(side):  # where `make_reserve` had the allocator keep them
             blocks = memory.make_blocks(device)
         current.wait_stream(side)  # the allocator hands out memory in this stream's order
         targets = [blocks[block].data_ptr() + offset for block, offset in memory.places]
@@ -123,7 +123,7 @@ class Copier:
         def reserve() -> None:
             with torch.cuda.stream(side):
                 if has_room(memory, device):
-                    memory.make_blocks(device)
+                    memory.make_blocks_slowly(device)
 
         return reserve
 
@@ -140,6 +140,7 @@ class Copier:
             self._under_way.append((device, event, [s for s, _ in late]))
             snapshot.pinned_memory.events.append(event)
         done = torch.cuda.Event()
+        # Covers what was copied on the forward's own stream.
         done.record(current)
         snapshot.pinned_memory.events.append(done)
 

@@ -113,7 +113,7 @@ class SnapshotRing:
         """Count step `step` as healthy. Return why snapshots were dropped, one line for each that was not finite."""
         reasons = []
         for snapshot in [s for s in self.held if not s.good]:
-            snapshot.num_healthy += step >= snapshot.step
+            snapshot.num_healthy += step >= snapshot.step  # a late judgement may be of a step before it
             enough = snapshot.num_healthy >= self._config.good_after
             # Reading the check waits for the device, so it is read once it has arrived, or when it decides.
             if snapshot.finite is None and (enough or snapshot.has_been_checked):
@@ -165,6 +165,7 @@ class SnapshotRing:
 
         While none is good yet, the state before step 0 is returned if it is finite: no training has harmed it.
         """
+        # A collective on many ranks; its result is the same on all, so all take the same branch below.
         good = self.list_good()
         if not good:
             untrained = [s for s in self.held if s.step == 0 and not older]

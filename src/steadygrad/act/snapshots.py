@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from steadygrad.act.pinned_memory import PinnedMemory, count_bytes
+from steadygrad.act.pinned_memory import PinnedMemory
 from steadygrad.act.restore import Restorer
 from steadygrad.act.snapshot import Snapshot
 from steadygrad.act.snapshot_copier import Copier, look
@@ -125,6 +125,7 @@ class Snapshots:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken before step `step`; never while the last step was not healthy."""
+        # Asked once after each healthy step, so a copy that is under way moves on here.
         self._copier.advance()
         if self.off is not None or self._in_trouble or self.is_held or not self._ring.has_place:
             return False
@@ -169,7 +170,7 @@ class Snapshots:
         """Have memory pinned in the background for the next snapshot, assuming the state keeps its size."""
         if not self._sizes or self._last_taken == 0:  # the optimizer creates its state in the first step
             sources = self._collect()[0].sources
-            self._sizes = [count_bytes(source.tensor) for source in sources if self._is_kept_in_blocks(source)]
+            self._sizes = [source.num_bytes for source in sources if self._is_kept_in_blocks(source)]
         sizes = self._sizes
         spare = PinnedMemory(pinned=True)
         if self._ring.fits(spare, sizes):
@@ -200,8 +201,8 @@ class Snapshots:
     def _make_hosts(self, sources: list[Source]) -> tuple[PinnedMemory, list[Tensor], Tensor] | None:
         """Return a host tensor for each source and one for the check's results; None if there is no memory."""
         self._is_pinned = any(source.tensor.is_cuda for source in sources)  # a model may have moved
-        wanted = [source.tensor for source in sources if self._is_kept_in_blocks(source)]
-        sizes = self._sizes = [count_bytes(tensor) for tensor in wanted]
+        wanted = [source for source in sources if self._is_kept_in_blocks(source)]
+        sizes = self._sizes = [source.num_bytes for source in wanted]
         no_room = self._ring.explain_no_room(sizes, pinned=self._is_pinned)
         if no_room is not None:
             self._switch_off(no_room)
@@ -294,8 +295,10 @@ class Snapshots:
             raise UsageError(f"there is no snapshot to restore: snapshots are off, because {self.off}.")
         if chosen is None:
             raise UsageError(self._ring.explain_nothing(older=older))
+        # FSDP2: weights that a forward has gathered would outlive the restore, and be used in its place.
         settle_shards(self._model)
         again = self.second_try if self.second_try is not None and self.second_try.step == chosen.step else None
+        # The snapshot first: it also has the extras, such as EMA and histories, that a second try leaves alone.
         self.misfits = self._put_back(chosen, self._extras, but=() if again is None else ("scheduler",))
         self.num_again = 0 if again is None else again.num_again
         if again is not None:
@@ -332,6 +335,7 @@ class Snapshots:
     def _put_back(self, snapshot: Snapshot, extras: Mapping[str, Any], but: Sequence[str] = ()) -> list[str]:
         """Write a snapshot over the live state, with those `extras` it holds; return what had to be left unchanged."""
         self.before_optimizer()
+        # The device waits for copies out of the tensors that are about to be written, the host for this snapshot's own.
         snapshot.wait()
         held = {name: saved for name, saved in snapshot.state.extras.items() if name in extras and name not in but}
         # Rates go with their scheduler: one that is not in the snapshot has moved on, and so have its rates.

@@ -27,26 +27,28 @@ BITS = {tl.float32: tl.int32, tl.bfloat16: tl.int16, tl.float16: tl.int16, tl.fl
 CHUNK, BLOCK, WARPS = 65536, 2048, 8
 
 
+# Not specialised: Triton compiles once more for an integer that is 1, and for one that 16 divides.
 @triton.jit(do_not_specialize=["first", "num_tensors"])
 def _copy_chunks(
     table, numels, chunk_tensor, chunk_index, counts, first, num_tensors,
     DTYPE: tl.constexpr, BITS: tl.constexpr, IS_FLOAT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy one chunk bit for bit; counts[t] += its elements that are not finite."""
+    # table [2 N]: addresses, sources before targets; numels, counts [N]; chunk_tensor, chunk_index [chunks]
     c = tl.program_id(0) + first
     t = tl.load(chunk_tensor + c)
-    start = tl.load(chunk_index + c).to(tl.int64) * CHUNK
+    start = tl.load(chunk_index + c).to(tl.int64) * CHUNK  # int64: a tensor may have more than 2**31 elements
     count = tl.minimum(tl.load(numels + t) - start, CHUNK).to(tl.int32)
     source = tl.load(table + t).to(tl.pointer_type(BITS)) + start
     target = tl.load(table + num_tensors + t).to(tl.pointer_type(BITS)) + start
     bad = tl.zeros([BLOCK], tl.int32)
     for i in range(0, CHUNK, BLOCK):
         lanes = i + tl.arange(0, BLOCK)
-        bits = tl.load(source + lanes, mask=lanes < count, other=0)
+        bits = tl.load(source + lanes, mask=lanes < count, other=0)  # [BLOCK]; 0 is finite in every format
         tl.store(target + lanes, bits, mask=lanes < count)
         if IS_FLOAT:
             x = bits.to(DTYPE, bitcast=True)
-            bad += ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
+            bad += ((tl.abs(x) < float("inf")) == 0).to(tl.int32)  # so written that NaN counts
     if IS_FLOAT:
         total = tl.sum(bad, 0)
         if total > 0:

@@ -44,6 +44,7 @@ class Partitions(torch.optim.Optimizer):
         _refuse(engine)
         self._zero = engine.optimizer
         self._module: nn.Module = engine.module
+        # Bound before EngineDrive.attach() replaces it: otherwise a step would call the Guard again.
         self._step: Callable[..., Any] = self._zero.step
         self._is_whole = isinstance(self._zero, torch.optim.Optimizer)
         base = self._zero if self._is_whole else self._zero.optimizer
@@ -75,6 +76,7 @@ class Partitions(torch.optim.Optimizer):
 
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
         """Make the engine's own step."""
+        # Before the step: one that raises halfway must not be taken for a skip, and discarded.
         self.num_steps += 1
         self._step()
 
@@ -256,6 +258,7 @@ def _refuse(engine: Any) -> None:
 
 
 def _is_parallel(mpu: Any) -> bool:
+    # Foreign code: a unit that cannot be asked counts as parallel, and is refused.
     with contextlib.suppress(Exception):
         return int(mpu.get_model_parallel_world_size()) > 1
     return True

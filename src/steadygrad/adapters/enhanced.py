@@ -123,6 +123,7 @@ def _check(module: nn.Module, monitor: GradientHealthMonitor, step: int, max_nor
     stats = monitor.check_gradients(scaler=scaler)
     monitor.log_statistics(stats, step=step, logger=_find_voice(module, getattr(trainer, "logger", None)))
     if max_norm is not None:
+        # get_scale() reads from the device: the host waits, but only for a caller who asked for clipping under fp16.
         monitor.apply_gradient_clipping(max_norm * (1.0 if scaler is None else scaler.get_scale()))
     return stats
 
@@ -152,6 +153,7 @@ def _find_scaler(trainer: Any) -> torch.amp.GradScaler | None:
     scaler: torch.amp.GradScaler | None = getattr(getattr(trainer, "precision_plugin", None), "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
+    # Private to GradScaler, which has no public answer. unscale_ sets the stage, update() forgets it.
     states = scaler._per_optimizer_states.values()
     return None if any(state["stage"].name == "UNSCALED" for state in states) else scaler
 

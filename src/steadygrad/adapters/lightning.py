@@ -98,6 +98,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         """Take over clipping before Lightning finds that it cannot clip (16-mixed with a fused optimizer)."""
         if stage != "fit" or is_switched_off():
             return
+        # First: our own None, left by a fit that never came to its teardown, would be read as the user's setting.
         self._patches.undo()
         by_value = str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)) == "value"
         self._clip = read_clipping(trainer.gradient_clip_val, by_value=by_value)
@@ -164,11 +165,14 @@ class GuardCallback(Callback):  # type: ignore[misc]
         def optimizer_step(optimizer: Any, model: Any, closure: Callable[[], Any], **_kwargs: Any) -> Any:
             result = closure()
             has_gradient = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+            # A fused optimizer unscales inside its kernel; here it would be done a second time.
             if scaler is not None and has_gradient and not getattr(optimizer, "_step_supports_amp_scaling", False):
                 scaler.unscale_(optimizer)  # hooks may read the gradients
+            # Lightning's own: calls on_before_optimizer_step, and clips nothing, since gradient_clip_val is None.
             plugin._after_closure(model, optimizer)
             if has_gradient:
                 self._step(optimizer)
+            # A scaler refuses to step where nothing was unscaled; Lightning leaves that step out as well.
             elif scaler is None:
                 optimizer.step()  # training_step returned None: nothing to guard, nothing changes
             return result
@@ -177,6 +181,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         seat = next(seat for seat in self._seats if seat.optimizer is optimizer)
+        # With several optimizers, only the one that steps shows whose losses they were.
         for loss in self._losses:
             seat.guard.watch_backward(loss)
         self._losses.clear()
@@ -195,6 +200,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         guard = self.guard
 
         def training_step(batch: Any, *args: Any) -> Any:
+            # `run_forward` is the original: a replay must not be watched as another forward.
             def replay(batch: Any) -> Any:
                 with _muted(pl_module):
                     return run_forward(batch, *args)
@@ -216,6 +222,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         if not self._seats:
             return
         scale = getattr(trainer.precision_plugin, "scaler", None)
+        # On the device: get_scale() would make the host wait in every microbatch.
         scale = None if scale is None else scale._get_scale_async()
         loss = loss if scale is None else loss / scale
         if len(self._seats) == 1:
@@ -244,6 +251,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
         if not self._seats or not trainer._logger_connector.should_update_logs:
             return
         for number, guard in enumerate(self.guards):
+            # Waits for the device, so only at the steps at which Lightning logs.
             guard.flush()
             self._warnings.check(guard)
             suffix = f"/optimizer_{number}" if len(self._seats) > 1 else ""
@@ -258,6 +266,7 @@ class GuardCallback(Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Report the validation loss, and stop if early stopping says so; not for `validate()` outside `fit()`."""
         loss = trainer.callback_metrics.get(self._monitor)
+        # Without patches no fit is running: this is a plain validate().
         if trainer.sanity_checking or self._patches.is_empty or not self._seats or loss is None:
             return
         for guard in self.guards:

@@ -4,7 +4,7 @@ Where every label is masked, or the loss is None, NaN, Inf or 0, a small loss re
 parameters, with a gradient of zero, so that backward runs and other microbatches of the step still count. Each one is
 counted, logged and, if a GuardCallback watches the same trainer, recorded. So is an exception, if losses were computed
 before it and none failed just before: a bug that fails every time, a lack of memory, and an exception on one of several
-ranks are let through. Costs one host read per microbatch.
+ranks are let through. Costs one host read per microbatch, and another one if the labels are on the device.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class SafeLoss:
         masked = _is_all_masked(inputs, getattr(self._trainer, "label_names", None) or ("labels",))
         try:
             result = self._compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        # Broad on purpose: a bad batch raises anything. `_may_replace` lets bugs and lack of memory through.
         except Exception as error:
             self.num_errors += 1
             self._num_errors_in_a_row += 1
@@ -72,6 +73,7 @@ class SafeLoss:
         return (safe, outputs) if return_outputs else safe
 
     def _replace_if_bad(self, loss: Tensor | None, model: nn.Module, *, masked: bool) -> Tensor:
+        # Waits for this forward. The mean, since under DataParallel there is one loss for each device.
         value = math.nan if loss is None else float(loss.detach().float().mean())
         reason = _find_reason(loss, value, masked=masked)
         if reason is None:
@@ -80,6 +82,7 @@ class SafeLoss:
         self.counts[reason] += 1
         total = self.counts.total()
         self._report(describe_replaced_loss(reason, ADVICE[reason], step=self._step, count=total))
+        # Keeps its graph: a loss of exactly 0 may have a gradient all the same.
         if loss is not None and value == 0.0 and loss.requires_grad:
             return loss + SMALL_LOSS
         return SMALL_LOSS + _connect(model.parameters())
@@ -137,6 +140,7 @@ def _connect(parameters: Iterable[nn.Parameter]) -> Tensor:
     total: Tensor | float = 0.0
     for parameter in parameters:
         if parameter.requires_grad and parameter.numel():
+            # One element gives the whole parameter a gradient of zeros, which DistributedDataParallel waits for.
             total = total + parameter.flatten()[:1].float().nan_to_num().sum() * 0.0
     assert isinstance(total, Tensor), "a trainer has parameters to train"
     return total

@@ -42,6 +42,7 @@ def guard_trainer(
             f"torchtitan trains {len(trainer.model_parts)} pipeline stages here, each with other parameters. Guard a "
             "run without pipeline parallelism."
         )
+    # torchtitan has clipped already when its optimizers step: a second clip would work on the first one's result.
     config = dataclasses.replace(config if config is not None else GuardConfig(), clip=None)
     guard = Guard(
         trainer.model_parts[0], list(trainer.optimizers.optimizers), config=config, run_dir=run_dir, sinks=sinks
@@ -61,6 +62,7 @@ class _Drive:
         run, advance = trainer.forward_backward_step, trainer.lr_schedulers.step
 
         def forward_backward_step(**kwargs: Any) -> Tensor:
+            # Not replayable: this function runs backward too.
             with guard.watch_forward(None, kwargs.get("input_dict"), kwargs.get("labels")):
                 loss: Tensor = run(**kwargs)
             guard.watch_backward(loss.detach())
@@ -71,6 +73,7 @@ class _Drive:
             guard.step()
 
         def advance_rate(*args: Any, **kwargs: Any) -> None:
+            # Whether the rate may move depends on a step that is still running: the host waits for it here.
             guard.flush()
             if guard.last is None or not guard.last.skipped:
                 advance(*args, **kwargs)

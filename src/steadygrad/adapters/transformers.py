@@ -3,7 +3,8 @@
 The Trainer clips before any callback and shows callbacks no gradients, so the callback finds its trainer and ties a
 Guard to the trainer's accelerator: measuring, clipping, stepping and skipping happen in `optimizer.step()`. What is
 replaced, on this trainer's instances and during `train()` only: `accelerator.backward` and `clip_grad_norm_`, the
-optimizer's `step`, and the trainer's `compute_loss` (to see the batch) and `log` (to write true numbers).
+optimizer's `step`, and the trainer's `compute_loss` (to see the batch), `training_step` (to record its errors: trl
+computes rewards there) and `log` (to write true numbers).
 """
 
 # ruff: noqa: ARG002 - the arguments of an event are the Trainer's
@@ -25,7 +26,7 @@ from steadygrad.adapters.safe_loss import SafeLoss, safe_compute_loss
 from steadygrad.adapters.settings import adopt_settings, read_clipping
 from steadygrad.config import GuardConfig, Precision
 from steadygrad.config.switch import is_switched_off
-from steadygrad.errors import UsageError
+from steadygrad.errors import SteadygradError, UsageError
 from steadygrad.extras import import_extra
 from steadygrad.guard import Guard
 from steadygrad.record import Sink
@@ -62,6 +63,8 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
         self._window: Tensor | None = None
         self._num_skipped_logged = 0
         self._warnings = Warnings()
+        self._reported_error = 0
+        """The id of an exception on its way out, which passes several of our functions."""
 
     @property
     def guard(self) -> Guard:
@@ -87,15 +90,16 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
             run_dir=self._run_dir,
             sinks=self._sinks,
         )
-        self._window, self._num_skipped_logged, self._warnings = None, 0, Warnings()
+        self._window, self._num_skipped_logged, self._warnings, self._reported_error = None, 0, Warnings(), 0
         self._resume(checkpoint)
         self._tie(trainer)
 
     def _tie(self, trainer: Any) -> None:
         guard = self.guard
+        # Before compute_loss is replaced below, which hides the SafeLoss.
         if isinstance(trainer.compute_loss, SafeLoss):
             self._patches.replace(trainer.compute_loss, "guard", guard)
-        compute_loss, log = trainer.compute_loss, trainer.log
+        compute_loss, training_step, log = trainer.compute_loss, trainer.training_step, trainer.log
 
         def watched_compute_loss(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not model.training:
@@ -106,11 +110,15 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
             self._add_to_window(result[0] if isinstance(result, tuple) else result)
             return result
 
+        def watched_training_step(*args: Any, **kwargs: Any) -> Any:
+            return self._let_errors_through(training_step, *args, **kwargs)
+
         def true_log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             self._correct(logs)
             log(logs, *args, **kwargs)
 
         self._patches.replace(trainer, "compute_loss", watched_compute_loss)
+        self._patches.replace(trainer, "training_step", watched_training_step)
         self._patches.replace(trainer, "log", true_log)
         # Clipping would spread one NaN everywhere. The norm is logged once the Guard has measured it.
         self._patches.replace(trainer.accelerator, "clip_grad_norm_", lambda *_args, **_kwargs: math.nan)
@@ -122,6 +130,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
             self._warnings.check(self._guard)
 
     def _release(self) -> None:
+        # First: whatever closing raises, the trainer is as it was.
         self._patches.undo()
         if self._guard is not None:
             self._guard.close()
@@ -132,13 +141,17 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if not isinstance(call, SafeLoss):  # which has reported it
+            is_reported = isinstance(call, SafeLoss) or id(error) == self._reported_error
+            if not is_reported and not isinstance(error, SteadygradError):
                 self.guard.note(describe_error(error, self.guard))
+            # Its id, not the error: that holds its frames, and with them the batch and the graph.
+            self._reported_error = id(error)
             raise
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the last step and advance the scheduler before the Trainer records its position."""
         if self._guard is not None and (control.should_log or control.should_save or control.should_evaluate):
+            # Waits for the device, so not at every step: only where the Trainer is about to read or save its state.
             self._guard.flush()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -158,6 +171,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
     def _add_to_window(self, loss: Any) -> None:
         """Add the loss to the sum since the last log, on the device: not finite if any loss was not."""
         if isinstance(loss, Tensor):
+            # No host read here: this runs for every microbatch. NaN and Inf survive the sum.
             loss = loss.detach().float().sum()
             self._window = loss if self._window is None else self._window + loss
 
@@ -167,6 +181,7 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
             return
         guard = self.guard
         guard.flush()
+        # Read here only, once for each line of the log.
         total = 0.0 if self._window is None else float(self._window)
         self._window = None
         if not math.isfinite(total):
@@ -193,12 +208,18 @@ class GuardCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the Guard's state next to the Trainer's own files."""
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if self._guard is not None and folder.is_dir():
-            torch.save(self._guard.state_dict(), folder / STATE_FILE)
+        if self._guard is None:
+            return
+        guard_state = self._guard.state_dict()  # on every rank: a state in shards is put together by all of them
+        if args.should_save and folder.is_dir():
+            aside = folder / f"{STATE_FILE}.tmp"
+            torch.save(guard_state, aside)
+            aside.replace(folder / STATE_FILE)
 
     def _resume(self, checkpoint: str | None) -> None:
         path = None if checkpoint is None else Path(checkpoint) / STATE_FILE
         if path is not None and path.is_file():
+            # A checkpoint may come from anywhere: weights_only refuses everything that would run code.
             self.guard.load_state_dict(torch.load(path, weights_only=True))
             self._num_skipped_logged = int(self.guard.stats()["num_skipped"] or 0)
 
@@ -215,6 +236,7 @@ def _find_trainer() -> tuple[Any, str | None]:
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
+        # Other methods of the Trainer may be on the stack: the loop is the one that knows what it resumes from.
         if isinstance(owner, _transformers.Trainer) and "resume_from_checkpoint" in frame.f_locals:
             checkpoint = frame.f_locals["resume_from_checkpoint"]
             return owner, str(checkpoint) if isinstance(checkpoint, str | Path) else None
@@ -256,6 +278,7 @@ def _choose_half_precision(overrides: dict[str, Any]) -> dict[str, bool]:
     if overrides.get("bf16") or overrides.get("fp16") or overrides.get("use_cpu") or not torch.cuda.is_available():
         return {"bf16": False, "fp16": False}
     chosen = choose_precision("cuda")
+    # bf16=False where the GPU has bf16 asks for float32, not for fp16 with its loss scale.
     if chosen is Precision.BF16 and overrides.get("bf16") is False:
         return {"bf16": False, "fp16": False}
     return {"bf16": chosen is Precision.BF16, "fp16": chosen is Precision.FP16}

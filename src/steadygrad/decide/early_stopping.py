@@ -22,7 +22,7 @@ class EarlyStopping:
     def __init__(self, *, patience: int = 10, min_delta: float = 0.0) -> None:
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
             raise ConfigError(f"EarlyStopping.patience must be a whole number above 0, got {patience!r}. Use 10.")
-        if not min_delta >= 0 or math.isinf(min_delta):
+        if not min_delta >= 0 or math.isinf(min_delta):  # so written that NaN is refused
             raise ConfigError(f"EarlyStopping.min_delta must be 0 or a positive number, got {min_delta!r}. Use 0.0.")
         self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None

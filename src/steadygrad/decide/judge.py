@@ -36,6 +36,7 @@ class Judge:
         self._policy = policy if policy is not None else Policy()
         self._on_nonfinite = on_nonfinite
         self._table = build_table(self._policy)
+        # Action is a StrEnum, so an action and its text are the same key.
         self._budgets: dict[str, int] = {
             Action.SKIP: self._policy.max_skips,
             Action.SCALE_LR: self._policy.max_lr_changes,
@@ -45,7 +46,7 @@ class Judge:
             RESTART: self._policy.max_lr_changes,
         }
         self._taken: dict[str, list[int]] = {str(what): [] for what in self._budgets}
-        self._bad_step = -2
+        self._bad_step = -2  # so that step 0 does not continue a row
         self._num_bad = 0
         self._now = 0
 
@@ -105,7 +106,7 @@ class Judge:
 
     def _answer_step(self, step: int, ladder: Ladder, reflex: Verdict) -> Verdict:
         """Answer one non-finite step: its loss and its gradient are one event."""
-        if step == self._bad_step:
+        if step == self._bad_step:  # the other finding of the same step, already counted
             return reflex
         self._num_bad = self._num_bad + 1 if step == self._bad_step + 1 else 1
         self._bad_step = step
@@ -136,6 +137,7 @@ class Judge:
                 factor = self._choose_factor(rung, advised)
                 self._take(counted)
                 return Verdict(action=rung.action, reason=why, factor=factor)
+            # Not for a rollback that the policy forbids because it lowers the rate: that one is passed over.
             if rung.action is Action.ROLLBACK and self._is_spent(counted):
                 return Verdict(action=Action.HALT, reason=f"{why}, and {forbidden}")
             if self._is_cooling(rung.action):
@@ -176,6 +178,7 @@ class Judge:
 
     def _list_recent(self, counted: str) -> list[int]:
         recent = [step for step in self._taken[counted] if self._now - step < self._policy.budget_steps]
+        # Dropped for good: steps only grow, also across a rollback.
         self._taken[counted] = recent
         return recent
 

@@ -45,6 +45,7 @@ def build_table(policy: Policy) -> Mapping[str, Ladder]:
     table: dict[str, Ladder] = {
         "nonfinite_loss": bad_step,
         "nonfinite_gradient": bad_step,
+        "nonfinite_rate": (Rung(action=Action.SKIP),),  # neither another rate nor other weights would help
         "nonfinite_parameter": (go_back,),
         "nonfinite_buffer": (go_back,),
         "nonfinite_epoch": (lower,),

@@ -31,7 +31,13 @@ from steadygrad.detect import loss_program as program
 from steadygrad.detect.base import FunctionRule, Rule, rule
 from steadygrad.detect.eps_gradient import EpsGradient
 from steadygrad.detect.instability import InstabilityForecast
-from steadygrad.detect.nonfinite import NonfiniteBuffer, NonfiniteGradient, NonfiniteLoss, NonfiniteParameter
+from steadygrad.detect.nonfinite import (
+    NonfiniteBuffer,
+    NonfiniteGradient,
+    NonfiniteLoss,
+    NonfiniteParameter,
+    NonfiniteRate,
+)
 from steadygrad.detect.scaler import ScalerCollapse
 from steadygrad.detect.start import RateTooHigh
 from steadygrad.errors import ConfigError
@@ -51,7 +57,17 @@ def standard_rules(config: DetectConfig, *, clip_threshold: float | None = None)
         raise ConfigError(
             f"DetectConfig.off names no rule: {', '.join(unknown)}. There are {', '.join(sorted(names))}."
         )
-    return [one for one in rules if one.name not in config.off] + list(config.rules)
+    rules = [one for one in rules if one.name not in config.off]
+    taken = {one.name for one in rules}
+    for one in config.rules:
+        if one.name in taken:
+            raise ConfigError(
+                f"DetectConfig.rules has a rule with the name {one.name!r}, which another rule has: both would be "
+                "saved under it, and one would lose its history. Give yours another name, or put a standard rule's "
+                "name into DetectConfig.off to replace it."
+            )
+        taken.add(one.name)
+    return [*rules, *config.rules]
 
 
 def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]:
@@ -59,6 +75,7 @@ def _all_rules(config: DetectConfig, clip_threshold: float | None) -> list[Rule]
         # not finite
         NonfiniteLoss(),
         NonfiniteGradient(),
+        NonfiniteRate(),
         NonfiniteParameter(),
         NonfiniteBuffer(),
         inputs.NonfiniteInput(config),
@@ -146,12 +163,13 @@ class Detector:
     def observe(self, fact: Fact) -> list[Finding]:
         """Return all Findings about this Fact."""
         findings: list[Finding] = []
+        # A tuple of its own: a rule that fails is removed from the list while this runs
         for one in self._find_listeners(type(fact), isinstance(fact, Reading) and fact.is_plain):
             try:
                 findings.extend(one.observe(fact))
             except Exception as error:  # a broken rule must not silence another one or end the training
                 self._rules.remove(one)
-                self._listeners.clear()
+                self._listeners.clear()  # the cached tuples still hold the removed rule
                 logger.error("the rule %s failed and is switched off, training continues: %r", one.name, error)
         return findings
 
@@ -159,6 +177,7 @@ class Detector:
         """Return the rules that take this kind of Fact, in order; two thirds of them take no plain Reading."""
         listeners = self._listeners.get((kind, is_plain))
         if listeners is None:
+            # A user's rule may be any class with the four members of Rule: `hears` and `hears_plain` are optional
             heard = [one for one in self._rules if not getattr(one, "hears", ()) or kind in one.hears]  # type: ignore[attr-defined]
             listeners = tuple(one for one in heard if not is_plain or getattr(one, "hears_plain", True))
             self._listeners[kind, is_plain] = listeners
@@ -166,6 +185,7 @@ class Detector:
 
     def state_dict(self) -> dict[str, Any]:
         """Return each rule's history under its name."""
+        # A rule that failed is gone from the list: its history is not saved, and a resumed run starts it fresh
         return {one.name: one.state_dict() for one in self._rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -60,6 +60,7 @@ class ManySkips(Remembering):
         if not isinstance(fact, Reading):
             return
         if not (fact.skipped and fact.is_nonfinite):
+            # Skipped though finite: refused after a rollback, neither a bad step nor a good one
             self._began = self._began or not fact.skipped
             return
         if not self._began and fact.loss_scale is not None and not fact.loss_is_nonfinite:

@@ -46,7 +46,7 @@ class Shares(Remembering):
         if usual is not None and share >= self._limit and share >= usual + self._rise:
             doubt = self._doubts.setdefault(name, [step, 0, share])
             doubt[1], doubt[2] = doubt[1] + 1, max(doubt[2], share)
-            return doubt[1] == LOOKS
+            return doubt[1] == LOOKS  # equal, not above: reported once for each excursion
         passed = self._doubts.pop(name, None)
         if looks <= FIRST_LOOKS or passed:
             self._usual[name] = max(usual or 0.0, share, passed[2] if passed else 0.0)
@@ -120,6 +120,7 @@ class ConstantOutput(Remembering):
 
     def __init__(self, config: DetectConfig) -> None:
         self._limit = config.layers.constant_output
+        # Only `is_warm` is asked of it: whether outputs have ever differed
         self._baseline = Baseline(window=32, min_values=2, patience=1000)
         self._streak = Streak()
         self._info = Episode(config.repeat_after, quiet=config.repeat_after)
@@ -134,6 +135,7 @@ class ConstantOutput(Remembering):
         if not constant:
             self._baseline.admit(fact.output_std)
         fell = self._baseline.is_warm and length >= LOOKS
+        # Two episodes: an info that was reported before must not hold back the warning
         if (self._warning.is_due(fact.step, True)) if fell else self._info.is_due(fact.step, length >= LOOKS):
             yield Finding(
                 kind=self.name,

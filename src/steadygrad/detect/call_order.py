@@ -63,14 +63,17 @@ class DividedTwice(CallRule):
     def describe(self, scan: CallScan) -> str:
         """Compare the divisors of the loss with the number of microbatches and of ranks."""
         num, ranks = scan.num_backwards, scan.num_averaging
+        # There is one entry for each backward, so `all` is never over nothing here
         if num > 1 and all(divisors.count(float(num)) > 1 for divisors in scan.divisors):
             return f"the loss of each of {num} microbatches is divided by {num} twice{at(scan.where_backward)}"
+        # Unscaling before the step also makes its norm smaller than the one after backward, hence only without a scale
         if _is_accumulated(scan) and scan.scale == 1.0 and _are_same(scan.norm_at_step, scan.norm_after_backward, num):
             return (
                 f"the loss of each of {num} microbatches is divided by {num}{at(scan.where_backward)}, and so are the "
                 "gradients before the step"
             )
         is_divided = bool(scan.divisors) and all(float(ranks) in divisors for divisors in scan.divisors)
+        # With as many microbatches as ranks the divisor may be theirs, and then it is right
         if is_divided and ranks > 1 and num != ranks and scan.end in MEAN_LOSSES:
             return (
                 f"the loss is divided by {ranks}, the number of ranks, and DistributedDataParallel averages the "
@@ -98,6 +101,7 @@ class ScaledGradient(CallRule):
         if scan.scale == 1.0:
             return ""
         scaled = f"the loss was multiplied by {scan.scale:g}{at(scan.where_backward)}"
+        # A step that divides by the scale itself is rightly given gradients that still carry it
         if not scan.scale_is_known and _are_same(scan.norm_at_step, scan.norm_after_backward):
             return f"{scaled}, and the optimizer steps with gradients that were not divided by it"
         if _are_same(scan.norm_at_clip, scan.norm_after_backward):
@@ -120,6 +124,7 @@ class ClearedGradient(CallRule):
                 f"the loss is divided by {scan.num_backwards}, the number of microbatches{at(scan.where_backward)}, "
                 "and the gradients are cleared between them: only the last one counts"
             )
+        # Unknown, or zeros that backward itself made: nothing was cleared
         if not scan.norm_after_backward or scan.norm_at_step != 0.0:
             return ""
         return (
@@ -173,4 +178,5 @@ def _is_accumulated(scan: CallScan) -> bool:
 
 def _are_same(one: float | None, other: float | None, factor: float = 1.0) -> bool:
     """Return whether the first norm is the second one, divided by `factor`."""
+    # Two norms of 0 would be equal up to any factor, and prove nothing
     return one is not None and other is not None and other > 0 and abs(factor * one - other) <= SAME * other

@@ -20,6 +20,7 @@ class Check:
     kinds: tuple[str, ...]
 
 
+# A kind that no line names is shown under 'everything else', and only once it is found
 CHECKS = (
     Check(
         "the loss, and what feeds it",

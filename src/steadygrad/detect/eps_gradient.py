@@ -45,6 +45,7 @@ class EpsGradient(Remembering):
         norm = fact.finite_grad_norm
         if self._at < 0 and norm >= HUGE * max(1.0, abs(fact.loss or 0.0)):
             self._at, self._norm = fact.step, norm
+            # Divisions describes the graph of the first step only, so it explains no later gradient
             if fact.step == 0 and self._smallest <= TINY:
                 yield self._report(f"; the graph divides by {self._smallest:.1g}")
         elif self._at >= 0:

@@ -65,9 +65,11 @@ class Tail(Remembering):
     def reach(self) -> float:
         """Return how far a score may go, given the past: little beyond it in Gaussian noise, far in a heavy tail."""
         top = sorted(self._top + self._old_top, reverse=True)
+        # With few scores the expected second largest is near 0, or undefined: inv_cdf needs 2 / count below 1
         if len(top) < 2 or self.count < 8:
             return 0.0
         expected = _GAUSS.inv_cdf(1.0 - 2.0 / self.count)
+        # The second largest, so that a single score cannot raise the limit
         heaviness = max(1.0, top[1] / expected)
         farthest = (2.0 / (self.count * TAIL_SHARE)) ** (1.0 / 3.0)
         return float(top[1] * min(heaviness**TAIL_POWER, farthest))
@@ -149,6 +151,7 @@ class Forecast(Remembering):
         moves = [b - a for a, b in itertools.pairwise(logs)]
         usual = median(sorted(moves))
         mad = median(sorted(abs(m - usual) for m in moves))
+        # A difference of two values varies sqrt(2) times as much as one of them
         spread = max(MAD_TO_SIGMA * mad / math.sqrt(2.0), self._config.spike_floor)
         return (math.log(value) - median(sorted(logs[-5:]))) / spread
 
@@ -157,6 +160,7 @@ class Forecast(Remembering):
         self._refused.clear()
         self._num_values += 1
         if len(self._recent) >= 4:
+            # Before the value joins them: a forecast must not know what it forecasts
             self._add_distance(value - median(sorted(self._recent)))
         if score is not None and self._num_values > TAIL_START:
             self._tail.add(score)
@@ -166,6 +170,7 @@ class Forecast(Remembering):
         """Keep a spike out; after `PATIENCE` in a row they are the new level."""
         self._refused.append(value)
         if len(self._refused) == PATIENCE:
+            # With the default window of 17 nothing of the old level is left; the spread stays what it was
             self._recent.extend(self._refused)
             self._refused.clear()
 
@@ -174,6 +179,7 @@ class Forecast(Remembering):
             return
         if len(self._distances) == self._distances.maxlen:
             oldest = self._distances.popleft()
+            # Both hold the same finite numbers: one NaN would leave the list without an order for good
             del self._sorted[bisect.bisect_left(self._sorted, oldest)]
         self._distances.append(distance)
         bisect.insort(self._sorted, distance)
@@ -181,6 +187,7 @@ class Forecast(Remembering):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict()` returned."""
         super().load_state_dict(state)
+        # Derived, so not saved; `_split` is only where a search begins
         self._sorted = sorted(self._distances)
 
 
@@ -190,5 +197,6 @@ def _mean_deviation(ordered: Sequence[float], centre: float) -> float:
     num_above = len(ordered) - below
     total = sum(ordered[below:]) - sum(ordered[:below]) + centre * (below - num_above)
     if math.isfinite(total):
+        # Rounding can leave the sums of equal values slightly below 0
         return max(0.0, total) / len(ordered)
     return math.fsum(abs(value - centre) / len(ordered) for value in ordered)  # the sums were too large for a float

@@ -42,6 +42,7 @@ class VanishingGradient(Remembering):
         """Return an info for absolute thresholds, a warning when the first quarter of the model gets nothing."""
         if not isinstance(fact, Reading) or fact.is_nonfinite or not fact.gradients.names:
             return
+        # Runs at every step: a strided slice of one column, because decoding rows costs an object for each parameter
         norms = fact.gradients.cells[0::NUM_COLUMNS]
         norm, first, last = fact.finite_grad_norm, norms[0], max(norms[-2:])  # the larger of weight and bias
         if self._tiny.is_due(fact.step, 0 < norm < self._config.vanishing_norm):
@@ -107,7 +108,8 @@ class DeadGradient(Remembering):
             return
         self._num_steps += 1
         table, limit = fact.gradients, self._config.dead_share
-        zeros = table.cells[NUM_COLUMNS - 1 :: NUM_COLUMNS]
+        zeros = table.cells[NUM_COLUMNS - 1 :: NUM_COLUMNS]  # num_zeros is the last column
+        # The way of nearly every step: what follows goes over all parameters
         if self._num_steps > SHORT_HISTORY and not self._doubts and not any(zeros):
             return
         pairs = enumerate(zip(zeros, table.numels)) if any(zeros) else ()
@@ -115,6 +117,7 @@ class DeadGradient(Remembering):
         unusual = ((table.names[i], share) for i, share in rows if self._is_unusual(table.names[i], share))
         suspects = {name: share for name, share in unusual if share == 1.0 or not _has_live_bias(name, table, limit)}
         for name in [name for name in self._doubts if name not in suspects]:
+            # Zeros that went away by themselves are usual from now on, as for an expert that is rarely chosen
             self._usual[name] = max(self._usual.get(name, 0.0), self._doubts.pop(name)[2])
         if self._num_steps <= SHORT_HISTORY:
             for name, zero, numel in zip(table.names, zeros, table.numels):
@@ -132,7 +135,7 @@ class DeadGradient(Remembering):
         """Whether this step is the one at which the doubt has lasted long enough."""
         doubt = self._doubts.setdefault(name, [step, 0, share])
         doubt[1] += 1
-        return doubt[1] == self._config.dead_patience
+        return doubt[1] == self._config.dead_patience  # equal, not above: reported once for each excursion
 
     def _describe(self, dead: list[str], table: GradientTable) -> Finding:
         numels = dict(zip(table.names, table.numels))
@@ -180,6 +183,7 @@ class ZeroGradient(Remembering):
             self._told = True  # as `flushed_gradient`, with its cause
         if not isinstance(fact, Reading) or self._told or fact.is_nonfinite or fact.loss is None:
             return
+        # Without any gradient at all it is `missing_gradient`; a loss of 0 is `zero_loss`
         is_zero = bool(fact.gradients.names) and fact.finite_grad_norm == 0.0 != fact.loss
         if self._streak.feed(fact.step, is_zero) < NUM_ZERO:
             return
@@ -222,6 +226,7 @@ class MissingGradient(Remembering):
             self._always = []
             return
         here = set(fact.missing)
+        # Only what was missing at every step of the row: heads and branches that take turns drop out
         self._always = [n for n in self._always if n in here] if self._streak.length else list(fact.missing)
         length = self._streak.feed(fact.step, bool(self._always))
         self._share = min(self._share, fact.missing_share) if length > 1 else fact.missing_share
@@ -258,9 +263,10 @@ class StaleGradient(Remembering):
         """Return a warning at the first step that adds to an old gradient; adding to zeros is harmless."""
         if not isinstance(fact, Reading):
             return
+        # Before this step's norm replaces it: the stale gradient is the one of the step before
         was_zero = self._last_norm == 0.0
         if not fact.is_nonfinite:
-            self._last_norm = fact.finite_grad_norm
+            self._last_norm = fact.finite_grad_norm  # a bad step's norm leaves out elements: 0 would not mean zeros
         if not self._episode.is_due(fact.step, bool(fact.stale) and not was_zero):
             return
         yield Finding(

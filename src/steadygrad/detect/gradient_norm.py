@@ -49,11 +49,14 @@ class ExplodingGradient(Remembering):
         if fact.is_nonfinite or not 0 < norm < math.inf:
             return
         value = math.log(norm)
+        # NaN is never used: `_is_far` needs at least `EARLY_VALUES` norms
         middle = math.exp(self._baseline.median) if len(self._baseline) else math.nan
         score = min(self._baseline.score(value), MOST)
+        # Judged before it is admitted: a value must not be part of what it is compared with
         far = self._is_far(norm, middle, score) and not in_grace
         self._baseline.admit(value)
         self._recent.append(norm)
+        # An explosion must not raise the bar for the next one
         self._largest = max(self._largest, norm) if not far else self._largest
         if far and self._warning.is_due(fact.step, True):
             message = f"gradient norm {norm:.4g}, {norm / middle:.3g} times the run's median {middle:.3g}"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from steadygrad.detect.memory import Remembering
 from steadygrad.facts import Reading
 
+# forecast_model.json holds positions in this tuple: after any change run benchmarks/forecast/fit.py again
 NAMES = (
     "norm_trend",
     "norm_slow_trend",
@@ -114,6 +115,7 @@ class Averages(Remembering):
     def add(self, value: float) -> None:
         """Add one value."""
         w = self.weights
+        # w is 1 - decay ** n, as in Adam's bias correction: the first value is the average, not a share of it
         w[0] += (1.0 - w[0]) * (1.0 - FAST)
         w[1] += (1.0 - w[1]) * (1.0 - MIDDLE)
         w[2] += (1.0 - w[2]) * (1.0 - SLOW)
@@ -135,6 +137,7 @@ class Series(Remembering):
     def add(self, value: float) -> float:
         """Add one value; return how far it moved."""
         move = value - self.last if self._count else 0.0
+        # Against the level before this value enters it
         self.peak = max(PEAK * self.peak, value - self.level.slow) if self._count else 0.0
         self.level.add(value)
         if self._count:
@@ -243,6 +246,7 @@ class Indicators(Remembering):
 
     def _take_finite(self, reading: Reading) -> None:
         self.num_finite += 1
+        # Bounded so that a norm of 0 has a logarithm, and its square (exp below) stays far from overflow
         norm = math.log(min(max(reading.finite_grad_norm, 1e-30), 1e30))
         moved = self._norm.add(norm)
         self._moment.add(math.exp(2.0 * norm))
@@ -256,9 +260,11 @@ class Indicators(Remembering):
             self._rates.add(math.log(rate))
             self._highest_rate = max(self._highest_rate, math.log(rate))
         if reading.loss is not None:
+            # A first loss of exactly 0 gives no unit: the first one that is not 0 does
             if self._unit == 0.0:
                 self._unit = FLOOR * abs(reading.loss)
             unit = self._unit if self._unit > 0.0 else 1.0
+            # asinh: a logarithm that also takes zero and negative losses; the quotient may overflow to inf
             rose = self._loss.add(math.asinh(max(-1e300, min(1e300, reading.loss / unit))))
             self._ups.add(float(rose > 0.0))
             self._together.add(rose * moved)
@@ -267,6 +273,7 @@ class Indicators(Remembering):
         """Return one number for each of `NAMES`, finite, between -20 and 20."""
         norm, loss = self._norm, self._loss
         spread = math.sqrt(norm.squares.middle * loss.squares.middle) + 1e-8
+        # One for each of NAMES, in that order: nothing else ties a number to its name
         raw = (
             norm.level.fast - norm.level.middle,
             norm.level.middle - norm.level.slow,

@@ -39,6 +39,7 @@ class Pairs(Remembering):
         """Return (was the step bad, what the scan found) once both are known; `found` is what the rule saw."""
         if isinstance(fact, Reading):
             self._step, self._bad = fact.step, fact.is_nonfinite or (self._zero_is_bad and fact.loss == 0.0)
+            # Dropped also when it is of another step: a scan comes right before or after its own Reading, or not at all
             waiting, self._waiting = self._waiting, None
             return (self._bad, waiting) if waiting and self._waiting_step == fact.step else None
         if not found:
@@ -70,6 +71,7 @@ class NonfiniteInput(Remembering):
             return
         bad, counts = pair
         names = [name for name in counts if not bad or name not in self._legal]
+        # What was harmless at a healthy step, like -inf in a mask, is never blamed later
         if not bad:
             self._legal.update(names)
         if names and (bad or self._info.is_due(fact.step, True)):
@@ -104,10 +106,12 @@ class OutlierInput(Remembering):
             return
         worst: tuple[float, str, float, float] | None = None
         for name, tensor in fact.tensors.items():
+            # Token ids have no usual size; NaN fails the comparison
             if not tensor.is_floating or not 0 < tensor.max_abs < math.inf:
                 continue
             baseline, value = self._baselines[name], math.log(tensor.max_abs)
             usual = math.exp(baseline.median) if len(baseline) else math.inf
+            # Scored before it is admitted: a value must not be part of what it is compared with
             score, ratio = baseline.score(value), tensor.max_abs / usual
             baseline.admit(value)
             if score > self._config.outlier_score and ratio > self._config.outlier_ratio:
@@ -150,8 +154,10 @@ class AllLabelsMasked(Remembering):
                 self._pairs.feed(fact, None)
                 return
         tensors = fact.tensors if isinstance(fact, InputScan) else {}
+        # Certain without a Reading: an ignored label is ignored at any loss
         labels = [name for name, t in tensors.items() if t.numel and t.num_ignored == t.numel]
         empty = [name for name, t in tensors.items() if t.numel == t.num_zeros and name in self._masks]
+        # After `empty` was taken: a mask must have had a one in it at an earlier step
         self._masks.update(name for name, t in tensors.items() if t.is_binary and t.num_zeros < t.numel)
         pair = self._pairs.feed(fact, dict.fromkeys(empty, 1))
         is_zero = not labels and self._is_finite

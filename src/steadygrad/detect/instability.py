@@ -54,6 +54,7 @@ class Model:
         for tree in self.trees:
             node = tree[0]
             while node[0] >= 0:
+                # Values are finite (`Indicators.values` bounds them); a NaN would silently go right everywhere
                 node = tree[node[2] if values[node[0]] <= node[1] else node[3]]
             total += node[4]
         return total
@@ -93,6 +94,7 @@ def _read_file() -> dict[str, Any]:
     text = resources.files("steadygrad.detect").joinpath("forecast_model.json").read_text(encoding="utf-8")
     content = json.loads(text)
     assert content["format"] == FORMAT
+    # Trees address indicators by position: another order would still run, with wrong answers
     assert tuple(content["indicators"]) == NAMES, "the model was made from other indicators: run fit.py again"
     models: dict[str, Any] = content["models"]
     return models
@@ -135,6 +137,7 @@ class InstabilityForecast(Remembering):
         """Return a warning at the step where the probability became high; bad steps are left to other rules."""
         if not isinstance(fact, Reading):
             return
+        # Before the return: skipped and bad steps count in the share of skips, although they are not judged
         self._indicators.observe(fact)
         if fact.loss is None or fact.skipped or fact.is_nonfinite or not self._indicators.is_warm:
             return

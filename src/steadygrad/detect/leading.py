@@ -39,9 +39,10 @@ class AdamRms(Remembering):
             return
         high: dict[str, tuple[bool, float, float]] = {}
         for name, rms in fact.adam_rms.items():
-            if not 0 < rms < math.inf:
+            if not 0 < rms < math.inf:  # NaN fails this too
                 continue
             baseline = self._baselines[name]
+            # Scored before it is admitted: a value must not be part of what it is compared with
             score, usual = baseline.score(math.log(rms)), math.exp(baseline.median) if len(baseline) else math.inf
             baseline.admit(math.log(rms))
             if rms > self._config.adam_rms:
@@ -79,6 +80,7 @@ class UpdateNorm(Remembering):
         if not isinstance(fact, Reading) or fact.skipped or not fact.update_norm or not fact.learning_rate:
             return
         value = math.log(fact.update_norm / fact.learning_rate)
+        # The baseline is per unit of learning rate, so that a warm-up is not a rise; inf: nothing exceeds it yet
         usual = math.exp(self._baseline.median) * fact.learning_rate if len(self._baseline) else math.inf
         score = self._baseline.score(value)
         self._baseline.admit(value)

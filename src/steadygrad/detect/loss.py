@@ -41,6 +41,7 @@ class Restarts(Remembering):
     def feed(self, reading: Reading) -> bool:
         """Return whether this step is in the grace period after a restart."""
         rate = reading.learning_rate
+        # `rate > 0`: a rate that stays at 0 is at least twice 0
         if rate is not None and self._rate is not None and rate >= self._config.restart_ratio * self._rate and rate > 0:
             self._until = reading.step + self._config.restart_grace
         self._rate = self._rate if rate is None else rate
@@ -52,6 +53,7 @@ class Restarts(Remembering):
 
     def forgive(self, loss: float, in_grace: bool) -> bool:
         """Whether a loss is harmless however far it jumped: in the grace period below the first ones, else near 0."""
+        # began_at is NaN before the first loss, and every comparison with NaN fails: nothing is forgiven
         return loss <= self.began_at if in_grace else 0.0 <= loss <= SMALL * self.began_at
 
 
@@ -81,6 +83,7 @@ class LossSpike(Remembering):
             return
         forecast, loss = self._forecast, fact.loss
         score = forecast.score(loss)
+        # The tail is only looked at beyond the least limit: at nearly all steps the score alone decides
         limit = forecast.limit if score > 0 and score > forecast.least_limit else math.inf
         spike = score > limit and forecast.log_score(loss) > LOG_SHARE * limit
         if spike and self._restarts.forgive(loss, in_grace):
@@ -90,6 +93,7 @@ class LossSpike(Remembering):
         else:
             if self._episode.is_due(fact.step, True):
                 yield self._describe(fact.step, loss, score, limit)
+            # After the description, whose evidence is the level judged by: refusing may make the spikes the new one
             forecast.refuse(loss)
 
     def _describe(self, step: int, loss: float, score: float, limit: float) -> Finding:
@@ -110,6 +114,15 @@ FEWEST = 16
 """Steps of a whole run, all with loss and gradient exactly 0, that prove that it learns nothing."""
 NEVER = 1000
 """The same for a run that goes on. A reward that comes late looks alike: up to 250 steps in our healthy runs."""
+
+
+NOT_IN_THIS_BATCH = (
+    "Check that this batch has labels that are not masked (-100), and that the loss depends on the model's output."
+)
+NOT_AT_ALL = (
+    "Check that rewards differ within a group (equal ones give advantages of 0), that labels are not all masked "
+    "(-100), and that the loss depends on the model's output."
+)
 
 
 class ZeroLoss(Remembering):
@@ -146,6 +159,7 @@ class ZeroLoss(Remembering):
     def _judge_step(self, fact: Reading, loss: float) -> Iterable[Finding]:
         zero = loss == 0.0 and fact.finite_grad_norm == 0.0
         length = self._streak.feed(fact.step, zero)
+        # Before this loss enters `_seen`
         sudden = zero and not self._seen and self._was_far_from_zero()
         self._seen = self._seen or loss == 0.0
         self._has_learnt |= not zero
@@ -158,8 +172,7 @@ class ZeroLoss(Remembering):
                 severity=Severity.WARNING if sudden else Severity.INFO,
                 step=fact.step if sudden else self._streak.start,
                 message="loss and gradient are exactly 0" + (f" for {length} steps" if length > 1 else ""),
-                advice="Check that this batch has labels that are not masked (-100), and that the loss depends on the "
-                "model's output.",
+                advice=NOT_IN_THIS_BATCH if self._has_learnt else NOT_AT_ALL,
                 evidence={"num_steps": length},
             )
         yield from self._judge_run(NEVER)
@@ -175,8 +188,7 @@ class ZeroLoss(Remembering):
             severity=Severity.WARNING,
             step=self._streak.start,
             message=f"loss and gradient are exactly 0 for {length} steps, from the first one on: nothing is learnt",
-            advice="Check that rewards differ within a group (equal ones give advantages of 0), that labels are not "
-            "all masked (-100), and that the loss depends on the model's output.",
+            advice=NOT_AT_ALL,
             evidence={"num_steps": length},
         )
 

@@ -135,17 +135,17 @@ class ShiftedLabels(OnceRule[LabelScan]):
 
     name = "shifted_labels"
     hears = (LabelScan,)
-    memory = ("_told", "_step", "_is_fine")
+    memory = ("_told", "_is_fine")
 
     def __init__(self) -> None:
         self._is_fine = False
-        self._step = -1
 
     def judge(self, fact: LabelScan) -> Finding | None:
         """Return the finding, unless another loss of the step has labels one place on."""
         if fact.num_counted < FEWEST_LABELS:
             return None
         share = fact.matches.get(1, 0.0)
+        # Kept for good: where one loss has labels one place on, another may differ on purpose
         self._is_fine |= share >= ALIGNED
         if self._is_fine or share > UNALIGNED:
             return None

@@ -26,9 +26,31 @@ FIRST, START = 4, 100
 """Losses that a run begins with, and steps in which the loss is compared with them."""
 CLIMBED = 3.0
 """Times the first losses that the usual one is when the history has climbed along."""
+NOTHING = 1e-6
+"""A loss below this share of its gradient's norm is nothing: weights that move by a millionth would bring it to 0."""
 USUAL_NOISES, OWN_NOISES = 8.0, 2.0
 """Standard errors of a block's median that a rise must come to: of the usual one, and of the block's own."""
 ADVICE = "Lower the learning rate or lengthen the warm-up, clip gradients, and look at what changed at this step."
+
+
+class FirstLoss(Remembering):
+    """Notices a loss that begins as nothing and yet has a gradient: its value is not what the run minimises.
+
+    So it is for GRPO, whose advantages have a mean of 0, and for every ratio to its own detached self. What is added to
+    such a loss, as a penalty for leaving the first policy, can only rise.
+    """
+
+    memory = ("_is_known", "_is_surrogate")
+
+    def __init__(self) -> None:
+        self._is_known = self._is_surrogate = False
+
+    def is_surrogate(self, reading: Reading, loss: float) -> bool:
+        """Return whether the first finite loss was nothing beside its gradient; call it at each step."""
+        if not self._is_known and math.isfinite(loss):
+            self._is_known = True
+            self._is_surrogate = abs(loss) < NOTHING * reading.finite_grad_norm
+        return self._is_surrogate
 
 
 class LossExplosion(Remembering):
@@ -51,6 +73,7 @@ class LossExplosion(Remembering):
         "_since",
         "_first",
         "_rise",
+        "_first_loss",
     )
 
     def __init__(self, config: DetectConfig) -> None:
@@ -65,6 +88,7 @@ class LossExplosion(Remembering):
         self._told_at = self._began = 0
         self._first: list[float] = []  # the losses that the run began with
         self._rise = Streak()
+        self._first_loss = FirstLoss()
         self._since: deque[float] = deque(maxlen=config.loss.explosion_patience)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
@@ -72,12 +96,15 @@ class LossExplosion(Remembering):
         if isinstance(fact, EpochEnd):
             yield from self._observe_epoch(fact)
         elif isinstance(fact, Reading) and fact.loss is not None:
+            if self._first_loss.is_surrogate(fact, fact.loss):
+                return
             if (
                 fact.step >= START
                 and self._level is None
                 and len(self._first) == FIRST
                 and self._is_ordinary(fact.loss)
             ):
+                # The outcome of `_observe_step` for an ordinary loss, without the calls: keep the two alike
                 self._restarts.feed(fact)
                 self._history.append(abs(fact.loss))
                 return
@@ -96,7 +123,7 @@ class LossExplosion(Remembering):
                 self._first.append(abs(loss))
             return None
         began_at = max(self._first)
-        if step >= START or began_at <= 0 or self._told_at:
+        if step >= START or began_at <= 0 or self._told_at:  # `_told_at` is 0 until something was reported
             return None
         far = math.isfinite(loss) and loss > self._ratio * began_at
         climbed = far and not self._high and self._usual() > CLIMBED * began_at  # else the history itself will show it
@@ -109,7 +136,7 @@ class LossExplosion(Remembering):
         return self._describe(start, began_at, loss)
 
     def _watch_recovery(self, step: int, loss: float, level: float) -> Iterable[Finding]:
-        self._since.append(loss if math.isfinite(loss) else math.inf)
+        self._since.append(loss if math.isfinite(loss) else math.inf)  # a NaN would spoil the sort below
         if step - self._told_at < self._recovery_steps:
             return
         self._level = None
@@ -169,6 +196,7 @@ class LossExplosion(Remembering):
 
     def _agree(self, usual: float) -> bool:
         """Whether the exploded losses lie further from the history than they do from each other."""
+        # All are above ten times a usual loss that is above 0, so they have logarithms
         logs = [math.log(v) for v in self._high]
         mean = sum(logs) / len(logs)
         deviation = math.sqrt(sum((v - mean) ** 2 for v in logs) / len(logs))
@@ -206,7 +234,18 @@ class Divergence(Remembering):
     """
 
     name = "divergence"
-    memory = ("_blocks", "_noises", "_last", "_first", "_best", "_best_rate", "_rising", "_high", "_episode")
+    memory = (
+        "_blocks",
+        "_noises",
+        "_last",
+        "_first",
+        "_best",
+        "_best_rate",
+        "_rising",
+        "_high",
+        "_episode",
+        "_first_loss",
+    )
 
     def __init__(self, config: DetectConfig) -> None:
         self._config = config.loss
@@ -217,11 +256,12 @@ class Divergence(Remembering):
         self._best = math.inf
         self._best_rate = math.inf
         self._rising, self._high = Streak(), Streak()
+        self._first_loss = FirstLoss()
         self._episode = Episode(config.repeat_after, quiet=config.repeat_after)
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return a warning at the step where the rise began."""
-        if not isinstance(fact, Reading) or fact.loss is None:
+        if not isinstance(fact, Reading) or fact.loss is None or self._first_loss.is_surrogate(fact, fact.loss):
             return
         level = self._blocks.add(fact.step, fact.loss)
         if level is None:
@@ -232,6 +272,7 @@ class Divergence(Remembering):
         if self._first is None:
             self._first = level
         if level < self._best:
+            # inf without a rate: no later rate then counts as a restart
             self._best, self._best_rate = level, fact.learning_rate or math.inf
         is_far = self._is_far(level, fact.learning_rate)
         stays = self._high.feed(self._blocks.start, is_far)

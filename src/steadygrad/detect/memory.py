@@ -38,6 +38,17 @@ class Remembering:
     hears_plain: ClassVar[bool] = True
     """For a rule: whether a Reading that `is_plain` can matter to it. Nearly all are, so this is most of the cost."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        keys: dict[str, str] = {}
+        for name in cls.memory:
+            other = keys.setdefault(name.lstrip("_"), name)
+            if other != name:
+                raise TypeError(
+                    f"{other} and {name} in {cls.__qualname__}.memory would be saved under one key, "
+                    f"{name.lstrip('_')!r}, and one of them lost. Rename one."
+                )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the history, as plain numbers and lists."""
         return {name.lstrip("_"): _save(getattr(self, name)) for name in self.memory}
@@ -55,7 +66,7 @@ def _save(value: Any) -> Any:
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, set):
-        return sorted(value)
+        return sorted(value)  # the order of a set of str differs from process to process
     if isinstance(value, list | tuple | deque):
         # Most are thousands of numbers, and every snapshot saves them.
         return list(value) if PLAIN.issuperset(map(type, value)) else [_save(item) for item in value]
@@ -66,11 +77,13 @@ def _save(value: Any) -> Any:
 
 def _load(current: Any, saved: Any) -> Any:
     if hasattr(current, "load_state_dict"):
+        # In place: the rule built this part with its configuration, which is not saved
         current.load_state_dict(saved)
         return current
     if isinstance(current, deque):
-        return deque(saved, current.maxlen)
+        return deque(saved, current.maxlen)  # the length of the present configuration, not of the saved one
     if isinstance(current, set | list | dict):
+        # Rules change these in place, and a snapshot may be loaded more than once
         return type(current)(copy.deepcopy(saved))
     return saved
 
@@ -92,6 +105,7 @@ class Episode(Remembering):
         """Return whether to report the condition at this step, given whether it holds."""
         if not active:
             return False
+        # Consecutive steps differ by 1, which is not a gap
         begins = self._last is None or step - self._last > self._quiet + 1
         self._last = step
         if begins or self._told is None or step - self._told >= self._repeat_after:

@@ -132,6 +132,7 @@ class LostWeights(OnceRule[ModelScan]):
 def _judge_load(load: Load) -> tuple[str, str]:
     """Return what is wrong with a load and what to do; two empty strings if nothing is."""
     place = at(load.where)
+    # Partial matches are usual (a new head); none at all, or the same names under another prefix, are not
     if (load.num_given and not load.num_matched) or _is_renamed(load):
         return (
             f"load_state_dict(strict=False){place} matched {load.num_matched} of {load.num_given} tensors: it was "

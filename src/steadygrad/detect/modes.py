@@ -50,6 +50,7 @@ class EvalWhileTraining(Remembering):
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Report once, after `PATIENCE` steps."""
         if isinstance(fact, ModeScan) and not fact.is_evaluation:
+            # Single layers in eval mode are frozen on purpose: every layer that depends on the mode must be off
             is_idle = not (fact.is_training or fact.dropouts_on or fact.norms_on)
             off = (fact.dropouts_off, fact.norms_off, fact.spectral_norms_off) if is_idle else (0, 0, 0)
             if off != self._idle:  # a resumed run hears again what it knows
@@ -95,37 +96,47 @@ class EvalWhileTraining(Remembering):
         )
 
 
-class TrainModeValidation(OnceRule[ModeScan | Validation]):
+class TrainModeValidation(OnceRule[ModeScan | Validation | Reading]):
     """A validation runs in train mode: dropout blurs its loss, and BatchNorm's statistics take in validation data.
 
-    A forward without gradients after whose step `guard.validate` was called is a validation. Without that call, two
-    blocks of several such forwards, at least `APART` steps apart, in a program that never puts the model in eval mode.
-    One forward alone may be a sample drawn from a generator, for which train mode is usual.
+    A forward without gradients after whose step `guard.validate` was called is a validation; without that call, two
+    blocks of several such forwards, at least `APART` steps apart. One forward alone may be a sample drawn from a
+    generator, for which train mode is usual. A program that evaluates in eval mode too is left alone: what it runs in
+    train mode is meant so.
     """
 
     name = "train_mode_validation"
-    hears = (ModeScan, Validation)
+    hears = (ModeScan, Validation, Reading)
     memory = ("_validated", "_last", "_num_blocks", "_knows_eval", "_told")
 
     def __init__(self) -> None:
         self._validated, self._last, self._num_blocks = -1, -1, 0
         self._knows_eval = False
+        self._suspect: ModeScan | None = None  # not saved: it waits for the Reading that comes with it
 
-    def judge(self, fact: ModeScan | Validation) -> Finding | None:
+    def judge(self, fact: ModeScan | Validation | Reading) -> Finding | None:
         """Return the finding when a forward in train mode is seen to be a validation."""
+        if isinstance(fact, Reading):
+            # Not before: a sample in train mode may come first, and the validation in eval mode after it
+            scan, self._suspect = self._suspect, None
+            return None if scan is None or self._knows_eval else self._describe(scan)
         if isinstance(fact, Validation):
             self._validated = fact.step
             return None
         if not fact.is_evaluation:
             return None
+        # Kept for good: a program that has evaluated in eval mode once knows the difference
         self._knows_eval |= not fact.is_training
         is_active = fact.is_training and bool(fact.dropouts_on or fact.norms_on)
         if not is_active or self._knows_eval:
             return None
+        # The first forward of a block alone may be a sample from a generator: a block counts from its second one
         if not fact.is_first:
             self._num_blocks = self._num_blocks + 1 if fact.step - self._last >= APART else 1
             self._last = fact.step
-        return self._describe(fact) if fact.step == self._validated or self._num_blocks >= 2 else None
+        if self._suspect is None and (fact.step == self._validated or self._num_blocks >= 2):
+            self._suspect = fact
+        return None
 
     def _describe(self, scan: ModeScan) -> Finding:
         layers = [(scan.dropouts_on, "dropout layer"), (scan.norms_on, "BatchNorm layer")]

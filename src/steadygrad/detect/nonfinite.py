@@ -73,6 +73,29 @@ class NonfiniteGradient(Remembering):
         )
 
 
+class NonfiniteRate(Remembering):
+    """A learning rate is NaN or Inf: one step with it would make every weight of its group the same."""
+
+    name = "nonfinite_rate"
+    hears_plain = False
+
+    def observe(self, fact: Fact) -> Iterable[Finding]:
+        """Return an error when a learning rate is not finite."""
+        if not isinstance(fact, Reading) or not fact.bad_rates:
+            return
+        place, rate = next(iter(fact.bad_rates.items()))
+        more = f" and of {spell_count(len(fact.bad_rates) - 1, 'other group')}" if len(fact.bad_rates) > 1 else ""
+        yield Finding(
+            kind=self.name,
+            severity=Severity.ERROR,
+            step=fact.step,
+            message=f"the learning rate of parameter group {place}{more} is {spell(rate)}",
+            advice="Look at the schedule, or at the line that sets the rate: a division by 0 steps, 0/0 at the end of "
+            "a warm-up, the root of a negative number. Steps are skipped until it is finite.",
+            evidence={"groups": list(fact.bad_rates), "rates": [str(value) for value in fact.bad_rates.values()]},
+        )
+
+
 class NonfiniteParameter(Remembering):
     """A weight is NaN or Inf. Each is reported once, and again only after it had recovered."""
 
@@ -89,7 +112,7 @@ class NonfiniteParameter(Remembering):
             return
         bad = fact.nonfinite_parameters
         new = [name for name in bad if name not in self._known]
-        self._known = set(bad)
+        self._known = set(bad)  # healed ones are forgotten, so that they are reported again
         if new:
             yield Finding(
                 kind=self.name,
@@ -132,6 +155,7 @@ class NonfiniteBuffer(Remembering):
         bad = fact.nonfinite_buffers
         if not self._seen:
             self._seen, self._excused = True, set(bad)
+        # A buffer that was finite once loses its excuse for good
         self._excused &= set(bad)
         new = [name for name in bad if name not in self._excused and name not in self._known]
         self._known = set(bad)

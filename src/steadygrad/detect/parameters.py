@@ -50,6 +50,7 @@ class UnchangedParameter(Remembering):
         if not isinstance(fact, ParameterScan):
             return
         self._moved.update(fact.changed)
+        # The norm of the last applied step: what is known to have been enough to move weights
         if fact.num_changed:
             self._usual_norm = self._norm
         for name in [name for name in self._num_scans if name not in fact.unchanged]:
@@ -65,6 +66,7 @@ class UnchangedParameter(Remembering):
         if self._has_stopped(fact):
             stuck = [name for name, scans in self._num_scans.items() if scans >= NUM_STILL and name not in self._told]
         self._told.update(stuck)
+        # Not due for an empty `still`: every set is a superset of nothing
         if stuck or self._info.is_due(fact.step, not self._told.issuperset(still)):
             names = stuck or still
             yield Finding(
@@ -125,6 +127,7 @@ class UpdateRatio(Remembering):
         far: dict[str, float] = {}
         for name, ratio in ratios.items():
             baseline, value = self._baselines[name], math.log(ratio / rate)
+            # Scored before it is admitted: a value must not be part of what it is compared with
             score, usual = baseline.score(value), baseline.median if len(baseline) else math.inf
             baseline.admit(value)
             if score > self._config.outlier_score and value > usual + math.log(self._config.outlier_ratio):

@@ -38,8 +38,8 @@ class LostUpdate(OnceRule[PrecisionScan]):
             step=fact.step - fact.num_steps + 1,
             message=f"{fact.num_steps} steps left {fact.stuck_share:.0%} of the {fact.dtype} weights bit for bit as "
             "they were, although they have gradients: the updates are lost to rounding",
-            advice="Keep the weights in float32 and compute under torch.autocast; or round at random, as "
-            "steadygrad.optim.FusedAdamW(..., stochastic_rounding=True) does; or raise the learning rate.",
+            advice="Keep the weights in float32 and compute under torch.autocast; or use an optimizer that rounds "
+            "stochastically; or raise the learning rate.",
             evidence={"share": fact.stuck_share, "num_steps": fact.num_steps, "dtype": fact.dtype},
         )
 

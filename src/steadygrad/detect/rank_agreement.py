@@ -29,7 +29,7 @@ class RanksDiffer(OnceRule[RankScan]):
         if not fact.differing or not fact.gradients_are_averaged:
             return None
         num = spell_count(len(fact.differing), "parameter")
-        at_start = fact.step < 0
+        at_start = fact.step < 0  # the scan before the first step has the number -1
         return self.report(
             step=fact.step,
             message=f"{num} of {fact.num_compared} differ between rank {fact.rank} and rank {fact.other} "
@@ -91,6 +91,7 @@ class ZeroInput(OnceRule[RankScan | InputScan]):
         return self._compare_ranks(fact) if isinstance(fact, RankScan) else self._compare_steps(fact)
 
     def _compare_ranks(self, scan: RankScan) -> Finding | None:
+        # A step without a checksum neither counts nor ends the row of zeros
         if not scan.batch:
             return None
         self._on_rank = [*self._on_rank, scan.step] if scan.zero_input else []

@@ -1,7 +1,8 @@
 """Rules -> those that all ranks of a training must agree on, and those about what one rank alone has seen.
 
 Batches and activations differ from rank to rank. A finding about them is reported by the rank that saw it and never
-acted on: a rank that acts alone diverges from the others.
+acted on: a rank that acts alone diverges from the others. A rule that needs one fact of this sort is of this sort, too:
+as a common rule it would never hear it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from steadygrad.facts.program import ProgramFact
 from steadygrad.facts.program_scans import ProgramScan
 
 OWN_FACTS = (InputScan, ActivationScan, GraphScan, *get_args(ProgramFact), *get_args(ProgramScan))
+# Named, because some take every fact; and views keep what each rank reports under these names
 ABOUT_BATCHES = frozenset(
     {"nonfinite_input", "outlier_input", "all_labels_masked"}
     | {"eval_while_training", "train_mode_validation", "independent_labels", "eps_gradient"}
@@ -36,5 +38,4 @@ def split_facts(facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
 
 
 def _is_own(one: Rule) -> bool:
-    hears = getattr(one, "hears", ())
-    return one.name in ABOUT_BATCHES or (bool(hears) and set(hears) <= set(OWN_FACTS))
+    return one.name in ABOUT_BATCHES or not set(OWN_FACTS).isdisjoint(getattr(one, "hears", ()))

@@ -30,6 +30,7 @@ class ScalerCollapse(Remembering):
         """Return an error at the first overflow of the fall."""
         if not isinstance(fact, Reading) or fact.loss_scale is None or fact.loss_is_nonfinite:
             return
+        # A Reading with a loss scale is never plain, so the row has no gaps although `hears_plain` is off
         length = self._streak.feed(fact.step, fact.num_nonfinite > 0)
         if not length:
             self._worked, self._told = fact.loss_scale, False

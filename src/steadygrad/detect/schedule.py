@@ -37,6 +37,7 @@ class VanishedRate(Remembering):
         rate = fact.learning_rate
         self._largest = max(self._largest, rate)
         if rate > VANISHED * self._largest:
+            # The rate came back, so the low steps were part of a schedule: they count as steps before the next fall
             self._num_before += 1 + self._num_vanished
             self._num_vanished, self._told = 0, False
             return

@@ -18,7 +18,7 @@ from steadygrad.detect.memory import Remembering, Streak
 from steadygrad.facts import Answer, Fact, Finding, InputScan, ParameterScan, Reading, Severity
 from steadygrad.stats import median
 
-ADVICE = "Set the learning rate to about what it is now, or warm it up over the first hundreds of steps."
+ADVICE = "Lower the learning rate, or warm it up over the first hundreds of steps."
 STEADY = 40.0
 """Growth of the weights beyond which it was exponential, and says nothing about how much too high the rate is."""
 FAR = 10.0
@@ -62,10 +62,11 @@ class RateTooHigh(Remembering):
 
     def observe(self, fact: Fact) -> Iterable[Finding]:
         """Return an error, once; and once more when the run is ruined while that is still being tested."""
+        # After the start this is all that the rule costs
         if self._is_ruined or len(self._losses) >= self._config.steps:
             return
         if isinstance(fact, InputScan):
-            if any(tensor.num_nonfinite for tensor in fact.tensors.values()):
+            if fact.is_nonfinite:
                 self._spoilt_batch = fact.step
         elif isinstance(fact, ParameterScan):
             self._weigh(fact.norms, is_first=fact.step < 0)
@@ -74,6 +75,7 @@ class RateTooHigh(Remembering):
             if harm and (fact.is_nonfinite or not self._told):
                 self._told, self._is_ruined = True, fact.is_nonfinite
                 found = self._describe(harm)
+                # A run that is not finite any more needs no paired test: the judge acts on this word alone
                 proof = {"proof": Answer.NONFINITE.value} if fact.is_nonfinite else {}
                 yield dataclasses.replace(found, evidence={**found.evidence, **proof})
 
@@ -120,8 +122,10 @@ class RateTooHigh(Remembering):
         if growth is None or growth < config.weight_growth:
             return ""
         far = growth >= config.runaway_growth
+        # Far: judged only within the first `runaway_steps`. Otherwise: only at the last step of the start
         if num > config.runaway_steps if far else num < config.steps:
             return ""
+        # 1e-38 is near the smallest normal float32: a first norm of 0 must not become a division by 0
         first, gradient = self._losses[0], max(self._norms) / max(self._norms[0], 1e-38)
         least = config.loss_rise * abs(first)
         if gradient < config.gradient_ratio and max(self._losses) - first < least:
@@ -138,7 +142,7 @@ class RateTooHigh(Remembering):
         if len(self._losses) < self._config.steps:
             return ""
         settled, first, highest = self._losses[-SETTLED:], self._losses[0], max(self._losses[:-SETTLED])
-        if min(settled) <= 0 or first <= 0:
+        if min(settled) <= 0 or first <= 0:  # logarithms follow
             return ""
         half = SETTLED // 2
         early, level = median(sorted(settled[:half])), median(sorted(settled[half:]))
@@ -151,6 +155,7 @@ class RateTooHigh(Remembering):
 
     def _find_ruin(self, step: int) -> str:
         """Loss and gradient grew from the first step on until they were not finite, which was not the batch's doing."""
+        # A NaN in the data after growing losses would otherwise send the run back to its start
         if len(self._losses) < 2 or step == self._spoilt_batch:
             return ""
         loss, norm = self._losses[-1] / max(self._losses[0], 1e-38), self._norms[-1] / max(self._norms[0], 1e-38)
@@ -172,6 +177,7 @@ class RateTooHigh(Remembering):
         SGD adds a gradient at most once in each step, whatever its momentum, so this holds for Adam and its like only.
         """
         num = self._num_weighed
+        # Only the steps before the scan: later ones did not move the weights that it measured
         furthest = num * max(self._rates[:num], default=0.0) * sum(self._pushes[:num])
         return 0 < furthest < move * math.hypot(*self._weights.values())
 

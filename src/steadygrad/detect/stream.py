@@ -143,6 +143,7 @@ class ConstantLabels(Remembering):
         if not isinstance(fact, LabelScan) or self._is_over or not fact.num_counted:
             return
         label = fact.lowest if self._label is None else self._label
+        # One other label settles it for the whole run
         if not (fact.is_given and fact.lowest == fact.highest == label) or fact.num_classes < 3:
             self._is_over = True
             return
@@ -210,6 +211,7 @@ class ChangedDataset(OnceRule[StoredDataChange]):
     def judge(self, fact: StoredDataChange) -> Finding | None:
         """Return the finding when the same array was transformed between two looks, twice."""
         if fact.changed_share < 0.3 or abs(fact.correlation) < 0.5:
+            # Barely touched, or replaced by other data (a cache that is refilled): not the same data transformed
             self._counts.pop(fact.name, None)
             return None
         self._counts[fact.name] = self._counts.get(fact.name, 0) + 1

@@ -85,6 +85,7 @@ class Overfitting(Remembering):
 
     def _take_train_loss(self, fact: Validation) -> float | None:
         own = self._sum / self._count if self._count else None
+        # Also when the caller passes a training loss: the sum is of the steps since the last validation
         self._sum, self._count = 0.0, 0
         given = fact.train_loss
         return own if given is None or not math.isfinite(given) else given
@@ -131,6 +132,8 @@ def _noise(values: Sequence[float]) -> float:
     points = list(values)[-NOISE_POINTS:]
     if len(points) < 5:
         return math.inf
+    # The variance of a second difference is 1 + 4 + 1 = 6 times that of the noise; 1.2533 is sqrt(pi / 2), from mean
+    # distance to standard deviation
     second = sorted(abs(a - 2.0 * b + c) for a, b, c in zip(points, points[1:], points[2:]))
     mean = sum(second) / len(second)  # of few points, the median alone is too often small by chance
     return max(MAD_TO_SIGMA * median(second), 1.2533 * mean) / math.sqrt(6.0)

@@ -22,6 +22,10 @@ class Carried(str):
         made.value = value
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Log records are copied and sent to other processes, by QueueHandler and SocketHandler."""
+        return type(self), (str(self), self.value)
+
 
 def open_carried(thing: Any) -> Any:
     """Return what is carried; anything else as it is."""

@@ -29,7 +29,7 @@ class Kind:
     """Another learning rate could have prevented it; other kinds concern the data, the program or the run."""
 
 
-_ABOUT_STEP = ("nonfinite_loss", "nonfinite_gradient")
+_ABOUT_STEP = ("nonfinite_loss", "nonfinite_gradient", "nonfinite_rate")
 _FATAL = ("nonfinite_parameter", "nonfinite_buffer")
 _SPIKES = ("loss_spike", "exploding_gradient")
 _NEED_PROOF = ("loss_explosion", "unrecovered_loss", "divergence", "rising_norm")

@@ -94,6 +94,11 @@ class InputScan:
     tensors: Mapping[str, InputStats]
     """Path inside the batch ('0', 'labels', 'x.1') -> its numbers."""
 
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether any element of the batch is NaN or infinite."""
+        return any(tensor.num_nonfinite for tensor in self.tensors.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationStats:

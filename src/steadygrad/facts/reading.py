@@ -55,7 +55,7 @@ class GradientTable(Mapping[str, GradientStats]):
 
     def __getitem__(self, name: str) -> GradientStats:
         try:
-            return self.row(self.names.index(name))
+            return self.row(self.names.index(name))  # linear in the number of parameters
         except ValueError:
             raise KeyError(name) from None
 
@@ -107,6 +107,8 @@ class Reading:
     """Parameters whose `.grad` still held the previous step's when this step's first backward began: not cleared."""
     spoilt_buffers: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Buffers that this step's forward made NaN or Inf, with the number of bad elements; they were put back."""
+    bad_rates: Mapping[int, float] = field(default_factory=dict, repr=False)
+    """Position of a parameter group -> its learning rate, where that is NaN or Inf; the step was then skipped."""
     adam_rms: Mapping[str, float] | None = field(default=None, repr=False)
     """Adam family: name -> sqrt(mean(g^2 / max(v, eps^2))), v with bias correction, after this step entered it."""
     update_norm: float | None = None
@@ -126,9 +128,10 @@ class Reading:
 
     def __post_init__(self) -> None:
         """Work out what follows."""
-        derive = object.__setattr__
+        derive = object.__setattr__  # frozen; dataclasses.replace() comes through here too
         bad_loss = self.loss is not None and not math.isfinite(self.loss)
-        derive(self, "learning_rate", max(self.learning_rates, default=None))
+        # A group without a rate counts as NaN, which max() would return or not depending on its place.
+        derive(self, "learning_rate", max((rate for rate in self.learning_rates if rate == rate), default=None))
         derive(self, "loss_is_nonfinite", bad_loss)
         derive(self, "is_nonfinite", bad_loss or self.num_nonfinite > 0)
         derive(self, "clipped", not self.skipped and self.clip_coefficient < 1.0)
@@ -140,6 +143,7 @@ class Reading:
             self.skipped
             or self.is_nonfinite
             or self.spoilt_buffers
+            or self.bad_rates
             or self.loss_scale is not None
             or self.adam_rms
             or self.update_ratios

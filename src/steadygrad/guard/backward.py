@@ -45,7 +45,10 @@ class BackwardPass:
         """Run backward for one microbatch; leave it out if it is bad and the settings ask for that."""
         batches, ranks = self._moment.batches, self._ranks
         batches.num += 1
+        # Before backward, which frees what the graph holds.
         self._watched.periodic_scans.look_at_graph(self._moment.next_step, self._moment.looks, loss)
+        # Before DDP's own collectives, in the same order on every rank. Each sum replaces the one that was sent before
+        # it; a microbatch that may be dropped is decided alone.
         ranks.start([loss] if self._drops_bad else [*batches.losses, loss])
         if self._drops_bad:
             ranks.check_synchronised()
@@ -62,6 +65,7 @@ class BackwardPass:
         batches = self._moment.batches
         self._moment.is_driven = True
         batches.num += 1
+        # Every rank refuses this step without measuring it, so none of them exchanges a loss for it.
         if self._rollback.is_open:
             return
         self._watched.periodic_scans.look_at_graph(self._moment.next_step, self._moment.looks, loss)

@@ -61,6 +61,7 @@ class BreakdownWatch:
             return severe[0].message
         if reading.loss is None:
             return None
+        # The change of one batch against itself, without the noise between batches.
         fair = reading.loss if change is None or self._level is None else self._level + change
         return self._look_at_loss(reading.loss, fair)
 

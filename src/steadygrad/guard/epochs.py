@@ -30,7 +30,9 @@ class Epochs:
 
     def validate(self, loss: float) -> None:
         """Take a validation loss; with several ranks, use their mean."""
+        # First: the step before belongs before this in the record, and may be rolled back.
         self._judging.judge_pending()
+        # A collective: every rank must call it, also one whose loss is not finite.
         moment, value = self._moment, self._ranks.take_mean(loss)
         if math.isfinite(value):
             moment.validation_loss, moment.validated_at = value, moment.next_step

@@ -88,6 +88,7 @@ class ForwardPass:
             return
         if self._moment.batches.num == 0:
             self._begin_step()
+            # Not anew: the model's own hook may have fired before this, and copied them.
             self._buffers.begin()
         note = contextlib.nullcontext() if replay is None else self.investigator.watch(replay, args, kwargs)
         with self._watch(args, kwargs), note:
@@ -128,6 +129,7 @@ class ForwardPass:
 
     def _begin_step(self) -> None:
         """Record the state that a step starts from, before the first of its forwards that the guard sees."""
+        # The state before training. Every later snapshot is taken after a step that was judged healthy.
         if self._moment.next_step == 0:
             self._rollback.take_snapshot_if_due(0)
         self._watched.periodic_scans.begin()
@@ -139,4 +141,5 @@ def open_autocast(config: GuardConfig, watched: Watched) -> contextlib.AbstractC
         return contextlib.nullcontext()
     device = watched.trained.named[0][1].device.type
     dtype = DTYPES[config.autocast]
+    # fp32 gives a disabled context, which keeps out an autocast that the caller has open.
     return torch.autocast(device, dtype=dtype, enabled=dtype is not torch.float32)

@@ -81,7 +81,7 @@ class Guard:
             extras=extras or {},
             enabled=enabled,
             make_guard=Guard,
-            close=weakref.WeakMethod(self.close),
+            close=weakref.WeakMethod(self.close),  # Shutdown keeps it, and must not keep the guard alive
         )
         self._training, self._moment, self._ranks = pieces.training, pieces.moment, pieces.ranks
         self._judgement, self._judging, self._rollback = pieces.judgement, pieces.judging, pieces.rollback
@@ -91,7 +91,8 @@ class Guard:
         self._clipper, self._rates = pieces.clipper, pieces.rollback.rates  # range tests and second tries set both
         self._is_fragmented = pieces.rollback.is_fragmented
         self._waits, self._closed = pieces.waits, False
-        for close in pieces.closers:
+        # Called when the guard is freed or the interpreter exits; they hold pieces, never the guard itself.
+        for close in reversed(pieces.closers):  # the newest finalizer is called first
             weakref.finalize(self, close)
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class Guard:
         A tensor is copied to the host without waiting for it; values from several microbatches of a step are averaged.
         """
         self._check_open()
-        if not self._training.off and not is_replaying():
+        if not self._training.off and not is_replaying():  # a replay calls the user's function once more
             self._moment.log(numbers)
 
     # --- steps that a framework drives --------------------------------------------------------------------------------
@@ -133,6 +134,7 @@ class Guard:
             return cls.from_deepspeed(model, **options)
         drive = AcceleratorDrive(accelerator, model, optimizer, scheduler)
         guard = cls(drive.model, drive.optimizers, scheduler=drive.scheduler, scaler=drive.scaler, **options)
+        # From here on the patched objects of accelerate keep the guard alive, until close() detaches them.
         drive.attach(guard)
         guard._stages.drive = drive
         return guard
@@ -202,11 +204,17 @@ class Guard:
 
         A rank without data takes part in the others' collectives until all are done, then takes over their weights.
         Only for DistributedDataParallel. While the context is open, nothing is rolled back and nothing is proven;
-        nor is anything proven afterwards if the ranks have made different numbers of steps.
+        nor is anything proven afterwards if the ranks have made different numbers of steps. All go on counting from the
+        largest of these numbers.
         """
         with join_uneven(self._ranks):
             yield
-        self._ranks.note_steps(self._moment.next_step)
+        # A collective, so after the context: inside it a rank without data only shadows the others.
+        # All have the weights of the rank that made the most steps, so its count holds for all. Scans and saves, which
+        # come every so many steps and are collectives, then come at the same step of each.
+        behind = self._ranks.note_steps(self._moment.next_step) - self._moment.next_step
+        self._moment.next_step += behind
+        self._judging.note_steps_of_others(behind)
 
     @property
     def findings(self) -> list[Finding]:
@@ -228,6 +236,7 @@ class Guard:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate over `loader`, with a progress bar on a terminal; leave out the window that a rollback skips."""
         total = count_items(loader)
+        # Innermost: a batch that a rollback leaves out still advances the data position and the bar.
         batches = self._shutdown.watch_data(loader)
         yield from self._rollback.leave_out(track(batches, describe=self._describe, total=total))
 
@@ -378,6 +387,7 @@ class Guard:
         if self._closed:
             return
         try:
+            # May raise a halt; hooks, record and directory are released all the same.
             self.flush()
         finally:
             self._closed = True
@@ -385,7 +395,7 @@ class Guard:
                 self._waits.close()
             self._shutdown.stop()
             self._stages.close()
-            self._saver.close()
+            self._saver.close()  # last: it waits for the disk and unlocks the run directory
 
     def __enter__(self) -> Self:
         return self
@@ -395,6 +405,7 @@ class Guard:
             self.close()
             return
         if error is not None:
+            # Saves and raises SystemExit if a signal has come: the signal is often what caused the error.
             self._shutdown.after_error(error)
         self._judging.drop_pending()
         with contextlib.suppress(TrainingHalted):  # do not mask the error that is already propagating

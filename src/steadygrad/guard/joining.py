@@ -30,6 +30,7 @@ def join_uneven(ranks: Ranks) -> Iterator[None]:
         )
     ranks.is_joining = True
     try:
+        # DDP first: torch runs the hooks in this order, and lets only the first Joinable announce an iteration.
         with Join([ranks.ddp, _Companion(ranks)]):  # type: ignore[list-item]
             yield
     finally:

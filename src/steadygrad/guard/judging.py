@@ -50,7 +50,7 @@ class Judging:
         checkpoints: RunCheckpoints,
     ) -> None:
         self._judgement, self._watched, self._rollback, self._buffers = judgement, watched, rollback, buffers
-        self._ranks, self._inquiry, self._checkpoints = ranks, inquiry, checkpoints
+        self._ranks, self.inquiry, self._checkpoints = ranks, inquiry, checkpoints
         self.pending: Pending | None = None
         self.is_asked_to_stop = False
         """Whether some rank has received a signal to stop and all ranks know it."""
@@ -62,7 +62,9 @@ class Judging:
         pending, self.pending = self.pending, None  # first: a Verdict to halt raises, and nothing is judged twice
         if pending is None:
             return
+        # Waits for the copy of that step, never for the forward and backward that were queued since.
         numbers = pending.ticket.wait()
+        self._watched.meter.check_gradients(pending.measurement, numbers)
         reading = pending.measurement.read(numbers, pending.context, skipped=numbers[FOUND] > 0)
         if pending.updates is not None:
             reading = self.add_updates(reading, pending.updates)
@@ -74,6 +76,7 @@ class Judging:
         Never with several ranks: they must judge at the same point of their program, but numbers arrive at any time.
         """
         pending = None if self._ranks.many else self.pending
+        # What was measured after the optimizer is queued behind it: reading it now would wait for the step.
         if pending is None or pending.updates is not None or pending.looks.under_way:
             return
         if pending.ticket.ready:
@@ -105,17 +108,20 @@ class Judging:
         origin = None
         if self._ranks.many:
             self.is_asked_to_stop |= from_ranks.asks_to_stop
-            facts, origin = self._inquiry.consult_ranks(reading, facts, looks, from_ranks)
+            facts, origin = self.inquiry.consult_ranks(reading, facts, looks, from_ranks)
         healthy = self._judgement.judge(
             reading,
             facts,
-            find_cause=functools.partial(self._inquiry.find_cause, looks.captures, origin),
+            find_cause=functools.partial(self.inquiry.find_cause, looks.captures, origin),
             origin=origin,
             extra=logged,
             captures=looks.captures,
         )
+        if not (reading.skipped or reading.is_nonfinite):
+            self.inquiry.note_good(reading.step)
         if healthy is not None:
             self._checkpoints.note_step(reading.step, healthy=healthy, skipped=reading.skipped)
+        # follow() stands first, so that it is called after every judgement, healthy or not.
         if not self._rollback.follow() and healthy:
             self._rollback.take_snapshot_if_due(reading.step + 1)
 
@@ -129,6 +135,10 @@ class Judging:
     def write_refused(self, step: int, learning_rates: tuple[float, ...]) -> None:
         """Record a step that was not made, in the window after a rollback."""
         self._judgement.refuse(step, learning_rates)
+
+    def note_steps_of_others(self, num: int) -> None:
+        """Count steps that only other ranks have made, whose weights this one has now."""
+        self._watched.periodic_scans.num_since += num
 
     # --- between steps ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from steadygrad.measure.loss import read_number
 from steadygrad.measure.periodic_scans import Looks
 
 
+# weakref_slot: the thread that watches the ranks reads the step through a weak reference.
 @dataclass(slots=True, weakref_slot=True)
 class Moment:
     """The current step and epoch, and what the step under way has gathered so far."""
@@ -53,6 +54,7 @@ class Moment:
 
     def end_step(self) -> None:
         """Clear what the step has gathered."""
+        # Replaced, not cleared: a pending step still reads its Looks.
         self.batches, self.looks, self.is_driven = Accumulated(), Looks(), False
         if self.logged:
             self.logged = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from steadygrad.diagnose.capture import Capture
 from steadygrad.errors import UsageError
 from steadygrad.facts import Finding
+from steadygrad.guard.inquiry import Inquiry
 from steadygrad.guard.moment import Moment
 from steadygrad.guard.rollback import Rollback
 from steadygrad.judgement import Judgement
@@ -45,8 +46,17 @@ class Passes:
     """The two passes, and the steps between them."""
 
     def __init__(
-        self, forward: Forward, backward: Backward, *, moment: Moment, rollback: Rollback, judgement: Judgement
+        self,
+        forward: Forward,
+        backward: Backward,
+        *,
+        moment: Moment,
+        rollback: Rollback,
+        judgement: Judgement,
+        inquiry: Inquiry | None = None,
     ) -> None:
+        """`inquiry`: looks into errors of the user's function; None if the guard is switched off."""
+        self._inquiry = inquiry
         self.forward, self.backward = forward, backward
         self._moment, self._rollback, self._judgement = moment, rollback, judgement
 
@@ -62,8 +72,16 @@ class Passes:
                 self._judgement.note(finding)
         if function is None and (args or kwargs):
             raise UsageError("arguments were given beside a loss. Give a function and its arguments, or a loss alone.")
-        result = subject if function is None else self.forward.run_forward(function, args, kwargs)
+        result = subject if function is None else self._run_forward(function, args, kwargs)
         if self._rollback.is_open:
             self._moment.batches.num += 1
             return result, None
         return result, find_loss(result) if result is not subject else check_loss(result)
+
+    def _run_forward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return self.forward.run_forward(function, args, kwargs)
+        except Exception as error:  # not BaseException: an interrupt must not start a replay
+            if self._inquiry is not None and not self._rollback.is_open:
+                self._inquiry.explain(error, self.forward.take_captures(), self._moment.next_step)
+            raise

@@ -62,6 +62,7 @@ class PlainLoop:
         batches.num += 1
         self._optimizers.scaler.scale(loss).backward()
         batches.losses.append(loss.detach())
+        # Inside guard.join() the ranks without data shadow this exchange, whether the guard is switched off or not.
         self._ranks.finish_backward(batches.losses)
 
     def watch_backward(self, _loss: Tensor) -> None:

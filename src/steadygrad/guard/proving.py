@@ -57,7 +57,7 @@ def make_prover(
         references=References(
             training.model,
             snapshots,
-            edits=lambda: watched.edits,
+            edits=lambda: watched.edits,  # not watched.edits itself, which new parameters replace
             settings=rates.list_settings,
             maximises=optimizers.maximise,
             ranks=ranks,

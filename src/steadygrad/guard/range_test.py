@@ -129,6 +129,7 @@ def run_range(
 ) -> RateCurve:
     """Make steps at rates from `start` to `end`; call `tell` after each."""
     check_range(start, end, steps, microbatches)
+    # Two more passes over the weights in each step: every point shows how large its update was.
     config = dataclasses.replace(config, measure=dataclasses.replace(config.measure, parameters_every=1))
     rates, points, why = RateSetter(rehearsal.optimizers), [], ""
     num_first = max(MIN_FIRST, steps // 10)
@@ -169,6 +170,7 @@ class Repeated:
         """Return the batches of the next step and set the random generators for it."""
         if self._count < self._num_first:
             batches = list(islice(self._source, self._microbatches))
+            # After drawing: a loader without workers draws from these generators too.
             self._kept.append((batches, capture_random(self._devices)))
         batches, state = self._kept[self._count % self._num_first]
         restore_random(state)
@@ -190,6 +192,7 @@ def make_step(guard: Any, fn: Callable[[Any], Any], batches: Iterable[Any]) -> R
     for batch in batches:
         guard.backward(fn, batch)
     guard.step()
+    # Waits for the device at each step: whether to go on to the next rate depends on this reading.
     guard.flush()
     reading: Reading = guard._judgement.last_reading
     return reading

@@ -145,6 +145,7 @@ def find_steepest(
     known = [x for x in smoothed if math.isfinite(x)]
     if not known or level - min(known) < max(LEAST_FALL * measure_noise(points), 1e-3 * abs(level)):
         return None
+    # min() would return a NaN that comes first: nothing compares below it.
     lowest = min(range(num), key=lambda i: smoothed[i] if math.isfinite(smoothed[i]) else math.inf)
     half = max(2, round(num / 20))
     slopes = {}
@@ -157,6 +158,7 @@ def find_steepest(
 
 def measure_noise(points: Sequence[RatePoint]) -> float:
     """Return the spread of the losses of repeated batches at rates that are still small."""
+    # In its first use each batch is compared with itself, which gives exactly 0.
     num_first = sum(point.change == 0.0 for point in points[: len(points) // 2])
     second = [p.change for p in points[num_first : 2 * num_first] if p.change is not None and math.isfinite(p.change)]
     if len(second) < 3:
@@ -209,6 +211,7 @@ def restore_curve(values: Mapping[str, Any]) -> RateCurve:
         RatePoint(
             **{
                 **point,
+                # float(): to_dict() writes NaN and Inf as text.
                 "loss": None if point["loss"] is None else float(point["loss"]),
                 "change": None if point["change"] is None else float(point["change"]),
                 "grad_norm": float(point["grad_norm"]),

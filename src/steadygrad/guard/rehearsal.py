@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from steadygrad.config import DiagnoseConfig, GuardConfig, Policy, ProveConfig, 
 from steadygrad.errors import UsageError
 from steadygrad.facts import Action
 from steadygrad.state.collect import Collector, collect_state
+from steadygrad.state.muted_warnings import warnings_muted
 from steadygrad.state.random_state import capture_random, restore_random
 
 T = TypeVar("T")
@@ -56,6 +56,7 @@ class Rehearsal:
         collector = Collector(self._shared)
         with torch.no_grad():
             self._state = collect_state(collector, model, self.optimizers, self._extras)
+            # copy=True: for a tensor in host memory, .to() alone would return the live one.
             self._hosts = [source.tensor.to("cpu", copy=True) for source in collector.sources]
         self._devices = [source.tensor.device for source in collector.sources]
         self._random = capture_random({p.device for p in model.parameters()})
@@ -72,8 +73,7 @@ class Rehearsal:
         modes = [(module, module.training) for module in self.model.modules()]
         with _quiet_log():
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the training's own guard has reported these already
+                with warnings_muted():  # the training's own guard has reported these already
                     guard = self._make_guard(self.model, self.optimizers, config=watch_only(config), scaler=scaler)
                 try:
                     yield guard
@@ -82,7 +82,7 @@ class Rehearsal:
             finally:
                 self.put_back()
                 for module, mode in modes:
-                    module.training = mode
+                    module.training = mode  # not train(mode), which recurses and may be overridden
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
 
@@ -124,7 +124,9 @@ def draw_batches(loader: Iterable[T]) -> Iterator[T]:
     """Yield the batches of a loader, pass after pass, without disturbing a pass that the program has under way."""
     own: Iterable[T] = loader
     if isinstance(loader, DataLoader):
+        # torchdata: a position that was loaded and not used yet belongs to the program's next pass.
         changes = {"next_iter_state": None} if hasattr(loader, "next_iter_state") else {}
+        # A copy: iter() on a loader with persistent workers restarts the pass that is under way.
         own = copy_loader(loader, persistent_workers=False, **changes)
     while True:
         num = 0

@@ -34,7 +34,8 @@ class Requests:
         if self._training.off:
             for optimizer in self._training.optimizers:
                 for group in optimizer.param_groups:
-                    group[key] *= factor
+                    if key in group:  # SparseAdam has no weight decay
+                        group[key] *= factor
             return
         step = self._moment.last_step
         verdict = Verdict(action=action, reason=reason, factor=factor)

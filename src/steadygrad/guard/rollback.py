@@ -54,6 +54,7 @@ class Rollback:
         """Return whether there was a rollback since the last call; if so, clear what was known about the weights."""
         rolled_back = self.window.take_new()
         if rolled_back:
+            # These copies are of the discarded state: the next restore would bring it back.
             self.buffers.forget()
             self._watched.forget()
         return rolled_back

@@ -19,7 +19,7 @@ from typing import Any
 
 from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.diagnose.investigator import Investigator
-from steadygrad.errors import ConfigError
+from steadygrad.errors import ConfigError, UsageError
 from steadygrad.facts import Finding, Severity
 from steadygrad.guard.training import Training
 from steadygrad.measure.ranks import Ranks
@@ -48,6 +48,12 @@ class RunFiles:
 
 def make_files(training: Training, run_dir: str | Path | None, ranks: Ranks, names: Sequence[str]) -> RunFiles | None:
     """Prepare the files of the run directory, which `RunStart` opens once it is known which run this is."""
+    given = ranks.gather(run_dir is not None)  # before any rank waits for one that has nothing to write
+    if any(given) and not all(given):
+        raise UsageError(
+            f"rank {given.index(True)} has a run_dir and rank {given.index(False)} has none. Pass the same run_dir to "
+            "Guard on every rank: only rank 0 writes the record, and each rank adds what it alone has seen."
+        )
     if run_dir is None:
         return None
     folder = RunFolder(run_dir, locks=ranks.is_first and not training.off)
@@ -112,6 +118,7 @@ class RunStart:
             for folder in self._folder.displace():
                 owner = None if folder.owner is None else folder.owner()
                 if owner is not None:
+                    # Before looking for a checkpoint: its save under way must be on disk, and its record closed.
                     owner.give_up()
             self._settle()
             self._checkpoints.use_run(self._folder.path, self._folder.run_id)
@@ -121,6 +128,7 @@ class RunStart:
         """Continue run `run_id` before step `step`: cut the later lines of its ledger, which will be written again."""
         if self._is_decided:
             if self._record is not None:
+                # Lines still in the buffer would land behind the cut.
                 self._record.flush()
                 rewind_ledger(self._folder.path, step)
             return
@@ -169,6 +177,7 @@ class RunStart:
             self._is_used, self._found = self._folder.is_used, self._folder.found_id
 
     def _open(self) -> None:
+        # First, so that it holds even if opening fails: the next step must not move the record aside once more.
         self._is_decided = True
         path, run_id = self._folder.path, self._folder.run_id
         if self._record is not None:
@@ -176,6 +185,7 @@ class RunStart:
         if self._rank_file is not None and (self._ranks.is_first or not self._is_used):
             self._rank_file.open(path, run_id)
         elif self._rank_file is not None:
+            # Rank 0 may still be moving the files of the earlier run.
             self._rank_file.open_later(path, run_id)
         self._checkpoints.use_run(path, run_id)
         self._investigator.use_folder(path)
@@ -216,6 +226,7 @@ def rewind_ledger(run_dir: Path, step: int) -> None:
 def _find_end(path: Path, step: int) -> int:
     """Return the offset of the first line about `step` or a later one. Lines truncated by a crash do not count."""
     end = 0
+    # Bytes, because the result is an offset for truncate().
     with path.open("rb") as file:
         for line in file:
             try:

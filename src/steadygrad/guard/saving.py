@@ -9,6 +9,9 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from steadygrad.checkpoint.resumed import Resumed, describe_unsaved
 from steadygrad.checkpoint.run import RunCheckpoints
 from steadygrad.checkpoint.save import Save
@@ -82,6 +85,7 @@ class Saver:
 
     def _save(self, together: str, *, is_between: bool) -> Save | None:
         self.begin()
+        # Judges the pending step. Its lines are flushed next: a checkpoint must never be ahead of the record.
         state, moment = self.state.state_dict(), self._moment
         self._judgement.flush_record()
         saved = self.checkpoints.save(
@@ -112,6 +116,8 @@ class Saver:
         if self._has_foreseen or training.off or not any(optimizer.state for optimizer in training.optimizers):
             return
         self._has_foreseen = True
+        if all(map(_is_simple, training.optimizers)):  # the rest was looked at before the first step
+            return
         for finding in foresee_unsaved(self.checkpoints, self._moment.next_step - 1):
             self._judgement.note(finding)
 
@@ -136,6 +142,7 @@ class Saver:
             self._take_up(self._start, resumed)
         if resumed is None:
             return None
+        # Before state.load(): it resets the count of steps that the state restores.
         self._watched.periodic_scans.forget()
         self.state.load(resumed.guard)
         self._moment.batches = resumed.accumulated
@@ -157,7 +164,7 @@ class Saver:
     def close(self) -> None:
         """Wait for the disk, then close the record."""
         self.checkpoints.close()
-        self.report_unsaved()
+        self.report_unsaved()  # the last save may have failed, and the record is still open
         self._judgement.close()
         if self._start is not None:
             self._start.close()
@@ -182,4 +189,13 @@ def report_lost_directory(step: int, problem: str) -> Finding:
         step=step,
         message=problem,
         advice="Look at that disk, and for what cleans it.",
+    )
+
+
+def _is_simple(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's, with a state of tensors and numbers alone: all of that can be saved."""
+    return type(optimizer).__module__.startswith("torch.optim.") and all(
+        isinstance(value, Tensor) or type(value) in (int, float, bool)
+        for state in optimizer.state.values()
+        for value in state.values()
     )

@@ -51,11 +51,13 @@ def make_again(
         extras={"scaler": training.scaler},
     )
     try:
+        # `aside` is outermost: the end of the attempt writes the weights once more, to put them back.
         with watched.edits.aside(), replaying(), rehearsal.attempt(training.config, training.scaler) as guard:
             snapshots.load(start, clipper=guard._clipper)
             guard._rates.load_state_dict(rates.state_dict())
             guard._rates.scale_lr(factor)
             losses = [_step(guard, step) for step in steps]
+            # Inside: the end of the attempt puts the present state back.
             snapshots.second_try = snapshots.copy_second_try(start, len(steps), clipper=guard._clipper)
             return losses
     finally:
@@ -71,4 +73,5 @@ def _step(guard: Any, step: HeldStep) -> float:
     guard.step()
     guard.flush()
     loss = guard.last.loss
+    # NaN fails the comparisons in prove/rule.py, so a skipped step proves nothing.
     return math.nan if loss is None or guard.last.skipped else float(loss)

@@ -69,6 +69,7 @@ class _Rounds:
 
     def ends_with(self, member: Shutdown) -> bool:
         """Return whether a round ends with the step of `member`."""
+        # Runs at every step: the references are followed only if there are several.
         return len(self.members) < 2 or len(self.list_members()) < 2 or member in self._closers
 
     @property
@@ -77,6 +78,7 @@ class _Rounds:
         return len(self.list_members()) < 2 or len(self._closers) > 0
 
 
+# One for the process, since a signal is for all of its guards; it holds them weakly.
 _rounds = _Rounds()
 
 
@@ -93,6 +95,7 @@ class _Step:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        # First: leave() refuses to save while a guard is busy.
         self._shutdown.watch.end()
         if isinstance(error, Exception):
             self._shutdown.after_error(error)
@@ -143,15 +146,18 @@ class Shutdown:
     def before_step(self, *, has_gradients: bool) -> None:
         """Prepare for a step; leave instead if a signal came and another step might take too long."""
         if not self._has_joined and self._checkpoints.has_place:
+            # From the first step on, not from construction: before it there is nothing to save.
             self._checkpoints.listen()
             _rounds.join(self)
             self._has_joined = True
         self.watch.expect_workers()
         _rounds.note_begin(self)
         self._began = time.monotonic()
+        # One of several ranks must not leave here: the others would wait for it in their next collective.
         if self.watch.received is None or self._ranks.many:
             return
         is_slow = self._step_seconds > GRACE_SECONDS or self.watch.is_overdue or not _rounds.is_known
+        # A batch that was drawn counts as used in the data position, so a resume would miss it.
         if is_slow and _rounds.is_first(self) and not has_gradients and not self._has_batch:
             self.leave()
 
@@ -209,12 +215,13 @@ class Shutdown:
         try:
             code = self._save_and_close(members, received)
         finally:
-            _rounds.is_shutting_down = False
+            _rounds.is_shutting_down = False  # a program may catch the exit and go on
         raise SystemExit(code) from error
 
     @staticmethod
     def _save_and_close(members: list[Shutdown], received: signal.Signals) -> int:
         saves = [member._save() for member in members]  # guards of one directory save together, under one token
+        # Without a save there is nothing to restart from: then the code is that of a process which the signal ended.
         code = EXIT_CODE if all(save is not None and save.wait() is not None for save in saves) else 128 + received
         for member in members:
             member.exit_code = code
@@ -230,7 +237,7 @@ class Shutdown:
             self.leave()
 
     def _save(self) -> Save | None:
-        with self.watch.busy():
+        with self.watch.busy():  # a repeated signal is held back
             return self._saver.save(is_between=not self._moment.batches.num)
 
     def stop(self) -> None:

@@ -60,6 +60,7 @@ def build_device_side(
     config = training.config
     ranks = find_ranks(model, trained.named, process_group=process_group)
     if not training.off:
+        # Before the checks below: one of them may raise on this rank alone, and the others would wait in this exchange.
         ranks.check_alike(repr(config.to_dict()))
         refuse_devices({parameter.device.type for _, parameter in trained.named})
         refuse_shards(trained, config.clip)
@@ -152,7 +153,7 @@ def build_host_side(
 def make_buffers(training: Training, model: nn.Module) -> BufferKeeper:
     """Build the keeper of buffers; `model` keeps its wrappers, since it may be called through them."""
     if training.off:
-        return BufferKeeper(nn.Module())
+        return BufferKeeper(nn.Module())  # copies nothing and hooks nothing
     return BufferKeeper(training.model, watch=True, wrappers=find_wrappers(model))
 
 

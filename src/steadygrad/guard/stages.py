@@ -57,6 +57,7 @@ class Stages:
 
     def step(self, subject: Callable[..., Any] | Tensor | None, args: Any, kwargs: Any) -> Any:
         """Make one step, then answer a signal that arrived meanwhile; return the function's result, detached."""
+        # Outside around_step(): inside it the guard is busy, and could not leave.
         self._shutdown.before_step(has_gradients=subject is None or self._moment.batches.num > 0)
         with self._shutdown.around_step() as step:
             self._saver.begin()
@@ -74,6 +75,7 @@ class Stages:
 
     def _run_passes(self, subject: Callable[..., Any] | Tensor, args: Any, kwargs: Any) -> Any:
         self._saver.begin()
+        # Before backward: the exchange of losses carries it.
         self._shutdown.send_to_ranks()
         result, loss = self.passes.find_loss(subject, args, kwargs)
         if loss is not None:
@@ -94,6 +96,7 @@ class Stages:
 
     def _step(self) -> None:
         self._moment.looks.captures = self.passes.forward.take_captures()
+        # Before the step: _end_step() resets both.
         owns_backward = self._moment.batches.num > 0 and not self._moment.is_driven
         self._shutdown.is_torn = True
         try:
@@ -101,8 +104,9 @@ class Stages:
         finally:
             self._end_step()
             self._stepper.let_go(owns_backward=owns_backward)
+        # Not in the finally: after an error inside the optimizer the weights may be half updated.
         self._shutdown.is_torn = False
-        self._judging.judge_if_arrived()
+        self._judging.judge_if_arrived()  # may halt the run: the weights are whole by now
         self._saver.save_if_due(ends_round=self._shutdown.ends_round)
 
     def _end_step(self) -> None:

@@ -54,6 +54,7 @@ class GuardState:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the state if the buffers were already restored with the model."""
+        # Before anything is loaded: the pending step belongs to the histories that are about to be replaced.
         self._judging.judge_pending()
         if not isinstance(state, Mapping) or state.get("version") != 1:
             found = f"version {state.get('version')!r}" if isinstance(state, Mapping) else type(state).__name__

@@ -56,6 +56,7 @@ class Stepper:
             return
         watched, batches, looks = self._watched, self._moment.batches, self._moment.looks
         if watched.has_new_parameters:
+            # Its numbers are read by the meters of the parameters so far, which are about to be replaced.
             self._judging.judge_pending()
             watched.watch_new_parameters()
         context = StepContext(
@@ -81,6 +82,7 @@ class Stepper:
                 "no parameter of the optimizer has a gradient. Run backward before guard.step(), clear gradients after "
                 "the step and not before it, and check that the loss depends on the model's parameters."
             )
+        # After the check: a call without gradients is a mistake, not an attempt that counts as a step.
         self._moment.take_step_number()
         if watched.reflex.ready_for_device and self._config.on_nonfinite is not Action.SANITIZE:
             self._step_on_device(measurement, scale, context)
@@ -88,7 +90,7 @@ class Stepper:
             self._step_on_host(measurement, scale, context)
 
     def _step_on_device(self, m: Measurement, scale: Tensor | None, context: StepContext) -> None:
-        """Fused optimizers on CUDA: nothing here waits for work of this step."""
+        """Fused optimizers on CUDA: nothing here waits for work of this step, if no learning rate is on the device."""
         watched, optimizers, looks = self._watched, self._optimizers, self._moment.looks
         carried = watched.reflex.clip(m, scale)
         # Marked before the optimizer is queued: the copy of the numbers waits for this point, not for the step.
@@ -97,7 +99,10 @@ class Stepper:
         if self._rollback.is_open:  # just rolled back: these gradients belong to discarded weights
             self._refuse(context.step)
             return
-        context.learning_rates = self._prepare_optimizers()
+        self._prepare_optimizers(context)
+        if context.bad_rates:
+            self._skip_for_rate(m, context)
+            return
         measure_updates = self._updates_are_due(context.step)
         if measure_updates:
             watched.updates.before()
@@ -117,14 +122,18 @@ class Stepper:
     def _step_on_host(self, m: Measurement, scale: Tensor | None, context: StepContext) -> None:
         """Every other optimizer: one host read, then the host decides."""
         watched, optimizers, looks = self._watched, self._optimizers, self._moment.looks
-        self._judging.judge_pending()
-        context.learning_rates = self._prepare_optimizers()
+        self._judging.judge_pending()  # there is one only if the step before went through the device
+        if self._rollback.is_open:  # as on the device: these gradients belong to discarded weights
+            self._refuse(context.step)
+            return
+        self._prepare_optimizers(context)
         repaired = self._sanitize_if_bad(m, scale) if self._config.on_nonfinite is Action.SANITIZE else None
         used = m if repaired is None else repaired
         carried = watched.reflex.clip(used, scale)
-        numbers = used.take_to_host(watched.transfer)  # the one host read of this path
+        numbers = used.take_to_host(watched.transfer)  # the one host read of this path, without a loss scale
+        watched.meter.check_gradients(used, numbers)
         spoilt = {} if numbers[FOUND] > 0 else self._buffers.find_spoilt()
-        bad = numbers[FOUND] > 0 or bool(spoilt)
+        bad = numbers[FOUND] > 0 or bool(spoilt) or bool(context.bad_rates)
         reading = used.read(numbers, context, skipped=bad, spoilt_buffers=spoilt)
         from_ranks = watched.meter.read_from_ranks(used, numbers)
         if repaired is not None:  # report what was found, and how it was repaired
@@ -149,6 +158,7 @@ class Stepper:
             watched.periodic_scans.after_optimizer(reading.step, looks)
         # A bad loss says nothing about the loss scale, so that stays as it is.
         if optimizers.scaler.now is not None and not reading.loss_is_nonfinite:
+            # Of `m`, not `used`: what was repaired has still overflowed.
             overflowed = (m.packed[NUM_NONFINITE] > 0) | self._moment.batches.overflowed
             optimizers.scaler.update(bad_gradient=overflowed, bad_loss=None)
         if measure_updates:
@@ -188,18 +198,31 @@ class Stepper:
         from_ranks = watched.meter.read_from_ranks(m, numbers)
         self._judging.judge(m.read(numbers, context, skipped=True), self._moment.looks, from_ranks)
 
+    def _skip_for_rate(self, m: Measurement, context: StepContext) -> None:
+        """Skip a step whose learning rate would make every weight NaN; a host read does not matter any more."""
+        watched = self._watched
+        numbers = m.take_to_host(watched.transfer)
+        watched.reflex.skip_on_host()
+        self._buffers.restore()
+        from_ranks = watched.meter.read_from_ranks(m, numbers)
+        self._judging.judge(m.read(numbers, context, skipped=True), self._moment.looks, from_ranks)
+
     def _sanitize_if_bad(self, m: Measurement, scale: Tensor | None) -> Measurement | None:
         """Repair bad gradients and measure them again; return None if there was nothing to repair."""
         if not m.found.item():
             return None
         sanitize_gradients(m.gradients, self._config.sanitize_value)
+        # Without the loss, which nothing repairs: the flag is then about the gradients alone. On many ranks this is a
+        # collective; `found` is the same on all of them, so all get here or none.
         return self._watched.meter.measure(None, scale=scale, told_scale=self._optimizers.scaler.now)
 
-    def _prepare_optimizers(self) -> tuple[float, ...]:
-        """Prepare at the last point before a weight can change; return the learning rates of this step."""
+    def _prepare_optimizers(self, context: StepContext) -> None:
+        """Prepare at the last point before a weight can change, and note the learning rates of this step."""
         self._rollback.snapshots.before_optimizer()  # a side stream may still copy the weights as they are
         self._watched.edits.before_optimizer(self._moment.next_step - 1)
-        return self._optimizers.rates.learning_rates()
+        rates = self._optimizers.rates
+        context.learning_rates = rates.learning_rates()
+        context.bad_rates = rates.find_bad(context.learning_rates)
 
     def _updates_are_due(self, step: int) -> bool:
         every = self._config.measure.parameters_every

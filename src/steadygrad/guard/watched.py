@@ -78,8 +78,10 @@ class Watched:
 
     def compile(self) -> None:
         """On CUDA, compile or load all kernels now, so that no step waits for one."""
-        if any(parameter.is_cuda for _, parameter in self.trained.named):
+        device = next((parameter.device for _, parameter in self.trained.named if parameter.is_cuda), None)
+        if device is not None:
             self.meter.compile()
+            self.reflex.compile(device)
             self.periodic_scans.compile()
 
     @property
@@ -90,6 +92,8 @@ class Watched:
     def watch_new_parameters(self) -> None:
         """Watch the new parameters from now on. Every earlier step must have been judged."""
         trained = find_trained_parameters(self.trained.model, self.trained.optimizers)
+        # Their hooks first: those of both generations would fire in the next backward.
+        self.uncleared_gradients.take()
         self.own_gradients.close()
         self.periodic_scans.close()
         self._watch(trained)
@@ -115,6 +119,7 @@ class Watched:
 
     def close(self) -> None:
         """Release the parameters and the model."""
+        self.uncleared_gradients.take()  # its hooks are on the parameters
         self.own_gradients.close()
         self.periodic_scans.close()
         if self._listeners is not None:
@@ -123,4 +128,5 @@ class Watched:
 
 def _sign(optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[int, ...]]:
     """Return a signature that changes when parameters are added or exchanged; it takes microseconds to compute."""
+    # An id cannot be reused here: `trained` keeps the watched parameters alive.
     return [tuple(map(id, group["params"])) for optimizer in optimizers for group in optimizer.param_groups]

@@ -41,6 +41,7 @@ from steadygrad.facts import (
 from steadygrad.facts.carried import Carried
 from steadygrad.facts.kinds import find_kind
 from steadygrad.judgement.event import BY_REFLEX, Event, make_incidents
+from steadygrad.judgement.raised import make_unfinished
 from steadygrad.measure.origin import Origin
 from steadygrad.prove import Prover
 from steadygrad.record import Recorder
@@ -79,6 +80,7 @@ class Judgement:
         self._next_ratios = 0
         self._epoch_losses = _Mean()
         policy = config.policy
+        # 1 << 62: without a patience it records the best loss and never asks to stop.
         self.stopping = EarlyStopping(
             patience=policy.early_stopping_patience or 1 << 62, min_delta=policy.early_stopping_min_delta
         )
@@ -111,20 +113,24 @@ class Judgement:
         which a bad step began, `extra` holds the numbers that the user's program logged beside the loss.
         """
         if not reading.skipped:
+            # Before any action: the average takes the weights that this step left, and a rollback puts both back.
             self._schedule_and_ema.after_applied()
-        self._epoch_losses.add(None if reading.skipped else reading.loss)
+        # A NaN loss whose gradients were sanitized is not skipped, but it must not make the epoch's mean NaN.
+        self._epoch_losses.add(None if reading.skipped or reading.loss_is_nonfinite else reading.loss)
         self.tally.add(reading)
         self.last_reading = reading
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started, extra=extra)
         findings = [finding for fact in (*facts, reading) for finding in self._detector.observe(fact)]
         findings = [_note_when(finding, reading.step) for finding in findings]
         if self._prover is not None:
+            # Before the step is recorded and answered: what the prover holds back is neither yet.
             findings = self._prover.answer(reading, findings, captures)
         if origin is not None:
             findings = [_name_origin(finding, origin) for finding in findings]
         self._record_step(self.last, reading, findings)
         if findings:
             notable = any(finding.severity is not Severity.INFO for finding in findings)
+            # Before _answer(): a rollback would replace the weights that produced the failure.
             cause = find_cause(reading, findings) if notable and find_cause is not None else None
             if cause is not None:
                 logger.warning("%s", cause)
@@ -163,31 +169,26 @@ class Judgement:
 
     def refuse(self, step: int, learning_rates: tuple[float, ...]) -> None:
         """Record a step that was not made, in the window after a rollback; no rule sees it."""
-        reading = Reading(
-            step=step,
-            loss=None,
-            grad_norm=0.0,
-            finite_grad_norm=0.0,
-            num_nonfinite=0,
-            num_nan=0,
-            clip_coefficient=1.0,
-            skipped=True,
-            learning_rates=learning_rates,
-        )
+        reading = make_unfinished(step, learning_rates)
         self.tally.num_steps += 1
         self.tally.num_skipped += 1
         self.last = StepRecord.of(reading, time_seconds=time.monotonic() - self._started)
         self._recorder.write_step(self.last)
 
-    def note(self, finding: Finding, *, write: bool = False) -> None:
+    def note(self, finding: Finding, cause: Cause | None = None, *, write: bool = False) -> None:
         """Take a finding that needs no action; `write`: record it even if it is only an info."""
-        self.conclude([Event(finding, NO_ACTION, UNTOUCHED)])
+        if cause is not None:
+            logger.warning("%s", cause)
+        self.conclude([Event(finding, NO_ACTION, UNTOUCHED)], cause)
         if write and finding.severity is Severity.INFO:
             self._recorder.write_incident(
                 Incident(step=finding.step, finding=finding, verdict=NO_ACTION, outcome=UNTOUCHED)
             )
 
     def _consider(self, fact: Fact) -> None:
+        if self._own is not None:
+            own = [_note_when(finding, fact.step) for finding in self._own.observe(fact)]
+            self.conclude([Event(finding, NO_ACTION, UNTOUCHED) for finding in own])
         findings = [_note_when(finding, fact.step) for finding in self._detector.observe(fact)]
         self._answer(findings if self._prover is None else self._prover.sift(findings, fact.step), None)
 
@@ -202,6 +203,7 @@ class Judgement:
         incidents = self.conclude(events, cause)
         halting = next((one for one in incidents if one.verdict.action is Action.HALT), None)
         if halting is not None:
+            # Before the raise: nothing is judged after it.
             self._report_open("the run was halted before it could be tested")
             raise _as_error(halting, tuple(self.incidents))
         if any(event.outcome.action is Action.ROLLBACK for event in events):
@@ -224,6 +226,7 @@ class Judgement:
     def _report_action(self, taken: ActionTaken) -> None:
         """Report an action once: loss, gradient and batch of one bad step are three findings but one skip."""
         if taken != self._last_action:
+            # Set first: _consider() may lead back here with the same action.
             self._last_action = taken
             self._consider(taken)
 
@@ -244,7 +247,7 @@ class Judgement:
             self._log(Event(incident.finding, incident.verdict, incident.outcome), incident.also)
             self.incidents.append(incident)
             self._recorder.write_incident(incident)
-            self._call_back(incident)
+            self._call_back(incident)  # after it was recorded: the callback may end the program
         return incidents
 
     def _log(self, event: Event, also: Sequence[Finding] = ()) -> None:
@@ -284,7 +287,7 @@ class Judgement:
             return
         try:
             self._config.on_incident(incident)
-        except Exception as error:
+        except Exception as error:  # the user's own code
             self._complain("on_incident", f"on_incident failed, training continues: {error!r}")
 
     def _complain(self, what: str, message: str) -> None:
@@ -297,7 +300,8 @@ class Judgement:
     def state_dict(self) -> dict[str, Any]:
         """Return histories, budgets and totals."""
         return {
-            "detect": self._detector.state_dict(),
+            # Under one key: with another number of ranks, rules go from the one to the other
+            "detect": self._detector.state_dict() | ({} if self._own is None else self._own.state_dict()),
             "judge": self._judge.state_dict(),
             "stopping": self.stopping.state_dict(),
             "tally": self.tally.state_dict(),
@@ -307,7 +311,9 @@ class Judgement:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict()`."""
-        self._detector.load_state_dict(state["detect"])
+        for detector in (self._detector, self._own):
+            if detector is not None:
+                detector.load_state_dict(state["detect"])
         self._judge.load_state_dict(state["judge"])
         self.stopping.load_state_dict(state["stopping"])
         self.tally.load_state_dict(state["tally"])

@@ -24,6 +24,7 @@ from steadygrad.prove.rule import (
     is_held_back,
     is_hit,
     is_rate_too_high,
+    is_slope,
     is_worse,
     is_worse_than_start,
 )
@@ -31,6 +32,10 @@ from steadygrad.prove.rule import (
 logger = logging.getLogger("steadygrad")
 NUM_QUICK = 2
 """Number of batches that can acquit at once."""
+NUM_SLOPES = 4
+"""Number of batches on which the gradient is compared with the values of the loss."""
+SHARES = (1 / 64, 1 / 8, 1 / 512)
+"""Shares of the way to other weights at which values are taken: large for half precision, small for a steep loss."""
 NOISE = 0.05
 """Share of the excess by which two replays of one batch may differ; a nondeterministic op proves nothing."""
 
@@ -54,12 +59,24 @@ class Comparison:
         return cost
 
     def compare(
-        self, reference: Snapshot, captures: Sequence[Capture], step: int, *, initial: Snapshot | None, began_at: float
+        self,
+        reference: Snapshot,
+        captures: Sequence[Capture],
+        step: int,
+        *,
+        initial: Snapshot | None,
+        began_at: float,
+        is_repeated: bool = False,
     ) -> Proof:
-        """Test whether the present weights were harmed; `began_at`: first loss, if the initial weights are gone."""
+        """Test whether the present weights were harmed; `began_at`: first loss, if the initial weights are gone.
+
+        `is_repeated`: the same loss was tested before, so it is known not to be a surrogate.
+        """
 
         def run() -> Proof:
             now, then, first, damaged = self._run(reference, captures, initial, began_at)
+            if damaged and not is_repeated:
+                self._require_slope(reference, captures)
             answer = Answer.DAMAGED if damaged else Answer.UNHARMED
             return Proof(
                 answer=answer, step=step, reference=reference.step, now=tuple(now), then=tuple(then), first=first
@@ -105,7 +122,10 @@ class Comparison:
             losses = self._rehearse(steps, start, factor)
             again = losses[-num:]
             now = [one.loss for one in steps[-num:]]
-            answer = Answer.DAMAGED if rule(now, again, losses[0]) else Answer.UNHARMED
+            damaged = rule(now, again, losses[0])
+            if damaged:
+                self._require_slope(start, [one.captures[-1] for one in steps[-num:]])
+            answer = Answer.DAMAGED if damaged else Answer.UNHARMED
             return Proof(
                 answer=answer,
                 step=step,
@@ -127,6 +147,31 @@ class Comparison:
             logger.error("the paired test after step %d failed, training continues: %r", step, error)
             return Proof(answer=Answer.UNKNOWN, step=step, reason=f"the test failed with {error!r:.120}")
 
+    def _require_slope(self, reference: Snapshot, captures: Sequence[Capture]) -> None:
+        """Raise an error if the loss is a surrogate, whose gradient is not the slope of its values.
+
+        The value of a policy gradient's loss (advantage times log probability, a ratio to its own detached self) says
+        nothing about the policy: a penalty that is added to it is all that differs between two sets of weights, and
+        those that have learned nothing pay none. Of four batches one may dissent, as where a loss is not smooth.
+        """
+        test = self._test
+        steps = test.prepare(captures[:NUM_SLOPES])
+        by_gradient = [test.measure_slope(step, reference) for step in steps]
+        left = {number for number, slope in enumerate(by_gradient) if math.isfinite(slope)}
+        num_dissenting = len(left) // NUM_SLOPES
+        if not left:  # a backward that fails when it is repeated says nothing about the loss
+            return
+        for share in SHARES:
+            ends = []
+            for end in (share, -share):
+                with test.under(reference, end):
+                    ends.append({number: test.measure([steps[number]], first=number)[0] for number in sorted(left)})
+            slopes = {number: (ends[0][number] - ends[1][number]) / (2 * share) for number in left}
+            left = {number for number, slope in slopes.items() if not is_slope(by_gradient[number], slope)}
+            if len(left) <= num_dissenting:
+                return
+        raise CannotTestError("the gradient is not the slope of the loss, so a lower loss need not be better")
+
     def _run(
         self, reference: Snapshot, captures: Sequence[Capture], initial: Snapshot | None, began_at: float
     ) -> tuple[list[float], list[float], float | None, bool]:
@@ -137,10 +182,12 @@ class Comparison:
         now = test.measure(steps[:NUM_QUICK])
         with test.under(reference):
             then = test.measure(steps[:NUM_QUICK])
+            # All these losses are means over the ranks, so all ranks take the same branch here and below.
             if not any(is_worse([a], [b], ratio=ratio) for a, b in zip(now, then)):
                 return now, then, None, False
             then += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)
         now += test.measure(steps[NUM_QUICK:], first=NUM_QUICK)
+        # Outside `under`: the present weights once more, against now[0].
         again = test.measure(steps[:1])
         if abs(again[0] - now[0]) > NOISE * abs(find_excess(now, then)):
             raise CannotTestError("the step gives another loss each time that it is run with the same random numbers")

@@ -37,6 +37,7 @@ class HeldSteps:
     def add(self, captures: Sequence[Capture], loss: float) -> None:
         """Add a step; once the memory limit is reached, make do with those already held."""
         size = sum(tensor.nbytes for one in captures for _, tensor in name_inputs(one.args, one.kwargs))
+        # In host memory four times the limit may be held.
         if not captures or self._num_bytes + size > 4 * self._max_bytes:
             self.wanted = len(self.steps)
             return
@@ -67,6 +68,7 @@ def _move_to_host(capture: Capture) -> Capture:
     def run(*args: Any, **kwargs: Any) -> Any:
         return fn(*_move(args, device), **_move(kwargs, device))
 
+    # The copies have counters of their own; a change is looked for by comparing with these.
     versions = tuple((name, read_version(tensor)) for name, tensor in name_inputs(args, kwargs))
     return dataclasses.replace(capture, fn=run, args=args, kwargs=kwargs, versions=versions)
 

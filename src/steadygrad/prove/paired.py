@@ -1,9 +1,10 @@
 """PairedTest: batches that were trained on, and a snapshot -> their losses under the present and the earlier weights.
 
-Forwards only, with the random numbers, autocast and modes of the step itself. The earlier weights are copied over the
-present ones in place, through host memory, and the present ones are put back bit for bit: the device never holds a
-second copy of the model. All ranks take part, each with its own batches, and all get the same means; an error on one
-is raised on all after every single step, so that none waits for a forward that another does not make.
+With the random numbers, autocast and modes of the step itself; forwards only, except where the slope of a loss is
+measured by its gradient. The earlier weights are copied over the present ones in place, through host memory, and the
+present ones are put back bit for bit: the device never holds a second copy of the model. All ranks take part, each
+with its own batches, and all get the same means; an error on one is raised on all after every single step, so that none
+waits for a forward that another does not make.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +36,9 @@ logger = logging.getLogger("steadygrad")
 CHOOSING = ("multinomial", "bernoulli", "normal", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 """Ops that draw from a distribution that may depend on the weights, as a policy that chooses its own data does."""
 PASS_FUNCTION = "To get a proof, pass the step as a function that gets its batch as an argument: guard.step(fn, batch)."
+
+GRADIENT_SCALE = 1024.0
+"""Loss scale of a repeated backward: float16 gradients do not vanish, and a power of two changes no other."""
 
 
 class CannotTestError(Exception):
@@ -60,7 +65,7 @@ class PairedTest:
         return self._agree(lambda: self._prepare(captures), lambda _: None)[0]
 
     def _agree(self, make: Callable[[], T], summarise: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """Return what `make` returned and what `tell` gives for it on each rank; raise one rank's error on all."""
+        """Return what `make` returned and what `summarise` gives for it on each rank; raise one rank's error on all."""
         made, answer, refused = None, None, None
         try:
             made = make()
@@ -133,11 +138,40 @@ class PairedTest:
             )
         return loss
 
+    def measure_slope(self, step: Step, snapshot: Snapshot) -> float:
+        """Return the slope of a step's loss on the way to the snapshot's parameters, by its gradient.
+
+        With a backward, under the current weights. NaN if the gradient is not finite or backward fails.
+        """
+        whole = dataclasses.replace(step, forward_only=False, scale=GRADIENT_SCALE)
+        _, slopes = self._agree(functools.partial(self._run_backward, whole, snapshot), float)
+        # Shards hold parts of one gradient; otherwise each rank has the gradient of its own loss.
+        total = float(sum(slopes))
+        return total if step.sharded else total / len(slopes)
+
+    def _run_backward(self, step: Step, snapshot: Snapshot) -> float:
+        self.cost += 3
+        snapshot.wait()
+        with step.replay() as run:
+            if run.error is not None:
+                return math.nan
+            gradients = {id(leaf): run.grads[name] for name, leaf in step.named_leaves if name in run.grads}
+            slope = 0.0
+            for parameter, slot in snapshot.state.parameters:
+                if (gradient := gradients.get(id(parameter))) is not None:
+                    way = snapshot.hosts[slot.index].double() - take_local(parameter).detach().cpu().double()
+                    slope += float((gradient.to_dense().detach().cpu().double() * way).sum())
+        return slope / GRADIENT_SCALE
+
     @contextlib.contextmanager
-    def under(self, snapshot: Snapshot) -> Iterator[None]:
-        """Give the model the snapshot's parameters and buffers inside this context."""
-        self.cost += 2
-        pairs, _ = self._agree(lambda: self._make_room(snapshot), lambda _: None)
+    def under(self, snapshot: Snapshot, share: float | None = None) -> Iterator[None]:
+        """Give the model the snapshot's parameters and buffers inside this context.
+
+        `share`: go only this share of the way, with the parameters alone.
+        """
+        self.cost += 2  # moving the weights out and in
+        # A rank without memory makes all ranks refuse here, before the first weight is replaced.
+        pairs, _ = self._agree(lambda: self._make_room(snapshot, share), lambda _: None)
         try:
             for live, host, kept in pairs:
                 kept.copy_(live, non_blocking=True)  # ordered by the stream, like the two copies back
@@ -150,15 +184,13 @@ class PairedTest:
             if any(live.is_cuda for live, _, _ in pairs):
                 torch.cuda.synchronize()  # the host blocks may be freed once this returns
 
-    def _make_room(self, snapshot: Snapshot) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _make_room(self, snapshot: Snapshot, share: float | None) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return live tensors, what takes their place, and host memory to keep them in meanwhile."""
         snapshot.wait()
         settle_shards(self.model)
+        pairs = _pair(snapshot) if share is None else _pair_on_the_way(snapshot, share)
         # Pinned where that is faster: torch caches such blocks, so only the first test waits for their allocation.
-        return [
-            (live, host, torch.empty_like(live, device="cpu", pin_memory=live.is_cuda))
-            for live, host in _pair(snapshot)
-        ]
+        return [(live, host, torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)) for live, host in pairs]
 
 
 def _find_storages(model: nn.Module) -> set[int]:
@@ -175,9 +207,19 @@ def _pair(snapshot: Snapshot) -> Iterator[tuple[Tensor, Tensor]]:
         if kept is None or live is None or is_dtensor(live):
             continue
         host = snapshot.hosts[kept.index]
+        # A buffer that no longer fits keeps its present values; both sides are measured with it.
         alike = (live.shape, live.dtype) == (host.shape, host.dtype)
         if alike and live.layout is torch.strided and torch._debug_has_internal_overlap(live) != 1:
             yield live.data, host
+
+
+def _pair_on_the_way(snapshot: Snapshot, share: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield live parameters with values that lie `share` of the way to their copies."""
+    for parameter, slot in snapshot.state.parameters:
+        live, host = take_local(parameter).data, snapshot.hosts[slot.index]
+        here = live.cpu()
+        wide = torch.promote_types(here.dtype, torch.float64)  # a small share of a half's way rounds to nothing
+        yield live, torch.lerp(here.to(wide), host.to(wide), share).to(here.dtype)
 
 
 class _Listener:

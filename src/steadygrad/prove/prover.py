@@ -196,6 +196,7 @@ class Prover:
         case = self._case
         if case is None or reading.step < case.begins_at:
             return None
+        # Before the exchange below, which a rank without data would not answer.
         if self._ranks.why_apart is not None:
             return self.close(self._ranks.why_apart)
         case.num_skipped = case.num_skipped + 1 if reading.skipped else 0
@@ -208,6 +209,7 @@ class Prover:
         if proof is None:
             return None
         self.drop()
+        # After drop(), which resets it.
         self._answered_at = reading.step
         return self._conclude(case, proof)
 
@@ -285,7 +287,12 @@ class Prover:
         except CannotTestError as error:
             return _make_unknown(step, error.reason, error.remedy)
         return self._comparison.compare(
-            reference, captures, step, initial=self._references.find_initial(), began_at=self._began_at
+            reference,
+            captures,
+            step,
+            initial=self._references.find_initial(),
+            began_at=self._began_at,
+            is_repeated=case.previous is not None,
         )
 
     def _make_again(self, case: Case, reference: Snapshot, step: int) -> Proof:
@@ -327,6 +334,7 @@ class Prover:
     def _prove_spike(self, finding: Finding, step: int, captures: Sequence[Capture]) -> Proof:
         if self._ranks.why_apart is not None:
             return _make_unknown(step, self._ranks.why_apart)
+        # An exchange: one rank may have no batch, and all must come to the same answer.
         if not self._ranks.find_least(len(captures)):
             return _make_unknown(step, "this step's batch is not known", PASS_FUNCTION)
         if self._case is not None or not self._may_spend(step, SPIKE_COST + self._allowance(step) / 2):
@@ -360,6 +368,7 @@ class Prover:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict()`."""
         self.drop()
+        # The first batches are not saved, and the run is past them.
         self._start = None
         known = {one.name for one in dataclasses.fields(Memory)}
         self._memory = Memory(**{name: value for name, value in state.items() if name in known})

@@ -90,6 +90,7 @@ class References:
         """Return the weights before the first step, unless the program replaced them since. Call it on every rank."""
         initial = self._snapshots.initial
         usable = initial is not None and self._edits().last is None and self._fits(initial)
+        # Gathered even if this rank has none: the others wait for its answer.
         return initial if all(self._ranks.gather(usable)) else None
 
     @property

@@ -21,6 +21,9 @@ LEARNT = 0.3
 NOTABLE = 0.01
 """Harm below this share of what was learned does not count: losses on memorised data jump from 1e-14 to 1e-5."""
 
+CURVATURE = 0.25
+"""Share by which the slope of a loss may differ between its gradient and two of its values near by."""
+
 
 def is_worse(now: Sequence[float], then: Sequence[float], *, ratio: float) -> bool:
     """Return whether the present weights are `ratio` times as bad; for losses that may be negative, just worse.
@@ -54,6 +57,7 @@ def is_hit(now: Sequence[float], then: Sequence[float], began_at: float, *, conf
     if not is_worse(now, then, ratio=2 * config.ratio):  # a single batch is noisier than eight
         return False
     share = NOTABLE if min(then) > 0 else config.share  # a ratio means nothing for losses that may be negative
+    # So written that an unknown start, NaN, counts as harm.
     return not find_excess(now, then) < share * abs(began_at - _mean(then))
 
 
@@ -62,6 +66,13 @@ def is_worse_than_start(now: Sequence[float], first: Sequence[float], *, config:
     if not is_worse(now, first, ratio=1.0):
         return False
     return _mean(now) - _mean(first) >= config.excess * abs(_mean(first))
+
+
+def is_slope(by_gradient: float, by_values: float) -> bool:
+    """Return whether a gradient is the slope of the loss: both predict the same change, up to its curvature."""
+    if not (math.isfinite(by_gradient) and math.isfinite(by_values)):
+        return False
+    return abs(by_gradient - by_values) <= CURVATURE * max(abs(by_gradient), abs(by_values))
 
 
 def is_rate_too_high(now: Sequence[float], lower: Sequence[float], first: float, *, config: ProveConfig) -> bool:
@@ -101,4 +112,5 @@ def find_excess(now: Sequence[float], then: Sequence[float]) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
+    # NaN and -inf count as infinitely bad: as they are, they would fail every comparison, or pass for the best loss.
     return sum(v if math.isfinite(v) else math.inf for v in values) / len(values)

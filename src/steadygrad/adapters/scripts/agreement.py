@@ -40,6 +40,7 @@ class Agreement:
     def __init__(self, name: str, *, same_everywhere: bool, report: Callable[[str], None]) -> None:
         """`name` is the same on every rank; `same_everywhere`: the ranks' gradients are equal when they step."""
         distributed = torch.distributed
+        # Private: the store by which the ranks met. It works with every backend, and without a collective.
         store: Any = distributed.distributed_c10d._get_default_store()
         self._store = distributed.distributed_c10d.PrefixStore(f"steadygrad/{name}", store)
         self._num_ranks = distributed.get_world_size()
@@ -67,16 +68,21 @@ class Agreement:
     def _agree(self, key: str, is_bad: bool) -> Word:
         """Say what this rank found; the last rank to speak decides, or the first whose patience is at its end."""
         store = self._store
+        # Before the count: the rank that completes it reads `bad` at once, and must find every vote there.
         if is_bad:
             store.add(f"{key}/bad", 1)
         if store.add(f"{key}/ranks", 1) == self._num_ranks:
+            # add(..., 0) reads a count that may be absent; get() would wait for it.
             self._say(key, Word.SKIP if store.add(f"{key}/bad", 0) else Word.TAKE)
+            # Not the last ones: a slower rank may not have read its decision yet.
             self._forget(self._number - KEPT)
         else:
             try:
+                # Waits for the slowest rank; for all of PATIENCE only once, since `is_apart` then ends all agreement.
                 store.wait([f"{key}/word"], PATIENCE)
             except Exception:  # DistStoreError in recent versions of torch, RuntimeError in earlier ones
                 self._say(key, Word.APART)
+        # Read back, also by the rank that spoke: where two of them decided at once, the first one's word counts.
         return Word(store.get(f"{key}/word").decode())
 
     def _say(self, key: str, word: Word) -> None:
@@ -90,6 +96,7 @@ class Agreement:
 
 def is_averaged(parameters: set[int]) -> bool:
     """Whether DistributedDataParallel averages the gradients of all of these parameters; `parameters` are ids."""
+    # type(), since isinstance() asks __class__, which runs the code of lazy proxies.
     wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
     covered = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
     return bool(wrappers) and parameters <= covered

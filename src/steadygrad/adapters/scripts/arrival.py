@@ -43,6 +43,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "torch":
             return None
+        # Without any of ours: they would ask each other for ever.
         others = (finder for finder in list(sys.meta_path) if not isinstance(finder, _Finder))
         found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
@@ -52,6 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)  # when this raises, the script may try again: the finder stays
+            # Gone if stop_waiting() was called since, or if another spec of ours was executed first.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 _report_failure(self._call)
@@ -63,5 +65,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _report_failure(call: Callable[[], None]) -> None:
     try:
         call()
-    except Exception as error:
+    except Exception as error:  # an import of torch must succeed, guarded or not
         print(f"steadygrad: the script runs unguarded: {error!r}", file=sys.stderr)

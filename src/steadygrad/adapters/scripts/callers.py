@@ -63,6 +63,7 @@ class Callers:
             code = frame.f_code
             if code in self._needed or (self._is_learning and self._is_users(code)):
                 num_noted += 1
+                # References to the user's objects, the batch among them; dropped at backward or at the end of the step.
                 if id(frame) not in self._noted:
                     values = _read_values(frame, self._needed.get(code))
                     self._noted[id(frame)] = _Noted(code, frame.f_lasti, values, capture.random, capture.autocast)
@@ -77,6 +78,7 @@ class Callers:
         capture = None
         while frame is not None:
             then = noted.get(id(frame))
+            # The frame of the id may be gone, and another one at its address: then its code is another function's.
             if then is not None and then.code is frame.f_code:
                 capture = self._capture(then, frame, model)
                 break
@@ -93,6 +95,7 @@ class Callers:
     def _capture(self, then: _Noted, frame: FrameType, model: nn.Module) -> Capture | None:
         code = frame.f_code
         key = (code, then.instruction, frame.f_lasti)
+        # Parsing the file is slow and done once for each pair of call and backward; a step costs a lookup.
         if key not in self._codes:
             if code in self._needed:  # another line of a function: note all of its values in the next step
                 del self._needed[code]
@@ -143,6 +146,7 @@ def _read_values(frame: FrameType, names: Collection[str] | None) -> dict[str, A
         return {
             n: v for n, v in values.items() if not isinstance(v, ModuleType | FunctionType | type) and n[:2] != "__"
         }
+    # Up to Python 3.12; later ones give a proxy, which holds nothing.
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(held) is dict:
         held.clear()  # a copy that the frame keeps: it would hold what the function has let go
     return values

@@ -36,6 +36,7 @@ def guard_children(options: Options) -> None:
     }
     os.environ[VARIABLE] = json.dumps(held)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
+    # In front: of several files called sitecustomize, Python runs only the first on the path.
     os.environ["PYTHONPATH"] = os.pathsep.join([FOLDER, *paths])
     _note_starts()
 
@@ -56,12 +57,13 @@ def _note_starts() -> None:
     """Look at each process that the script starts with `subprocess`, from now on."""
     _unguarded.clear()
     start = subprocess.Popen.__init__
-    if hasattr(start, "__wrapped__"):
+    if hasattr(start, "__wrapped__"):  # an earlier run of this process has done it
         return
     signature = inspect.signature(start)
 
     @functools.wraps(start)
     def note_and_start(*args: Any, **kwargs: Any) -> None:
+        # First: an error of the script's own call must be what it was, and no process was started then.
         start(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         if VARIABLE not in (os.environ if given.get("env") is None else given["env"]):

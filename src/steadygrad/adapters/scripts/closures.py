@@ -53,6 +53,7 @@ def _step_once(make_with: Callable[..., Any], optimizer: Optimizer, is_bad: Call
     try:
         return make_with(watch), any(bad)
     finally:
+        # The script may look at its gradients after the step, bad ones included.
         for parameter, gradient in taken:
             parameter.grad = gradient
 
@@ -68,6 +69,7 @@ def _take_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor | None]]:
 def _step_many_times(
     make_with: Callable[..., Any], optimizer: Optimizer, is_bad: Callable[[], bool]
 ) -> tuple[Any, bool]:
+    # Costs a copy of the weights and of LBFGS's history at every step: nothing less can undo its line search.
     before = _Copy(optimizer)
     bad: list[bool] = []
 
@@ -96,6 +98,7 @@ class _Copy:
     def restore(self) -> None:
         """Restore everything; the optimizer keeps its own dict, which other code may refer to."""
         for parameter, weight in self._weights:
+            # In place: compiled graphs, tied layers and other optimizers hold this very tensor.
             parameter.copy_(weight)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)

@@ -29,6 +29,7 @@ class ForwardScans:
 
     def begin(self, step: int, looks: Looks, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin when the model is called, if something is due."""
+        # One may be open from an earlier microbatch, or from a forward that no step followed.
         self.end()
         if self._is_open or _count_modes() or not self._periodic.looks_at_forward(step):
             return
@@ -55,4 +56,5 @@ class ForwardScans:
 
 
 def _count_modes() -> int:
+    # Private to torch: no public function says how many modes are open.
     return torch._C._len_torch_function_stack()

@@ -26,6 +26,7 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
     """Run the program. Raises SystemExit where a plain run would exit with a code."""
     if not as_module and not Path(target).exists():
         target = _find_command(target)
+    # In place: other modules may hold the list.
     sys.argv[:] = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd()) if as_module else str(Path(target).resolve().parent)
@@ -41,10 +42,19 @@ def launch(target: str, arguments: Sequence[str], *, as_module: bool) -> None:
             what = f"the module {target}" if as_module else target
             raise UsageError(f"{what} cannot be run: {error}. Check the name, or give the path of a script.") from None
         error = error.with_traceback(_find_own_part(error.__traceback__))
+        # Printed first, as a plain run does: the explanation may take long, or fail.
         sys.excepthook(type(error), error, error.__traceback__)
+        _explain(error)
         if isinstance(error, KeyboardInterrupt):
             _die_of_interrupt()
         raise SystemExit(1) from None
+
+
+def _explain(error: BaseException) -> None:
+    """Have the guard look for a bad number behind an error of the script."""
+    session = sys.modules.get("steadygrad.adapters.scripts.session")  # there once the script has imported torch
+    if session is not None:
+        session.explain_in_all(error)
 
 
 def _find_command(name: str) -> str:
@@ -65,6 +75,7 @@ def _find_command(name: str) -> str:
 
 def _die_of_interrupt() -> None:
     """Die as the interpreter does, by the signal itself, so that a shell sees the reason."""
+    # A process that a signal ends runs no exit handlers, and the records are closed by one.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -86,6 +97,7 @@ def _run_file(path: Path) -> None:
         __loader__=importlib.machinery.SourceFileLoader("__main__", place),
     )
     sys.modules["__main__"] = main  # not restored: threads, exit handlers and workers look there after the last line
+    # dont_inherit: this file's own `from __future__ import annotations` would change the script's annotations.
     exec(compile(path.read_bytes(), place, "exec", dont_inherit=True), main.__dict__)
 
 

@@ -47,6 +47,7 @@ def find_loss_code(code: CodeType, call: Spot, backward: Spot, known: frozenset[
     if statements is None:
         return None
     leap = _Return(backward)
+    # A copy: the tree is cached, and the transformer changes nodes in place.
     kept = [leap.visit(statement) for statement in copy.deepcopy(statements)]
     if leap.made is None:
         return None
@@ -55,6 +56,7 @@ def find_loss_code(code: CodeType, call: Spot, backward: Spot, known: frozenset[
     if leaving or any(_breaks_out(statement) for statement in kept):
         return None
     used = {node.id for s in kept for node in ast.walk(s) if isinstance(node, ast.Name)}
+    # The others are globals, or are bound by the statements themselves.
     names = tuple(sorted(used & known))
     return LossCode(_compile(code, kept, names), names)
 
@@ -62,6 +64,7 @@ def find_loss_code(code: CodeType, call: Spot, backward: Spot, known: frozenset[
 def read_spot(code: CodeType, instruction: int) -> Spot | None:
     """Return line and column of the instruction that a frame stands at."""
     for number, (line, _, column, _) in enumerate(code.co_positions()):
+        # f_lasti counts bytes; each code unit has two, and co_positions one entry.
         if number == instruction // 2:
             return None if line is None or column is None else (line, column)
     return None
@@ -88,6 +91,7 @@ def _find_body(code: CodeType) -> list[ast.stmt] | None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
             first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
+            # The code object begins at the first decorator, the syntax tree at `def`.
             if first == code.co_firstlineno:
                 return node.body
     return None
@@ -171,6 +175,7 @@ def _keep_needed(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Leave out what the loss does not depend on: logging, zero_grad, the next batch."""
     kept = [statements[-1]]
     needed = _list_used(statements[-1])
+    # Backwards: a statement is needed if a later one that is kept uses what it binds.
     for statement in reversed(statements[:-1]):
         if _list_changed(statement) & needed:
             kept.append(statement)
@@ -190,6 +195,7 @@ def _list_changed(statement: ast.stmt) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             found |= _find_base(node)
+        # `losses.append(x)`, `buffer.add_(y)`: a call whose result is dropped is made for what it changes.
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             found |= _find_base(node.value.func)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -211,5 +217,6 @@ def _compile(code: CodeType, body: list[ast.stmt], names: Sequence[str]) -> Code
     function = module.body[0]
     assert isinstance(function, ast.FunctionDef)
     function.body = body
+    # The flags are the script's __future__ statements, and only those; dont_inherit keeps ours out.
     compiled = compile(module, code.co_filename, "exec", dont_inherit=True, flags=code.co_flags & 0x1FF0000)
     return next(constant for constant in compiled.co_consts if isinstance(constant, CodeType))

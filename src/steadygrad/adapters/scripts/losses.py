@@ -32,6 +32,7 @@ class Losses:
         if self._is_spent:
             self._losses, self._is_spent = [], False
         true_loss = vars(loss).get(LOSS)
+        # Detached: the graph must not live until the optimizer steps. Shares memory, so nothing is copied.
         value = loss.detach() if true_loss is None else true_loss
         value = value.reshape(()) if value.dim() else value
         self._losses.append(Loss(value, is_scaled=true_loss is None))

@@ -36,6 +36,7 @@ class Terminal(Sink):
     def say(self, text: str) -> None:
         """Print lines of text; a closed terminal is not an error."""
         prefix = self._name_process()
+        # OSError: a pipe whose reader has ended. ValueError: the script has closed stderr.
         with contextlib.suppress(OSError, ValueError):
             lines = [f"{prefix}{line}\n" for line in text.splitlines()]
             self._file.write("".join(lines))  # in one piece: other ranks write to the same terminal

@@ -32,6 +32,7 @@ def list_parts(owner: nn.Module) -> list[nn.Module]:
 def _find_roots() -> list[nn.Module]:
     """Return modules that no other module holds. Uses type(): isinstance() would run the code of lazy proxies."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    # vars(): a module whose constructor has not reached super().__init__() has no `_modules`.
     children = {id(child) for module in modules for child in (vars(module).get("_modules") or {}).values()}
     return [module for module in modules if id(module) not in children]
 
@@ -42,6 +43,7 @@ def _choose_owners(roots: Sequence[nn.Module], held: set[int]) -> list[nn.Module
     chosen: list[nn.Module] = []
     left = set(held)
     while covered:
+        # The most parameters, then the smallest module: a model before a container that holds it and others.
         module, ids = max(covered.values(), key=lambda pair: (len(pair[1] & left), -len(_parameter_ids(pair[0]))))
         if not ids & left:
             break
@@ -61,6 +63,7 @@ def _open(module: nn.Module) -> nn.Module:
 def _parameter_ids(module: nn.Module) -> set[int]:
     try:
         return {id(p) for p in module.parameters()}
+    # A module whose constructor has not finished, or with a `parameters` of its own: not an owner.
     except Exception:
         return set()
 
@@ -79,6 +82,7 @@ def _gather(owners: Sequence[nn.Module], parameters: Sequence[Tensor]) -> nn.Mod
     """Return a module with `owners` as parts, and the parameters that none of them has. Nothing is registered."""
     gathered = nn.Module()
     for number, owner in enumerate(owners):
+        # Written directly: add_module would run the program's registration hooks.
         gathered._modules[f"{type(owner).__name__}{number}"] = owner
     known = _parameter_ids(gathered)
     for number, parameter in enumerate(parameters):

@@ -34,6 +34,7 @@ class Places:
             return None
         if self._base is None:
             self._base = self._find_base(self._run_dir)
+        # All optimizers before this one were freed: another trial of a sweep begins.
         if not trains_beside_others and self._num_here:
             self._trial, self._num_here = self._trial + 1, 0
         folder = self._base if self._trial == 1 else self._base / f"trial-{self._trial}"

@@ -47,6 +47,7 @@ class Record:
             return
         try:
             held = RunFolder(folder)
+            # At once: whatever fails below, `_close` must give the lock back.
             self._held = held
             held.settle()
             if held.is_used:
@@ -60,6 +61,8 @@ class Record:
     def follow(self, owner: object, judgement: Judgement) -> None:
         """Finish when `owner` is freed or the process ends."""
         self._ledger = (judgement.tally, judgement.incidents)  # the judgement itself holds the optimizer
+        # Also runs at exit, by weakref's own atexit handler. Nothing that `self` holds may lead to `owner`, or it never
+        # runs before that.
         self._finish = weakref.finalize(owner, self._close)
 
     def finish(self) -> None:
@@ -76,6 +79,7 @@ class Record:
         self._terminal.say_few("an optimizer begins", f"guarding {self._name} ({tensors}, {size}){whose}; {where}")
 
     def _close(self) -> None:
+        # A forked process inherits the finalizer, and would close and report its parent's run.
         if os.getpid() != self._process or self._ledger is None:
             return
         self.recorder.close()

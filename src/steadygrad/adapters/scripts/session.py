@@ -34,6 +34,8 @@ from steadygrad.adapters.scripts.losses import LOSS, Losses
 from steadygrad.adapters.scripts.messages import Terminal
 from steadygrad.adapters.scripts.options import Options
 from steadygrad.adapters.scripts.places import Places, spell_folder
+from steadygrad.adapters.scripts.trained import list_parameters
+from steadygrad.judgement.raised import may_be_of_numbers
 from steadygrad.state.calls import hear_calls
 
 if TYPE_CHECKING:
@@ -78,11 +80,14 @@ class Session:
         self._keep_log_to_itself()
         _note_loads()
         _replace(Optimizer, "__init__", self._after_making)
+        # Tensor.backward looks this name up at each call, so replacing it here is enough.
         _replace(torch.autograd, "backward", self._around_backward)
         _replace(torch.amp.GradScaler, "scale", self._around_scaling)
         _replace(torch.amp.GradScaler, "step", self._around_scaler)
+        # Both: scripts import the function from either.
         for place in (torch.nn.utils, torch.nn.utils.clip_grad):
             _replace(place, "clip_grad_norm_", self._around_clipping)
+        # By sys.modules: the attribute torch.multiprocessing.spawn is the function of that name.
         for place in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
             _replace(place, "start_processes", self._around_starting)
         atexit.register(self._end)
@@ -107,11 +112,15 @@ class Session:
             self.terminal.report_totals("" if folder is None else f"; steadygrad report {spell_folder(folder)}")
 
     def _report_unseen(self) -> None:
-        """Report optimizers that keep a state, as after training, though no step of theirs was seen."""
+        """Report optimizers that keep a state, as after training, though no step of theirs was seen.
+
+        Not one that wraps another, as SAM does: the same parameters were guarded in the steps of the inner one.
+        """
         if self.num_guarded == 0:
             return  # reported for the whole run
+        guarded = {id(p) for watch in self._watches if watch.has_stepped for p in list_parameters(watch.optimizer)}
         for optimizer in [watch.optimizer for watch in self._watches if not watch.has_stepped]:
-            if optimizer.state:
+            if optimizer.state and not guarded.issuperset(map(id, list_parameters(optimizer))):
                 name = type(optimizer).__name__
                 self.terminal.say_once(f"no step of {name} was seen: if it has trained, it was NOT guarded")
 
@@ -127,9 +136,11 @@ class Session:
         self._process, self.is_child = os.getpid(), True
         self.terminal = Terminal(sys.stderr, is_child=True)
         self._places.become_child()
+        # The parent's watches stay with its optimizers; `_find_watch` replaces one when its optimizer steps here.
         self._watches, self._losses = weakref.WeakSet(), Losses()
         self.num_made = self.num_guarded = 0
         self._thread = threading.local()
+        self._lock = threading.Lock()  # another thread may have held it when the process was forked
 
     def _keep_log_to_itself(self) -> None:
         """Log only errors, since the script's logging may go to standard output; incidents are printed here."""
@@ -146,11 +157,15 @@ class Session:
     # --- what is made -----------------------------------------------------------------------------------------------
 
     def _after_making(self, make: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        # First: torch wraps `step` of a new class in here (`_patch_step_function`). Ours must be the outer one, or the
+        # hooks of the step would run for one that is skipped.
         make(optimizer, *args, **kwargs)
+        # Before `_is_here`, which is False in a process that was forked and has not moved in.
         self.move_in()
         if not self._is_here:
             return
         kind = type(optimizer)
+        # Inherited, so a subclass without a `step` of its own is not wrapped twice.
         if not getattr(kind.step, "_is_gated", False):
             _replace(kind, "step", self._around_step)
             kind.step._is_gated = True  # type: ignore[attr-defined]
@@ -161,6 +176,7 @@ class Session:
         from steadygrad.adapters.scripts.watch import Watch
 
         self.num_made += 1
+        # If anything below fails it stays None: known, unguarded, and not tried again at each step.
         vars(optimizer)[KEY] = None
         if len(self._watches) >= MAX_WATCHED:
             gc.collect()  # an optimizer and its scheduler refer to each other
@@ -202,9 +218,11 @@ class Session:
     def _around_backward(
         self, run: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> None:
+        # With gradients given, backward starts from an intermediate tensor and not from a loss.
         is_loss = grad_tensors is None and isinstance(tensors, Tensor) and tensors.numel() == 1
         is_inside = torch._C._current_graph_task_id() != -1  # inside another backward, as with activation checkpointing
         if is_loss and not is_inside and self._is_here:
+            # vars() of a threading.local is this thread's own dict.
             self._losses = vars(self._thread).setdefault("losses", Losses())
             self._losses.note(tensors)
             for watch in self._list_watches_here():
@@ -214,6 +232,7 @@ class Session:
     def _around_scaling(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         """Remember the unscaled loss: a scaled loss can overflow where the loss itself did not."""
         scaled = scale(scaler, outputs)
+        # A disabled scaler returns the loss itself, which is the script's: nothing may be attached to it.
         if self._is_here and isinstance(scaled, Tensor) and scaled is not outputs and scaled.numel() == 1:
             vars(scaled)[LOSS] = outputs.detach()
         return scaled
@@ -223,6 +242,7 @@ class Session:
     ) -> Tensor:
         if not self._is_here:
             return clip(parameters, max_norm, *args, **kwargs)
+        # A list: model.parameters() is a generator, which can be read only once.
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         clipped = {id(p) for p in parameters}
         watches = [watch for watch in self._list_watches_here() if watch.is_about(clipped)]
@@ -246,6 +266,7 @@ class Session:
 
     def _around_step(self, make: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self.move_in()
+        # A step may call that of its base class, or of an optimizer that it wraps: one decision for both.
         if not self._is_here or getattr(self._thread, "is_stepping", False):
             return make(optimizer, *args, **kwargs)
         if _is_called_by_guard():
@@ -255,6 +276,7 @@ class Session:
         if watch is None:
             return make(optimizer, *args, **kwargs)
         self._thread.is_stepping = self._thread.has_stepped = True
+        # Not for a thread of the autograd engine, which steps inside a backward that another thread called.
         if "losses" in vars(self._thread):
             watch.thread = threading.get_ident()
         try:
@@ -283,6 +305,7 @@ class Session:
                 is_bad=lambda: bool(self._ours(watch.measure, self._look_around(optimizer))),
                 conclude=lambda skipped: self._ours(watch.conclude, skipped=skipped),
             )
+        # None where measuring failed: the step is then taken, as without us.
         bad = bool(self._ours(watch.measure, self._look_around(optimizer)))
         result = None if bad else make(*args, **kwargs)
         self._ours(watch.conclude, skipped=bad)
@@ -313,6 +336,7 @@ class Session:
             losses=tuple(self._find_losses().list()),
             loss_counts=len(self._watches) == 1,  # with several optimizers it is unknown whose loss it is
             has_many_ranks=count_ranks() > 1,
+            # GradScaler sets grad_scale on a fused optimizer while that steps. Neither of the two waits for the device.
             carried_scale=getattr(optimizer, "grad_scale", None),
             loss_scale=None if scaler is None else scaler._get_scale_async(),
         )
@@ -328,6 +352,7 @@ class Session:
 
     def _ours(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call our own code. Return None if it fails: the training continues as if we were not there."""
+        # Not nested: every hook asks `_is_here` first, so our own calls of torch do not come back in here.
         self._thread.is_ours = True
         try:
             return call(*args, **kwargs)
@@ -346,12 +371,20 @@ class Session:
             self.terminal.say_once(f"{type(owner.optimizer).__name__} is NOT guarded from here on")
 
 
+def explain_in_all(error: BaseException) -> None:
+    """Have every optimizer's watch explain an error that ends the script, if numbers may be behind it."""
+    for session in _current if may_be_of_numbers(error) else ():
+        for watch in list(session._watches):
+            session._ours(watch.explain, error)
+
+
 class GuardedEntry:
     """Entry of a process that the script starts with `torch.multiprocessing.spawn`: runs its function in a Session.
 
     Such a process begins as a fresh interpreter. Workers of a DataLoader are started differently.
     """
 
+    # Pickled for the new process: hold nothing here that is not plain, above all no Session.
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self._function, self._options = function, options
 
@@ -382,6 +415,7 @@ def _replace(place: Any, name: str, around: Callable[..., Any]) -> None:
     """Replace `place.name(...)` by `around(original, ...)`, except inside a graph that is being compiled."""
     original = getattr(place, name)
 
+    # wraps() also copies torch's mark `hooked`, without which the next optimizer would wrap the step once more.
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

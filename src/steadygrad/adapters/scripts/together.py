@@ -40,10 +40,12 @@ class Together:
             return
         if self.ranks is None and count_ranks() > 1:
             self._agreement = Agreement(self._name, same_everywhere=True, report=self._report)
+            # Not about a step: a first word through the store, to learn whether every rank is there to answer.
             self._agreement.decide(False)
             if self._agreement.is_apart:
                 raise UnsupportedError("its gradients are in shards, which only all ranks together can measure")
         self.ranks = find_ranks(owner, named)
+        # A collective. Every rank is known to be guarded here, so none waits for one that never comes.
         self.ranks.check_alike("")
 
     @property
@@ -53,6 +55,7 @@ class Together:
 
     def decide(self, is_bad: bool) -> bool:
         """Return whether all ranks skip this step."""
+        # The numbers were exchanged, so `is_bad` is the same on every rank, and asking again would cost a wait.
         if self.shares_numbers or count_ranks() == 1:
             return is_bad
         if self._agreement is None:

@@ -35,6 +35,7 @@ def name_trained(
     """
     held = {id(p) for one in beside for p in list_parameters(one)}
     left_out = [name for name, p in owner.named_parameters() if p.requires_grad and id(p) not in held]
+    # A plain nn.Module with parts is the one that `owners.py` has gathered.
     loose = owner._parameters if type(owner) is nn.Module and owner._modules else {}
     foreign = [name for name, p in loose.items() if p is not None and p.grad is None]
     return TrainedParameters(
@@ -51,6 +52,6 @@ def describe_unreached(owner: nn.Module, optimizer: Optimizer, *, beside: Sequen
         kind="missing_gradient",
         severity=Severity.WARNING,
         step=0,
-        message=f"{type(optimizer).__name__} has never got a gradient for one of its parameters{reached}",
+        message=f"{type(optimizer).__name__} has never got a gradient for any of its parameters{reached}",
         advice="Make the optimizer after the model has its final parameters: after LoRA, .to(device), a new head.",
     )

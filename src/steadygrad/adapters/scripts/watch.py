@@ -2,7 +2,7 @@
 
 The order of a step: `begin` (the model is called), `measure` (the optimizer is about to step), then the caller takes or
 skips the step, then `conclude`. After a skipped step, the buffers that the forward changed are restored. Reads one
-small vector from the device per step. While observing it only reads.
+small vector from the device per step, and two more where the script clips. While observing it only reads.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from steadygrad.adapters.scripts.trained import (
     list_trained_parameters,
     name_trained,
 )
+from steadygrad.adapters.scripts.unproven import Unproven
 from steadygrad.config import Interval, Policy, SnapshotConfig
 from steadygrad.detect import Detector, standard_rules
 from steadygrad.detect.rank_agreement import describe_wait
@@ -47,6 +48,7 @@ from steadygrad.diagnose.live import LiveTrace
 from steadygrad.diagnose.step_arguments import name_inputs
 from steadygrad.facts import Action, Cause, Reading
 from steadygrad.judgement import Judgement
+from steadygrad.judgement.raised import describe_raised, is_explained_by, make_unfinished
 from steadygrad.measure import Measurement, Meter, StepContext, Transfer
 from steadygrad.measure.graph import may_enter
 from steadygrad.measure.periodic_scans import Looks, PeriodicScans
@@ -97,6 +99,7 @@ class _Clipped:
     def coefficient(self) -> float:
         """What the script multiplied them by; 1 if that was not a number."""
         norm = float(self.norm)
+        # 1e-6 is the epsilon of torch's clip_grad_norm_.
         return min(1.0, self.max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
 
@@ -128,6 +131,7 @@ class Watch:
         self._program = ProgramWatch(
             list_trained_parameters(self.owner, optimizer), every=options.config.measure.scan_every
         )
+        # While observing nothing is restored, so an empty module spares the copies.
         self._buffers = BufferKeeper(nn.Module() if self._observe else self.owner)
         settings = self._config.diagnose
         self._investigator = Investigator(settings, model=self.owner, optimizers=[optimizer], run_dir=options.run_dir)
@@ -167,6 +171,7 @@ class Watch:
             self._buffers.begin(anew=True)
         if any(tensor.grad_fn is not None for _, tensor in name_inputs(args, kwargs)):
             return  # called with another model's output, whose graph is gone by the time of a replay
+        # Held until the step is over, not copied.
         self._looks.batch = (args, kwargs)
         if self._forward_scans is not None:
             self._forward_scans.begin(self._step, self._looks, args, kwargs)
@@ -198,8 +203,9 @@ class Watch:
     def note_clipping(self) -> None:
         """Note the gradients to report, since the script is about to clip them."""
         self._prepare()
+        # Before the clip: afterwards one NaN is in every gradient, and the parameter that had it is not known.
         measurement = self._meter.measure()
-        self._clipped = None if measurement is None else _Clipped(measurement)
+        self._clipped = None if measurement is None or not measurement.names else _Clipped(measurement)
 
     def note_clipped(self, norm: Tensor, max_norm: float) -> None:
         """Note that the script has clipped; `norm` is the norm it found."""
@@ -208,32 +214,38 @@ class Watch:
 
     def measure(self, around: Circumstances) -> bool:
         """Measure the gradients as the optimizer will get them; return whether the step must be skipped."""
+        # Before our own ops below: the mode would trace them too.
         if self._live is not None:
             self._live.stop()
         if self._forward_scans is not None:
+            # Before `_prepare`, which replaces the scans when parameters were added: an open mode would never be left.
             self._forward_scans.read(self._step, self._looks)
         self._prepare()
         self._periodic_scans.before_optimizer(self._looks, scale_is_known=around.loss_scale is not None)
         loss = _add_up(around)
         m = self._meter.measure(loss, scale=around.carried_scale, told_scale=around.loss_scale)
-        if m is None:
+        if m is None or not m.names:
             self._reading = None
             self._note_no_gradients(around)
-            return False
-        self._num_without_gradients = NEVER
+            # The others wait for its word in this step too.
+            return not self._observe and around.has_many_ranks and self._together.decide(False)
+        self._num_without_gradients = NEVER  # so low that the count never gets to FIRST_STEPS
         reading = self._read(m, len(around.losses))
         if self._clipped is not None:
             reading = self._as_before_clipping(reading, self._clipped)
         # Ranks share gradients but not losses, unless they exchange them too.
         loss_counts = around.loss_counts and (not around.has_many_ranks or self._together.shares_numbers)
-        bad = reading.num_nonfinite > 0 or (loss_counts and reading.loss_is_nonfinite)
+        is_nonfinite = reading.num_nonfinite > 0 or (loss_counts and reading.loss_is_nonfinite)
+        bad = is_nonfinite or bool(reading.bad_rates)
         self._reading = reading
+        # `decide` is called whether this rank's step is bad or not: the others wait for its word.
         leave_out = not self._observe and (self._together.decide(bad) if around.has_many_ranks else bad)
         if leave_out and not bad:
             self._terminal.say_few("skipped for another rank", f"step {self._step}: {OTHER_RANK}")
+        # Before the diagnosis: the replay must start from the buffers that the step started from.
         if leave_out and not _is_search(reading):
             self._buffers.restore()
-        if bad and not _is_search(reading):
+        if is_nonfinite and not _is_search(reading):
             self._cause = self._diagnose(reading, around)
         return leave_out
 
@@ -253,14 +265,17 @@ class Watch:
 
     def _end_step(self, *, skipped: bool) -> None:
         reading, self._reading, self._clipped, self._has_begun = self._reading, None, None, False
+        # Dropped with `looks`: the batch, which must not live into the next step's forward.
         looks, cause, self._looks, self._cause = self._looks, self._cause, Looks(), None
         self._investigator.take()  # release the batches
         self._callers.forget()
         self._losses = []
+        # Kept where the script has a mode of its own open: ours cannot be left before that one.
         if self._live is not None and self._live.stop():
             self._live = None
         if reading is None:
             return
+        # The reading was made before it was known whether the step would be taken.
         if skipped != reading.skipped:
             reading = dataclasses.replace(reading, skipped=skipped)
         if skipped and not _is_search(reading):
@@ -278,9 +293,15 @@ class Watch:
 
     def _read(self, m: Measurement, num_losses: int) -> Reading:
         numbers = m.take_to_host(self._transfer)
-        rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
-        stale = self._uncleared.take()
-        context = StepContext(step=self._step, learning_rates=rates, num_microbatches=max(1, num_losses), stale=stale)
+        groups = enumerate(self.optimizer.param_groups)
+        rates = {place: float(rate) for place, group in groups if (rate := group.get("lr")) is not None}
+        context = StepContext(
+            step=self._step,
+            learning_rates=tuple(rates.values()),
+            num_microbatches=max(1, num_losses),
+            stale=self._uncleared.take(),
+            bad_rates={place: rate for place, rate in rates.items() if not math.isfinite(rate)},
+        )
         self._began_on = self._meter.read_from_ranks(m, numbers).began_on
         return m.read(numbers, context, skipped=False)
 
@@ -305,6 +326,7 @@ class Watch:
         if not self._config.diagnose.enabled:
             return None
         cause = self._find_live_cause(reading, around)
+        # A live trace has seen the step itself; a replay costs several steps, so it comes second.
         if cause is None and self._investigator.claim(reading, ()):
             with self._buffers.unchanged():
                 cause = self._replay(reading)
@@ -315,10 +337,20 @@ class Watch:
     def _replay(self, reading: Reading) -> Cause | None:
         """Replay the loss as the script computes it; where that explains nothing, the model's forward alone."""
         calls = self._investigator.take()
+        # With shards, all ranks enter each replay at once: the cause is the same on each, so they take the same branch.
         cause = self._replay_once(self._losses, reading)
         if cause is None or cause.phase == "unknown" or cause.kind == "error":
             cause = self._replay_once(calls, reading)
         return None if cause is None or cause.kind == "error" else _word_for_script(cause)
+
+    def explain(self, error: BaseException) -> None:
+        """Report an error that has ended the script in this step, if a replay of its calls finds a bad number."""
+        if self._judgement is None or not self._has_begun or not self._investigator.claim_error(self._step):
+            return
+        with self._buffers.unchanged():
+            cause = self._investigator.investigate(self._investigator.take(), make_unfinished(self._step), ())
+        if cause is not None and is_explained_by(cause):
+            self._judgement.note(describe_raised(error, self._step), _word_for_script(cause))
 
     def _replay_once(self, captures: Sequence[Capture], reading: Reading) -> Cause | None:
         if self._together.shares_numbers:
@@ -349,6 +381,7 @@ class Watch:
     def _prepare(self) -> None:
         """Prepare at the first step, and when parameters were added: only now is everything on its final device."""
         parameters = list_parameters(self.optimizer)
+        # Runs each step, so only ids are compared; `_named` keeps the parameters alive, so no id is used again.
         signature = [id(p) for p in parameters]
         if signature == self._signature:
             return
@@ -370,11 +403,13 @@ class Watch:
             self._judgement = self._open_judgement([name for name, _ in named])
             self._waits = watch_ranks(
                 None,
+                # Weakly: a thread that is the last to drop the model ends its process group too, and may deadlock.
                 call_weakly(self, lambda watch: watch._step, 0),
                 call_weakly(self._judgement, lambda judgement, wait: judgement.note(describe_wait(wait))),
             )
 
     def _open_judgement(self, names: Sequence[str]) -> Judgement:
+        # Disabled: a rollback needs a loop that knows about it. The Actor wants the object all the same.
         snapshots = Snapshots(self.owner, [self.optimizer], extras={}, config=SnapshotConfig(enabled=False))
         folder = self._choose_folder(self)
         record = self._record = Record(type(self.optimizer).__name__, self._terminal)
@@ -384,7 +419,7 @@ class Watch:
         record.report_start(list_parameters(self.optimizer), self.owner)
         judgement = Judgement(
             self._config,
-            detector=Detector(standard_rules(self._config.detect)),
+            detector=Detector([Unproven(rule) for rule in standard_rules(self._config.detect)]),
             schedule_and_ema=ScheduleAndEma(
                 None, None, model=self.owner, interval=Interval.STEP, buffers=self._buffers
             ),
@@ -415,6 +450,7 @@ def _add_up(around: Circumstances) -> Tensor | None:
     device = last.device
     scale = 1.0 if around.loss_scale is None else around.loss_scale.to(device)
     values = [(loss.value.to(device).float(), loss.is_scaled) for loss in around.losses]
+    # On the device, without a host read; float32, since the sum of fp16 losses may overflow where they do not.
     return torch.stack([value / scale if is_scaled else value for value, is_scaled in values]).sum()
 
 

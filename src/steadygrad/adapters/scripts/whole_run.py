@@ -37,11 +37,13 @@ class WholeRun:
         """Guard this process once it imports torch, and the processes that it starts."""
         stop_waiting()  # a process that another `steadygrad run` has started begins its own
         guard_children(self._options)
+        # Before the Session's, which is installed with torch and wraps this one: its records are closed first.
         before_hard_exit(self._end_hard)
         when_torch_arrives(self._begin_session)
 
     def _end_hard(self, code: int) -> int:
         """The script leaves by `os._exit`."""
+        # A forked child leaves by os._exit as well, and is not the end of the run.
         is_end = code == 0 and os.getpid() == self._process and not self._has_ended
         return 1 if is_end and self.end() else code
 
@@ -94,6 +96,7 @@ class WholeRun:
         if self._session is not None and self._session.terminal.worst is not None:
             yield self._session.terminal.worst
         for path in self._list_new_records():
+            # A process that is still writing, or was killed, may leave half a line: the lines before it count.
             with contextlib.suppress(OSError, ValueError, KeyError):
                 for line in (path.parent / "incidents.jsonl").read_text(encoding="utf-8").splitlines():
                     yield Severity(json.loads(line)["finding"]["severity"])
